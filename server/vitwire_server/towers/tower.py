@@ -1,4 +1,4 @@
-"""What the engine needs to know of a tower, for every layout of pixels."""
+"""A tower as the engine knows it, for every layout of pixels."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ class Metadata:
 
 
 class Budgeted:
-    """What items cost on a tower, and the budgets that hold them."""
+    """The costs of items on a tower, and the budgets that hold them."""
 
     @cached_property
     def geometry(self) -> Geometry:
@@ -75,7 +75,7 @@ class Tower(Budgeted, ABC):
     """One vision encoder: what an item costs on it, and its forward at a capacity.
 
     `prepare` lays the metadata of a batch into buffers, `forward` never looks at the host. Pixels come as
-    rows, of patches or of whole tiles; those of the items lie one after the other, padding behind them.
+    rows, of patches or of whole tiles; the items' lie one after the other, padding behind them.
     """
 
     model: Any
@@ -99,7 +99,7 @@ class Tower(Budgeted, ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the tower computes in."""
+        """The type that the tower computes in."""
         dtype: torch.dtype = next(self.model.parameters()).dtype
         return dtype
 

@@ -42,16 +42,16 @@ class Checkpoint:
     config: Config
     """The whole checkpoint's configuration."""
     dtype: torch.dtype
-    """What the checkpoint says it was saved in."""
+    """Type of its weights, by its configuration."""
 
     @property
     def pooling(self) -> Pooling:
-        """How its rows are pooled."""
+        """The pooling of its rows."""
         return self.family.pooler.pooling if self.family.pooler else Pooling.NONE
 
     @property
     def poolings(self) -> tuple[Pooling, ...]:
-        """How they can be pooled."""
+        """The poolings that it offers."""
         return self.family.poolings(self.config)
 
     def pooled(self, pooling: Pooling) -> "Checkpoint":
@@ -203,7 +203,7 @@ def _plain(module: Module, config: Config, weights: Weights, dtype: torch.dtype)
 
 
 def _read_config(folder: Path, settings: Mapping[str, Any], family: Family) -> Config:
-    """The configuration of a checkpoint that is served. Raises CheckpointError."""
+    """The configuration of a checkpoint that is supported. Raises CheckpointError."""
     if absurd := absurd_layers(settings):
         raise CheckpointError(f"{folder / 'config.json'}: {absurd}")
     try:
@@ -213,5 +213,5 @@ def _read_config(folder: Path, settings: Mapping[str, Any], family: Family) -> C
         reason = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise CheckpointError(f"{folder / 'config.json'} is not a {family.title} configuration: {reason}") from error
     if problem:
-        raise CheckpointError(f"{folder / 'config.json'}: this {family.title} is not served: {problem}")
+        raise CheckpointError(f"{folder / 'config.json'}: unsupported {family.title}: {problem}")
     return config

@@ -106,7 +106,7 @@ class Adapter:
             raise CheckpointError(f"{self.folder} holds no weights of the vision tower: {only}")
 
     def _own(self, part: str, module: Module, config: Config, changes: Weights) -> Weights:
-        """What is added to the weights of a module, by their names in it. Raises CheckpointError."""
+        """The changes of a module's weights, by their names in it. Raises CheckpointError."""
         path, own = self.folder / _WEIGHTS, Weights()
         for key, change in changes.items():
             name = module.name(key)
@@ -118,7 +118,7 @@ class Adapter:
             return module.convert(own, module.configuration(config))
 
     def _changes(self, modules: Sequence[Module]) -> Weights:
-        """What is added to each weight, float32, by the weight's name in the model that was adapted."""
+        """The change of each weight, float32, by the weight's name in the model that was adapted."""
         path = self.folder / _WEIGHTS
         if not path.exists():
             raise CheckpointError(f"{self.folder} holds no {_WEIGHTS}")
@@ -156,7 +156,7 @@ class Adapter:
         return product.view(len(up), *down.shape[1:])
 
     def _alphas(self, modules: list[str]) -> dict[str, float]:
-        """What the factors of each module are scaled by before their rank divides it. Raises CheckpointError."""
+        """The scale of each module's factors, before their rank divides it. Raises CheckpointError."""
         patterns = self.config.get("alpha_pattern") or {}
         if not isinstance(patterns, dict):
             raise CheckpointError(f"{self.folder / _CONFIG}: alpha_pattern is no object of names and numbers")

@@ -26,7 +26,7 @@ from vitwire_server.towers.files import CheckpointError, read_json
 from vitwire_server.towers.served import surplus_layers
 
 BROKEN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError)
-"""What transformers and torch raise over impossible numbers in a configuration."""
+"""Errors of transformers and torch over impossible numbers in a configuration."""
 _LAYOUTS = (
     ("model.safetensors.index.json", "model.safetensors"),
     ("pytorch_model.bin.index.json", "pytorch_model.bin"),
@@ -206,7 +206,7 @@ def _usable(tensor: Any, name: str, path: Path) -> Tensor:  # noqa: ANN401 - wha
 
 
 def fingerprint(weights: Mapping[str, Weights], pooling: Pooling) -> str:
-    """SHA-256 over all weights and the pooling; names of a module beside the tower begin with the module's."""
+    """SHA-256 over all weights and the pooling; names in other modules than the tower begin with the module's."""
     named = {
         name if module == "tower" else f"{module}.{name}": tensor
         for module, own in weights.items()

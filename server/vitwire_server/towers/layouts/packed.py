@@ -25,11 +25,11 @@ from vitwire_server.towers.processors.settings import AreaRule, read_areas
 from vitwire_server.towers.tower import Metadata
 
 _IMAGE_AREAS, _VIDEO_AREAS = AreaRule(), AreaRule(pixels=(128 * 28 * 28, 768 * 28 * 28))
-"""How most families resize."""
+"""Bounds of areas in most families."""
 
 
 class AttentionSpan(Enum):
-    """What a patch attends to in most layers."""
+    """The patches that a patch attends to in most layers."""
 
     FRAME = auto()
     CLIP = auto()
@@ -60,7 +60,7 @@ class ListedGrids:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What a tower's forward takes beside the ends of its segments, and in which form."""
+    """Inputs of a tower's forward in addition to the ends of its segments, and their form."""
 
     learned_positions: str | None = None
     """Path of the tower's module whose positions are resampled to each grid; empty for the tower itself."""
@@ -78,18 +78,18 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedFamily(PatchFamily):
-    """What differs between the packed `grid_thw` towers; the rest is in `PackedTower`."""
+    """The differences between the packed `grid_thw` towers; the rest is in `PackedTower`."""
 
     head: type[Head] = Head
-    """What follows the tower."""
+    """The part that follows the tower."""
     span: AttentionSpan = AttentionSpan.FRAME
     inputs: Inputs = Inputs()
     forward: "type[PackedTower] | None" = None
-    """The tower's class, where it is one of its own."""
+    """The tower's class, if it is not `PackedTower`."""
     image_areas: AreaRule = _IMAGE_AREAS
-    """How clients resize images."""
+    """Bounds of the areas of images."""
     video_areas: AreaRule = _VIDEO_AREAS
-    """How clients resize the frames of clips."""
+    """Bounds of the areas of clips."""
     layout = "packed patches"
 
     @property
@@ -111,7 +111,7 @@ class PackedFamily(PatchFamily):
 
 
 class Sizes(NamedTuple):
-    """What a tower's configuration says of a patch."""
+    """Sizes of a patch, by a tower's configuration."""
 
     patch: int
     merge: int
@@ -120,7 +120,7 @@ class Sizes(NamedTuple):
 
 
 def sizes(config: Config) -> Sizes:
-    """Those of a tower's configuration. Raises AttributeError."""
+    """Sizes by a tower's configuration. Raises AttributeError."""
     merge = getattr(config, "spatial_merge_size", 1)
     if hasattr(config, "merge_kernel_size"):
         merge = config.merge_kernel_size[0]
@@ -224,7 +224,7 @@ class PackedTower(PatchTower):
         return computed | self.head.compute(grid)
 
     def _block(self, grid: Grid) -> int:
-        """Patches a side that lie one after the other: those of a token, unless the order is a raster's."""
+        """Patches a side that lie one after the other: a token's, unless the order is a raster's."""
         own = self.geometry
         merge = own.merge * own.clip_merge if isinstance(own, ClipGeometry) and grid.t > 1 else own.merge
         return 1 if self.family.inputs.raster else merge

@@ -23,7 +23,7 @@ from vitwire_server.towers.tower import Metadata, Tower
 TAPS = {"bilinear": 4, "bicubic": 16}
 """Neighbours that a resampled learned position is made of."""
 _KEPT_BYTES = 1 << 27
-"""Of metadata that is kept per grid: about 64 a patch, or a row of columns where positions are resampled ahead."""
+"""Of metadata that is kept per grid: about 64 a patch, or a row of columns if positions are resampled ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class PatchFamily(Family):
 
 
 class PatchTower(Tower):
-    """What these towers cost, and their metadata: measured once for each grid, laid out for each batch.
+    """A tower whose metadata is measured once for each grid, and laid out for each batch.
 
     Each class names in `_inputs` what its forward takes, and adds to `_compute` what that is for an item alone.
     """
@@ -58,7 +58,7 @@ class PatchTower(Tower):
 
     @abstractmethod
     def _inputs(self) -> dict[str, Kind]:
-        """The metadata that the forward takes beside the ends of its segments."""
+        """The metadata that the forward takes in addition to the ends of its segments."""
 
     def rewrite(self) -> None:
         linear_patches(self.model)
@@ -152,13 +152,13 @@ def taps(
 
 
 def neighbours(grid: Grid, merge: int) -> Tensor:
-    """Numbers of the patches of each token, `(tokens, merge**2)`, where they lie in raster order."""
+    """Numbers of the patches of each token, `(tokens, merge**2)`, if they lie in raster order."""
     patches = torch.arange(grid.patches).view(grid.t, grid.h // merge, merge, grid.w // merge, merge)
     return patches.permute(0, 1, 3, 2, 4).reshape(-1, merge**2)
 
 
 def most_windows(cells: int, segments: int, side: int) -> int:
-    """Bound of the windows of this side that any frames of so many cells need, padding included.
+    """Bound of the windows of this side that any frames of `cells` in total need, padding included.
 
     A frame of h x w cells has ceil(h/s)*ceil(w/s) <= h*w/s + (s-1)/s windows of side s.
     """

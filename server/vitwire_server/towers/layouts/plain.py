@@ -20,17 +20,17 @@ from vitwire_server.towers.processors.tiles import class_of, one_tile
 
 @dataclass(frozen=True, kw_only=True)
 class PlainFamily(Family):
-    """What differs between vision transformers that are served alone."""
+    """The differences between vision transformers that are served alone."""
 
     encoder: "Callable[[PlainFamily, Parts, Config], PlainEncoder]"
     layers: str = "encoder.layers"
     """Path of the tower's layers."""
     leading: int | Callable[[Config], int] = 1
-    """Tokens before those of the patches, such as a class token: their number, or that by the tower's configuration."""
+    """Tokens before the patches, such as a class token: their number, or a function of the tower's configuration."""
     head: str | None = None
     """Field of the tower's configuration that says whether it has a pooling head, which is loaded on its own."""
     processor: str
-    """Class of the model's processor, by the beginning of its name, where the checkpoint names none."""
+    """Class of the model's processor, by the beginning of its name, if the checkpoint names none."""
     resizes: bool = False
     """The tower takes tiles of the size that the processor makes, rather than of image_size only."""
     layout = "tiles"

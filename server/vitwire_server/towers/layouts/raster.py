@@ -28,10 +28,10 @@ _SQUARE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class RasterFamily(PatchFamily):
-    """Rows whose tower is a RasterTower."""
+    """Entries whose tower is a RasterTower."""
 
     forward: "type[RasterTower]"
-    """What computes the tower's forward on its modules."""
+    """The tower's class."""
     merge: str | None = None
     """Path of the field with the root of a token's patches, in the whole configuration; None for one patch a token."""
     layers: str = "encoder.layers"

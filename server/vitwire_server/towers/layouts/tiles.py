@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 from pathlib import Path
@@ -40,7 +40,7 @@ class Unit(NamedTuple):
     tokens: int
     """Of a budget."""
     rows: int
-    """That its forward gives, before those of items are picked."""
+    """Rows that its forward gives, before items pick theirs."""
     longest: int
     """Patches that attend to each other."""
 
@@ -113,7 +113,7 @@ class TileTower(Tower):
         return [units * tokens for units in tile_steps(most // tokens) if units >= self.fewest]
 
     def sample(self, units: int) -> Grid:
-        """An image of so many units, or of as many as an image can have."""
+        """An image of this many units, or of as many as an image can have."""
         return Grid(units, 1, units)
 
     def samples(self, tokens: int, items: int) -> list[Grid]:
@@ -148,16 +148,36 @@ class TileTower(Tower):
         return pixels.view(-1, self.channels, *self.geometry.tile)
 
 
+class PairEncoder(TileTower):
+    """Tiles that come in two sizes and become one embedding: as many crops as tiles, in a budget as in an item."""
+
+    crop: tuple[int, int]
+    paired = True
+
+    @abstractmethod
+    def encode_pairs(self, tiles: Tensor, crops: Tensor) -> Tensor:
+        """`(tiles, C, H, W)` and `(tiles, C, h, w)` to `(tiles, tokens, width)`."""
+
+    @cached_property
+    def geometry(self) -> TileGeometry:
+        return replace(super().geometry, crop=self.crop)
+
+    def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
+        assert metadata.crops is not None, "this tower is run with crops"
+        crops = metadata.crops.view(-1, self.channels, *self.crop)
+        return self.encode_pairs(self.tiles(pixels), crops).flatten(0, 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TileFamily(Family):
-    """What differs between towers of tiles: how a tile becomes rows, and how an image becomes tiles."""
+    """The differences between towers of tiles: from tiles to rows, and from images to tiles."""
 
     encoder: Callable[[Parts, Config], TileTower]
     """From the loaded modules and the checkpoint's configuration. Raises ValueError if it cannot compute them."""
     processor: ReadProcessor
     videos: Accepts = Accepts.NOTHING
     within: str = ""
-    """Path of the configuration with the tower and the width of rows, in checkpoints where a larger model has it."""
+    """Path of the configuration with the tower and the width of rows, in checkpoints of a larger model."""
     layout = "tiles"
 
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:

@@ -13,8 +13,7 @@ from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed, dtype_of
 from vitwire_server.towers.family import Parts, Weights, in_model, stripped
 from vitwire_server.towers.files import optional_json
-from vitwire_server.towers.layouts.crops import PairEncoder
-from vitwire_server.towers.layouts.tiles import TileFamily
+from vitwire_server.towers.layouts.tiles import PairEncoder, TileFamily
 from vitwire_server.towers.processors.settings import CLIP, HALF, images, normalised, per_channel, whole
 from vitwire_server.towers.processors.tiles import shade, squared, tiled
 from vitwire_server.towers.shared.fused import position_tables, split_qkv

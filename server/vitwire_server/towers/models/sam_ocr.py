@@ -12,7 +12,7 @@ from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed
 from vitwire_server.towers.family import Parts, of_transformers, stripped
-from vitwire_server.towers.layouts.crops import CropEncoder
+from vitwire_server.towers.layouts.assembled import CropEncoder
 from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, heads_of
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, images, whole
 from vitwire_server.towers.processors.tiles import tiled

@@ -14,7 +14,7 @@ from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed, dtype_of, new_config
 from vitwire_server.towers.family import Parts, in_model, stripped
-from vitwire_server.towers.layouts.crops import CropEncoder
+from vitwire_server.towers.layouts.assembled import CropEncoder
 from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, heads_of, merged_tile, side
 from vitwire_server.towers.processors.settings import BILINEAR, CLIP, ProcessorFiles, images, whole
 from vitwire_server.towers.processors.tiles import nearest_ratio, tiled

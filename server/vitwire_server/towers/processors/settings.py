@@ -39,12 +39,12 @@ class ProcessorFiles:
 
     @property
     def video(self) -> Mapping[str, Any]:
-        """Keys for videos; keys that the videos' file lacks are those of images."""
+        """Keys for videos; a key that the videos' file lacks is taken from images."""
         return {**self.image, **self.own_video}
 
     @property
     def sampling(self) -> Mapping[str, Any]:
-        """Keys for the choice of frames; SmolVLM keeps them in the images' file where a file of its own is missing."""
+        """Keys for the choice of frames; SmolVLM keeps them in the images' file if the videos' file is missing."""
         return self.own_video or {"video_sampling": self.image.get("video_sampling")}
 
     def square(self, key: str = "size", default: int | None = None) -> int:
@@ -91,10 +91,10 @@ def read_settings(
     required: bool = False,
     converts: bool = True,
 ) -> dict[Modality, Preprocessing]:
-    """What `settings` makes of a checkpoint's files. Raises CheckpointError.
+    """Settings of each modality, which `settings` makes of a checkpoint's files. Raises CheckpointError.
 
     `settings` may raise KeyError, TypeError, ValueError or ArithmeticError over values that no client can use.
-    `converts` says whether the processor's class converts images to RGB where its files do not say.
+    `converts` is true if the processor's class converts images to RGB when its files do not say.
     """
     files = ProcessorFiles.read(folder, required=required)
     with usable(folder):
@@ -144,10 +144,10 @@ def bounded_above(
 
 @dataclass(frozen=True, slots=True)
 class AreaRule:
-    """What a checkpoint's files leave open about one modality."""
+    """The settings of one modality that a checkpoint's files leave open."""
 
     pixels: tuple[int, int] | None = None
-    """Area bounds where the files give none."""
+    """Area bounds if the files give none."""
     spans_frames: bool = False
     """The area bounds count all frames together, an image's repeated ones included."""
     resizing: Resizing = Resizing.AREA
@@ -203,7 +203,7 @@ def whole(config: Mapping[str, Any], key: str, default: int | None = None) -> in
 
 
 def rescale_factor(config: Mapping[str, Any]) -> float:
-    """What values of pixels are multiplied by: 1 where they are not rescaled."""
+    """The factor of pixels' values: 1 if they are not rescaled."""
     key = "rescale_factor"
     return _converted(float, key, config.get(key, 1 / 255)) if config.get("do_rescale", True) else 1.0
 

@@ -65,13 +65,13 @@ def squared(config: Mapping[str, Any], side: int, normalisation: Normalisation) 
 
 
 def fits_tower(config: Mapping[str, Any], side: int) -> None:
-    """Raises ValueError over a size of the file that is not `side`, that of the tower's tiles."""
+    """Raises ValueError if the file's size is not `side`, the side of the tower's tiles."""
     if (own := square(config, default=side)) != side:
         raise ValueError(f"size is {own}, but must be the tower's image_size, {side}")
 
 
 def nearest_ratio(config: Mapping[str, Any], side: int, *, cuts: bool) -> Tiling:
-    """How GOT-OCR 2's processor cuts, which several models use; `cuts` is whether theirs does by default.
+    """The tiling of GOT-OCR 2's processor, which several models use; `cuts` is true if theirs cuts by default.
 
     Raises ValueError over tiles of another size than `side`.
     """
@@ -94,7 +94,7 @@ def shade(mean: Sequence[float]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ProcessorClass:
-    """What a class of Hugging Face's processors does where a file does not say."""
+    """Defaults of a class of Hugging Face's processors."""
 
     normalisation: Normalisation
     resample: int
@@ -102,7 +102,7 @@ class ProcessorClass:
     crops: bool = False
     """The middle of the resized image is cut out."""
     squares: bool = False
-    """A size of one number is that of a square, rather than of the shorter side."""
+    """A size of one number is a square's side, rather than the shorter side."""
     converts: bool = False
     """Images are converted to RGB."""
 

@@ -40,7 +40,7 @@ def fix_positions(embeddings: Any, resampled: Tensor, table: str, resample: str)
 def fractional_positions(rows: int, columns: int, side: int) -> Tensor:
     """Idefics' choice of a learned position for each patch, `(rows * columns,)`, of a square table of `side * side`.
 
-    In float32, whatever the tower computes in: where a patch begins on a boundary of the table, rounding decides.
+    In float32, whatever the tower computes in: if a patch begins on a boundary of the table, rounding decides.
     """
     down, across = (_nearest(count, side) for count in (rows, columns))
     return (down[:, None] * side + across).flatten()

@@ -29,7 +29,7 @@ def projector(
     prefixes: Mapping[str, str] = in_model("multi_modal_projector."),
     **fields: Any,  # noqa: ANN401 - other fields of Module
 ) -> dict[str, Module]:
-    """`beside` of a tower that only a projector follows; its prefixes are transformers' usual ones by default."""
+    """`beside` of a tower that only a projector follows; the default prefixes are transformers' usual ones."""
     return {"projector": part(source, prefixes, **fields)}
 
 

@@ -107,13 +107,13 @@ def segment_attention(parts: Parts, _: Config) -> Pool:
 
 
 def numbers(boundaries: Tensor, count: int) -> Tensor:
-    """The number of the segment of each of `count` rows; rows behind the last one have that of one more."""
+    """The number of the segment of each of `count` rows; rows behind the last segment count as one more."""
     places = torch.arange(count, dtype=boundaries.dtype, device=boundaries.device)
     return torch.searchsorted(boundaries, places, right=True) - 1
 
 
 def summed(rows: Tensor, boundaries: Tensor, longest: int) -> Tensor:
-    """The sum of the rows of each segment, of at most `longest` rows: that of chunks, then of their sums, and so on.
+    """The sum of the rows of each segment, of at most `longest` rows: chunks are summed, then their sums, and so on.
 
     The order is fixed, so that replays of a graph return the same bits: adding rows to their segment by index would
     leave it to CUDA. No shape depends on values: chunks are as
@@ -134,6 +134,6 @@ def summed(rows: Tensor, boundaries: Tensor, longest: int) -> Tensor:
 
 
 def _held(rows: Tensor, places: Tensor, held: Tensor) -> Tensor:
-    """Rows at these places; zeros where nothing is held there."""
+    """Rows at these places; zeros if nothing is held there."""
     found = rows[places.clamp(max=len(rows) - 1)]
     return found.masked_fill(~held.view(*held.shape, *[1] * (rows.ndim - 1)), 0)

@@ -23,7 +23,7 @@ class ProjectedTiles(TileTower):
     def __init__(
         self, parts: Parts, config: Config, *, merged_by: str = "", layers: str = "encoder.layers", width: str = ""
     ) -> None:
-        """`layers` is the path of the tower's layers, `width` that of the field with the columns of a token.
+        """`layers` is the path of the tower's layers, `width` the path of the field with the columns of a token.
 
         Raises ValueError if the squares leave patches over, or if tokens are not made of the last layer.
         """
@@ -96,7 +96,7 @@ class ProjectedLayers(TileTower):
 
 def _number(layer: int, layers: int) -> int:
     if not -layers - 1 <= layer <= layers:
-        raise ValueError(f"vision_feature_layer {layer} is not served, as the tower has {layers} layers")
+        raise ValueError(f"unsupported vision_feature_layer {layer}: the tower has {layers} layers")
     return layer % (layers + 1)
 
 

@@ -12,7 +12,7 @@ from vitwire_server.core.items import total
 from vitwire_server.core.plans import Fallback
 from vitwire_server.runtime.graphs import InputBuffer
 from vitwire_server.scheduling.planner import Bounds, Planner
-from vitwire_server.towers.layouts.crops import CropEncoder
+from vitwire_server.towers.layouts.assembled import CropEncoder
 from vitwire_server.towers.layouts.tiles import TileShape, TileTower, tile_steps
 
 TILE, CROP = TileShape(8, 8, 16), TileShape(4, 4, 5)
