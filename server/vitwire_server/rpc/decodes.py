@@ -16,8 +16,8 @@ from vitwire_server.core.items import Item
 from vitwire_server.core.models import NotOnDevice, Place, Preparation
 from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.observe.tracing import Attributes, trace_preparing
-from vitwire_server.preparing.files.messages import Measured
-from vitwire_server.preparing.files.pool import DecodePool, NotDecoded
+from vitwire_server.preparing.files.messages import Measured, NotDecoded
+from vitwire_server.preparing.files.pool import DecodePool
 from vitwire_server.preparing.files.pool import Prepared as Done
 from vitwire_server.preparing.files.turns import Flow
 from vitwire_server.rpc.unprepared import is_elongated
