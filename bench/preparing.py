@@ -23,8 +23,7 @@ from bench.timing import repeated, seconds_of
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry, Preprocessing
 from vitwire_server.preparing import pillow
-from vitwire_server.preparing.device.parts import Job
-from vitwire_server.preparing.device.resizing import prepare
+from vitwire_server.preparing.device.resizing import Job, prepare
 from vitwire_server.preparing.rules.patches import resized
 from vitwire_server.preparing.rules.recipe import Recipe
 from vitwire_server.runtime.staging import Stager

@@ -167,7 +167,6 @@ class MetricsServer:
 
     def start(self) -> None:
         """Start the thread."""
-        self._history.start()
         self._thread.start()
 
     def stop(self) -> None:
@@ -176,7 +175,6 @@ class MetricsServer:
             self._socket.close()
             self._loop.close()
             return
-        self._history.stop()
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
 
@@ -194,7 +192,9 @@ class MetricsServer:
             lambda: _Connection(self._routes, opened, most), sock=self._socket, backlog=burst
         )
         self._socket.listen(socket.SOMAXCONN)  # asyncio set a queue of `burst`
+        history = asyncio.create_task(self._history.take())
         await self._stopping.wait()
+        history.cancel()
         server.close()
         for transport in opened.values():
             transport.abort()

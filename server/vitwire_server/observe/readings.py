@@ -1,10 +1,10 @@
 """Snapshots of the metrics, and their history over the last minutes, for the status page."""
 
+import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from threading import Event, Thread
 
 from prometheus_client import CollectorRegistry
 
@@ -103,30 +103,18 @@ def point(before: Readings, after: Readings) -> Point:
 
 
 class History:
-    """Takes a snapshot every two seconds, on a separate thread, and keeps five minutes of them."""
+    """Five minutes of snapshots, one every two seconds."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self._points: deque[Point] = deque(maxlen=round(KEPT_SECONDS / EVERY_SECONDS))
-        self._stopping = Event()
-        self._thread = Thread(target=self._run, name="history", daemon=True)
+        self.points: deque[Point] = deque(maxlen=round(KEPT_SECONDS / EVERY_SECONDS))
+        """Oldest first."""
 
-    @property
-    def points(self) -> Sequence[Point]:
-        """The history, oldest first; any thread may read it."""
-        return list(self._points)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop the thread."""
-        self._stopping.set()
-
-    def _run(self) -> None:
+    async def take(self) -> None:
+        """Take snapshots until cancelled."""
         before = Readings(self._registry)
-        while not self._stopping.wait(EVERY_SECONDS):
+        while True:
+            await asyncio.sleep(EVERY_SECONDS)
             after = Readings(self._registry)
-            self._points.append(point(before, after))
+            self.points.append(point(before, after))
             before = after

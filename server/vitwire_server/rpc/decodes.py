@@ -13,8 +13,8 @@ from vitwire_server.core.errors import EncodeFailed, EncoderError
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.models import NotOnDevice, Place
 from vitwire_server.observe.tracing import Attributes, trace_preparing
-from vitwire_server.preparing.files.messages import Measured
-from vitwire_server.preparing.files.pool import DecodePool, NotDecoded
+from vitwire_server.preparing.files.messages import Measured, NotDecoded
+from vitwire_server.preparing.files.pool import DecodePool
 from vitwire_server.preparing.files.turns import Flow
 from vitwire_server.rpc.calls import Call
 from vitwire_server.rpc.unprepared import Decoding, Prepared, Unprepared, is_elongated

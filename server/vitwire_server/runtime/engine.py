@@ -12,8 +12,7 @@ from vitwire_server.core.budgets import Budget
 from vitwire_server.core.errors import DeviceLost, EncodeFailed, InvalidTensors, NonFinite, OutOfMemory
 from vitwire_server.core.items import DType, Embedding, Item, Modality, Pixels
 from vitwire_server.core.runner import Collected, Running, Timings
-from vitwire_server.preparing.device.parts import Job
-from vitwire_server.preparing.device.resizing import prepare
+from vitwire_server.preparing.device.resizing import Job, prepare
 from vitwire_server.preparing.rules.recipe import Recipe
 from vitwire_server.runtime.graphs import GraphSet
 from vitwire_server.runtime.memory.outbox import DeviceRows, Outbox

@@ -7,6 +7,7 @@ eager forwards at the exact shape.
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -111,7 +112,7 @@ class Planner:
         self._dropped = dropped
         self._bounds = bounds
         self._without_graph = without_graph
-        self._kept: dict[int, Work] = {}
+        self._least = lru_cache(_MOST_KEPT)(self._cheapest)  # each request asks for some
         self._by_cost = _ByCost(ladder, costs)
         self._options = Options(sorted({budget.tokens for budget in ladder}), costs.replay)
 
@@ -152,10 +153,6 @@ class Planner:
         last = [self._least(rest)] if rest else []
         return together(works + last) + max(0, full - 1) * sum(max(work.host, work.device) for work in works)
 
-    def seconds(self, batch: Batch, footprints: Sequence[Footprint]) -> float:
-        """Predicted time of a batch of some of `footprints` on an idle engine, attention within segments left out."""
-        return self.work(batch, footprints).alone
-
     def work(self, batch: Batch, footprints: Sequence[Footprint]) -> Work:
         """What a batch of some of `footprints` occupies, attention within segments left out."""
         return self.costs.work(batch.budget, sum([footprints[item].tokens for item in batch.items]))
@@ -165,14 +162,10 @@ class Planner:
         work = self.costs.work(budget, sum([footprint.tokens for footprint in footprints]))
         return Prediction(work, self.costs.attention(footprints))
 
-    def _least(self, tokens: int) -> Work:
-        """The cheapest batch that holds `tokens`; kept, as each request asks for some."""
-        if tokens not in self._kept:
-            if len(self._kept) >= _MOST_KEPT:
-                self._kept.clear()
-            replays = (self.costs.replay_work(budget.tokens) for budget in self.ladder if budget.tokens >= tokens)
-            self._kept[tokens] = min((self.costs.eager_work(tokens), *replays), key=lambda work: work.alone)
-        return self._kept[tokens]
+    def _cheapest(self, tokens: int) -> Work:
+        """The cheapest batch that holds `tokens`."""
+        replays = (self.costs.replay_work(budget.tokens) for budget in self.ladder if budget.tokens >= tokens)
+        return min((self.costs.eager_work(tokens), *replays), key=lambda work: work.alone)
 
     def _fallback(self, footprint: Footprint) -> Fallback | None:
         """Why no graph can take this item alone; None if one can."""

@@ -22,22 +22,14 @@ class Queue:
     def __init__(self) -> None:
         self._levels: dict[Priority, Shares[Ticket, Entry]] = {level: Shares(_QUANTUM) for level in Priority}
         self._items = 0
-        self._nbytes = 0
-        self._tokens = 0
+        self.nbytes = 0
+        """Bytes of the pixels that wait."""
+        self.tokens = 0
+        """Tokens of the items that wait."""
         self._passed_by = 0
 
     def __len__(self) -> int:
         return self._items
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the pixels that wait."""
-        return self._nbytes
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the items that wait."""
-        return self._tokens
 
     def push(self, entry: Entry) -> None:
         """Append to the share of the entry's ticket."""
@@ -101,5 +93,5 @@ class Queue:
 
     def _count(self, entry: Entry, sign: int) -> None:
         self._items += sign
-        self._nbytes += sign * entry.item.nbytes
-        self._tokens += sign * entry.item.footprint.tokens
+        self.nbytes += sign * entry.item.nbytes
+        self.tokens += sign * entry.item.footprint.tokens

@@ -2,22 +2,67 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
+from typing import Protocol
 
 from vitwire_server.core.errors import DeadlineExceeded, EncodeFailed
+from vitwire_server.core.grids import Footprint
 from vitwire_server.core.reports import Monitor, Outcome
 from vitwire_server.core.runner import Runner
 from vitwire_server.scheduling.canary import Canary
 from vitwire_server.scheduling.forecast import Forecast
 from vitwire_server.scheduling.intake import Intake, Taken
 from vitwire_server.scheduling.launched import Launched, log_failures
-from vitwire_server.scheduling.learner import Learner
 from vitwire_server.scheduling.planner import Planner, Prediction
 from vitwire_server.scheduling.tickets import Entry
-from vitwire_server.scheduling.watchdog import Watchdog
 
 _HEARTBEAT_SECONDS = 0.5
+_LENIENCE = 10.0
+"""How many times its predicted time a batch may take before that counts as silence of the engine's thread."""
+
+
+class Learner(Protocol):
+    """Changes the ladder while batches run. Called by the engine's thread only."""
+
+    def planned(self, window: Sequence[Footprint], taken: int) -> None:
+        """A batch takes `taken` of the items that waited."""
+        ...
+
+    def seconds_until_due(self) -> float:
+        """When to call `step`; infinite while there is nothing to do."""
+        ...
+
+    def step(self) -> Planner | None:
+        """Do a part of the work, which takes about as long as a batch.
+
+        Returns the planner to use from now on, if that changes. Raises DeviceLost.
+        """
+        ...
+
+    def replaced(self) -> None:
+        """The planner that `step` returned is in use, and nothing is in flight on budgets that it does not have."""
+        ...
+
+
+class Watchdog:
+    """Silence of the engine's thread beyond what its work explains. Fed by that thread, read by any."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._explained_until = clock()
+        """One number, so that another thread never reads half of a beat."""
+
+    def beat(self, predicted: float = 0.0, attention: float = 0.0) -> None:
+        """The engine's thread is alive; the work under way explains these seconds of silence from now on.
+
+        `attention` is an upper bound already, `predicted` is not.
+        """
+        self._explained_until = self._clock() + _LENIENCE * predicted + attention
+
+    def silence(self) -> float:
+        """Seconds without a beat that the work under way does not explain."""
+        return max(0.0, self._clock() - self._explained_until)
 
 
 class Scheduler:

@@ -10,8 +10,7 @@ from torch import Tensor
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.preparing import pillow
-from vitwire_server.preparing.device.parts import Job
-from vitwire_server.preparing.device.resizing import prepare, prepared
+from vitwire_server.preparing.device.resizing import Job, prepare, prepared
 from vitwire_server.preparing.rules.patches import CHANNELS, Pixels
 from vitwire_server.preparing.rules.recipe import Recipe, affine
 

@@ -26,8 +26,7 @@ from torch import Tensor
 
 from vitwire_server.core.decoding import MAX_PICTURE_PIXELS, Fault
 from vitwire_server.preparing.device.resizing import prepared
-from vitwire_server.preparing.files.images import Unusable
-from vitwire_server.preparing.files.messages import Decode, Decoded, FromDecoder, Measure, Refused, Setup
+from vitwire_server.preparing.files.messages import Decode, Decoded, FromDecoder, Measure, NotDecoded, Refused, Setup
 from vitwire_server.preparing.files.worker import serve
 
 _MOST_DIFFERENCE, _MOST_DIFFERING = 1, 1e-3
@@ -69,19 +68,19 @@ class Hardware:
         """Memory that is used again; all zeros between two files, so that a damaged one shows nothing of another."""
 
     def decoded(self, data: bytes, orientation: int) -> Tensor:
-        """The picture in RGB, `(H, W, 3)` uint8 on the device, turned upright. Raises Unusable."""
+        """The picture in RGB, `(H, W, 3)` uint8 on the device, turned upright. Raises NotDecoded."""
         again = {"image": self._image} if self._image is not None else {}
         try:
             stream = self._stream(data)
             area = stream.height * stream.width  # it reads the header here
         except RuntimeError as error:
-            raise Unusable(Fault.LOST, str(error)) from error
+            raise NotDecoded(Fault.LOST, str(error)) from error
         if area > self._max_pixels:
-            raise Unusable(Fault.LOST, "nvImageCodec finds a larger picture in it than Pillow")
+            raise NotDecoded(Fault.LOST, "nvImageCodec finds a larger picture in it than Pillow")
         image = self._decoder.decode(stream, params=self._parameters, **again)
         if image is None:
             self._image = None  # it may be half written
-            raise Unusable(Fault.LOST, "the device does not decode this file")
+            raise NotDecoded(Fault.LOST, "the device does not decode this file")
         self._image = image
         if self._device.type == "cuda":
             torch.cuda.synchronize()  # kernels that wait for the engines for JPEG would keep the device from others
@@ -127,7 +126,7 @@ def fault_of(hardware: Hardware) -> str:
         expected = np.asarray(Image.open(BytesIO(data)).convert("RGB")).astype(np.int16)
         try:
             own = hardware.decoded(data, 1).cpu().numpy()
-        except (Unusable, RuntimeError) as error:
+        except (NotDecoded, RuntimeError) as error:
             return f"{sampling or 'grey'}: {error}"
         if own.shape != expected.shape:
             return f"{sampling or 'grey'} has the shape {own.shape}, not {expected.shape}"
@@ -169,7 +168,7 @@ class _Worker:
             picture = self._hardware.decoded(self._memory[: job.nbytes], job.orientation)
             decoded = time.perf_counter()
             self._write(picture, job)
-        except (Unusable, ValueError) as error:
+        except (NotDecoded, ValueError) as error:
             return Refused(Fault.LOST, str(error))
         return Decoded(decoded - start, time.perf_counter() - decoded)
 
@@ -184,9 +183,9 @@ class _Worker:
 
 
 def main() -> None:
-    """Serve as `worker.main`; or with `check DEVICE` write why this device cannot decode, or nothing."""
+    """Serve as `files.worker`; or with `check DEVICE` write why this device cannot decode, or nothing."""
     if sys.argv[1] != "check":
-        serve(_Worker)
+        serve(lambda setup, memory: _Worker(setup, memory).answer)
     try:
         print(fault_of(Hardware(sys.argv[2])), flush=True)
     except Exception as error:  # noqa: BLE001 - of a driver or library: the reason is the answer

@@ -13,7 +13,7 @@ from vitwire_server.preparing.rules.filters import rows_first
 from vitwire_server.preparing.rules.forms import drawing
 from vitwire_server.preparing.rules.patches import CHANNELS, Grid, Size
 from vitwire_server.preparing.rules.recipe import Recipe
-from vitwire_server.preparing.rules.sketches import Canvas, Drawing, Frame, Sketch
+from vitwire_server.preparing.rules.sketches import Canvas, Frame, Sketch
 
 _CHOOSES_ORDER = int(PIL.__version__.partition(".")[0]) >= 13
 """Whether the installed Pillow, which decoders use, resizes rows first where that saves work."""
@@ -29,18 +29,18 @@ def program(size: Size, recipe: Recipe, frames: int | None = None, depth: int = 
     refuses.
     """
     drawn = drawing(size, recipe, frames)
-    builder = _Builder(_sources(drawn))
+    builder = _Builder(_sources([*drawn.tiles, *drawn.crops]))
     if recipe.settings.tiling:
         for memory, boxes in ((Memory.PIXELS, drawn.tiles), (Memory.CROPS, drawn.crops)):
             for index, box in enumerate(boxes):
                 cells = _Cells(box.size, 1, 1, channels_last=False)
-                builder.write(box, cells, _Target(memory, index * cells.columns))
+                builder.write(box, cells, memory, index * cells.columns)
         rows = (len(drawn.tiles), len(drawn.crops))
         columns, depth = (_elements(drawn.tiles), _elements(drawn.crops)), 1
     else:
         merge = 1 if recipe.raster else recipe.merge
         cells = _Cells((recipe.patch, recipe.patch), merge, depth, recipe.channels_last)
-        builder.write(drawn.tiles[0], cells, _Target(Memory.PIXELS, 0))
+        builder.write(drawn.tiles[0], cells, Memory.PIXELS)
         rows, columns = (drawn.grid[1] * drawn.grid[2], 0), (cells.columns, 0)
     return builder.program(drawn.grid, depth, rows, columns)
 
@@ -49,24 +49,19 @@ def _elements(boxes: Sequence[Sketch]) -> int:
     return CHANNELS * boxes[0].size[0] * boxes[0].size[1] if boxes else 0
 
 
-def _sources(drawn: Drawing) -> set[Canvas]:
+def _sources(boxes: Iterable[Sketch]) -> set[Canvas]:
     """The canvases that others are made of: their pixels are kept in scratch."""
     found: set[Canvas] = set()
-
-    def visit(box: Sketch) -> None:
-        if isinstance(box.of, Canvas):
-            source = box.of.source
-            if isinstance(source.of, Canvas):
-                found.add(source.of)
-            visit(source)
-
-    for box in (*drawn.tiles, *drawn.crops):
-        visit(box)
+    for box in boxes:
+        of = box.of
+        while isinstance(of, Canvas) and isinstance(of.source.of, Canvas):
+            of = of.source.of
+            found.add(of)
     return found
 
 
-class _Stored(NamedTuple):
-    """Pixels in memory."""
+class _Source(NamedTuple):
+    """Pixels in memory, and how a pass sums them."""
 
     memory: Memory
     offset: int
@@ -74,25 +69,13 @@ class _Stored(NamedTuple):
     """Bytes to the next row, column and channel."""
     level: int
     """Passes before they are there."""
+    axis: Axis = Axis.NONE
+    taps: Taps | None = None
 
-    def part(self, corner: Size) -> "_Stored":
+    def part(self, corner: Size) -> "_Source":
         """The same, from another corner on."""
         offset = self.offset + corner[0] * self.strides[0] + corner[1] * self.strides[1]
         return self._replace(offset=offset)
-
-
-class _Source(NamedTuple):
-    """What the last pass of a canvas reads, and how it sums it."""
-
-    stored: _Stored
-    axis: Axis
-    taps: Taps | None
-
-
-class _Target(NamedTuple):
-    memory: Memory
-    offset: int
-    """In elements."""
 
 
 class _Cells(NamedTuple):
@@ -126,7 +109,10 @@ class _Pass(NamedTuple):
     canvas: Size
     background: tuple[int, ...]
     cells: _Cells
-    target: _Target
+    memory: Memory
+    """That is written."""
+    offset: int
+    """Of the first element that is written."""
 
 
 @dataclass(slots=True)
@@ -138,61 +124,61 @@ class _Builder:
     passes: list[list[_Pass]] = field(default_factory=list)
     last: list[_Pass] = field(default_factory=list)
     scratch: int = 0
-    stored: dict[Frame | Canvas, _Stored] = field(default_factory=dict)
+    stored: dict[Frame | Canvas, _Source] = field(default_factory=dict)
     halfway: dict[Canvas, _Source] = field(default_factory=dict)
 
-    def write(self, box: Sketch, cells: _Cells, target: _Target) -> None:
+    def write(self, box: Sketch, cells: _Cells, memory: Memory, offset: int = 0) -> None:
         """Write a rectangle to rows."""
         if isinstance(box.of, Canvas) and box.of not in self.sources:
             canvas = box.of
             corner = (canvas.corner[0] - box.corner[0], canvas.corner[1] - box.corner[1])
-            made = _Pass(self._halfway(canvas), canvas.size, corner, box.size, canvas.background, cells, target)
+            source, size, background = self._halfway(canvas), canvas.size, canvas.background
         else:
-            source = _Source(self._stored(box.of).part(box.corner), Axis.NONE, None)
-            made = _Pass(source, box.size, (0, 0), box.size, (), cells, target)
-        self.last.append(made)
+            source, size, corner, background = self._stored(box.of).part(box.corner), box.size, (0, 0), ()
+        self.last.append(_Pass(source, size, corner, box.size, background, cells, memory, offset))
 
-    def _stored(self, of: Frame | Canvas) -> _Stored:
+    def _stored(self, of: Frame | Canvas) -> _Source:
         """The pixels of a whole frame or canvas, in memory."""
         if of not in self.stored:
             if isinstance(of, Frame):
-                self.stored[of] = _Stored(Memory.FRAME, 0, (CHANNELS * of.whole[1], CHANNELS, 1), 0)
+                self.stored[of] = _Source(Memory.FRAME, 0, (CHANNELS * of.whole[1], CHANNELS, 1), 0)
             else:
-                source = self._halfway(of)
-                self.stored[of] = self._plane(source, of.size, of.corner, of.whole, of.background)
+                self.stored[of] = self._plane(self._halfway(of), of)
         return self.stored[of]
 
     def _halfway(self, canvas: Canvas) -> _Source:
         """What the last pass over a canvas reads: its source, or that after a first pass."""
-        source = canvas.source
         key = canvas._replace(corner=(0, 0), whole=canvas.size, background=())  # wherever it is placed
         if key not in self.halfway:
-            stored = self._stored(source.of).part(source.corner)
-            self.halfway[key] = self._first(stored, source.size, canvas.size, canvas.resample)
+            stored = self._stored(canvas.source.of).part(canvas.source.corner)
+            self.halfway[key] = self._first(stored, key)
         return self.halfway[key]
 
-    def _first(self, stored: _Stored, before: Size, after: Size, resample: int) -> _Source:
+    def _first(self, stored: _Source, canvas: Canvas) -> _Source:
+        before, after = canvas.source.size, canvas.size
         axes = [axis for axis in (Axis.COLUMNS, Axis.ROWS) if before[axis] != after[axis]]
         if not axes:
-            return _Source(stored, Axis.NONE, None)
-        taps = {axis: Taps(before[axis], after[axis], resample) for axis in axes}
-        if len(axes) == 1:
-            return _Source(stored, axes[0], taps[axes[0]])
-        if _CHOOSES_ORDER and rows_first(before, after):
+            return stored
+        if len(axes) == 2 and _CHOOSES_ORDER and rows_first(before, after):
             axes.reverse()
+        taps = [Taps(before[axis], after[axis], canvas.resample) for axis in axes]
+        first = stored._replace(axis=axes[0], taps=taps[0])
+        if len(axes) == 1:
+            return first
         between = (before[0], after[1]) if axes[0] is Axis.COLUMNS else (after[0], before[1])
-        plane = self._plane(_Source(stored, axes[0], taps[axes[0]]), between, (0, 0), between, ())
-        return _Source(plane, axes[1], taps[axes[1]])
+        plane = self._plane(first, canvas._replace(size=between, whole=between))
+        return plane._replace(axis=axes[1], taps=taps[1])
 
-    def _plane(self, source: _Source, size: Size, corner: Size, canvas: Size, background: tuple[int, ...]) -> _Stored:
+    def _plane(self, source: _Source, canvas: Canvas) -> _Source:
         """A pass to a canvas in scratch."""
-        cells, target = _Cells(canvas, 1, 1, channels_last=False), _Target(Memory.SCRATCH, self.scratch)
+        cells, offset = _Cells(canvas.whole, 1, 1, channels_last=False), self.scratch
         self.scratch += cells.columns
-        level = source.stored.level
-        while len(self.passes) <= level:
+        while len(self.passes) <= source.level:
             self.passes.append([])
-        self.passes[level].append(_Pass(source, size, corner, canvas, background, cells, target))
-        return _Stored(Memory.SCRATCH, target.offset, (canvas[1], 1, canvas[0] * canvas[1]), level + 1)
+        made = _Pass(source, canvas.size, canvas.corner, canvas.whole, canvas.background, cells, Memory.SCRATCH, offset)
+        self.passes[source.level].append(made)
+        height, width = canvas.whole
+        return _Source(Memory.SCRATCH, offset, (width, 1, height * width), source.level + 1)
 
     def program(self, grid: Grid, depth: int, rows: tuple[int, int], columns: tuple[int, int]) -> Program:
         """All passes, as tables."""
@@ -205,8 +191,8 @@ class _Builder:
             depth,
             tuple(levels),
             last,
-            tuple(tuple(each.source.stored.memory for each in group) for group in groups),
-            tuple(each.target.memory for each in self.last),
+            tuple(tuple(each.source.memory for each in group) for group in groups),
+            tuple(each.memory for each in self.last),
             tuple(taps),
             self.scratch,
             rows,
@@ -221,11 +207,11 @@ def _table(passes: Iterable[_Pass], taps: dict[Taps, int]) -> Table:
 
 def _row(made: _Pass, taps: int) -> dict[Field, int]:
     source, cells = made.source, made.cells
-    down, right, channel = source.stored.strides
+    down, right, channel = source.strides
     to_channel, to_below, to_right, to_frame = cells.strides
     red, green, blue = made.background or (0, 0, 0)
     return {
-        Field.SOURCE: source.stored.offset,
+        Field.SOURCE: source.offset,
         Field.SOURCE_DOWN: down,
         Field.SOURCE_RIGHT: right,
         Field.SOURCE_CHANNEL: channel,
@@ -244,7 +230,7 @@ def _row(made: _Pass, taps: int) -> dict[Field, int]:
         Field.CELL_WIDTH: cells.size[1],
         Field.MERGE: cells.merge,
         Field.SQUARES: made.canvas[1] // (cells.size[1] * cells.merge),
-        Field.TARGET: made.target.offset,
+        Field.TARGET: made.offset,
         Field.TARGET_ROW: cells.columns,
         Field.TARGET_CHANNEL: to_channel,
         Field.TARGET_DOWN: to_below,
@@ -252,5 +238,5 @@ def _row(made: _Pass, taps: int) -> dict[Field, int]:
         Field.COPIES: 1,
         Field.TARGET_COPY: to_frame,
         Field.BACKGROUND: red | green << 8 | blue << 16,
-        Field.AFFINE: int(made.target.memory is Memory.CROPS),
+        Field.AFFINE: int(made.memory is Memory.CROPS),
     }

@@ -1,7 +1,9 @@
 """Pictures prepared on their device: programs of several pictures together, one launch for each level of passes."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -9,10 +11,10 @@ import torch
 from torch import Tensor
 
 from vitwire_server.core.models import Preprocessing
-from vitwire_server.preparing.device.parts import Job, Part, parts
 from vitwire_server.preparing.device.passes import program
-from vitwire_server.preparing.device.tables import Field, Table, Taps
+from vitwire_server.preparing.device.tables import Field, Memory, Program, Table, Taps
 from vitwire_server.preparing.rules.filters import taps
+from vitwire_server.preparing.rules.patches import CHANNELS
 from vitwire_server.preparing.rules.recipe import Recipe, affine
 
 _KEPT = 256
@@ -21,6 +23,78 @@ _SCRATCH_BYTES = 256 << 20
 """Scratch of the frames that are prepared together, unless one takes more."""
 _CLIP = 4
 """Axes of a clip."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A picture, and the rows that it is prepared into; all contiguous on one device."""
+
+    picture: Tensor
+    """`(H, W, 3)`, or frames `(F, H, W, 3)`; uint8."""
+    recipe: Recipe
+    pixels: Tensor
+    """`(rows, elements)`: patches `(C, T, p, p)` or `(T, p, p, C)`, or tiles `(C, H, W)`; an image is written to all
+    frames of its patches, however many they have."""
+    crops: Tensor | None = None
+    """`(crops, elements)`, if there are any."""
+
+
+class _Part(NamedTuple):
+    """A frame, and where its rows are."""
+
+    program: Program
+    addresses: dict[Memory, int]
+    """But for scratch."""
+    itemsize: int
+    """Of an element of a row."""
+    copies: int
+    """Frames of a patch that it is written to."""
+    affine: int
+    """The first of its pairs of scales and offsets."""
+
+    def placed(self, scratch: int, taps: Sequence[tuple[int, int, int]]) -> tuple[list[Table], Table]:
+        """The levels of the program and its last passes, with addresses.
+
+        `scratch` is the address of its scratch; `taps` are the addresses of starts and weights of each of its taps, and
+        their number.
+        """
+        addresses = self.addresses | {Memory.SCRATCH: scratch}
+        sums = np.array(taps, np.int64).reshape(-1, 3)
+        *levels, last = (table.copy() for table in (*self.program.levels, self.program.last))
+        for table, sources in zip((*levels, last), self.program.sources, strict=True):
+            table[:, Field.SOURCE] += [addresses[memory] for memory in sources]
+            summed = table[:, Field.STARTS] >= 0
+            table[summed, Field.STARTS : Field.TAPS + 1] = sums[table[summed, Field.STARTS]]
+        for table in levels:
+            table[:, Field.TARGET] += scratch
+        last[:, Field.TARGET] *= self.itemsize
+        last[:, Field.TARGET] += [addresses[memory] for memory in self.program.targets]
+        last[:, Field.AFFINE] += self.affine
+        last[:, Field.COPIES] = self.copies
+        return levels, last
+
+
+def _parts(job: Job, affine: int) -> Iterator[_Part]:
+    """The frames of a job, in order; the last fills its patches. Raises ValueError as `passes.program`."""
+    *frames, height, width, channels = job.picture.shape
+    assert channels == CHANNELS
+    count = frames[0] if frames else 1
+    depth = 1 if job.recipe.settings.tiling else job.pixels.shape[1] // (CHANNELS * job.recipe.patch**2)
+    made = program((height, width), job.recipe, frames[0] if frames else None, depth)
+    groups, itemsize = -(-count // depth), job.pixels.element_size()
+    assert job.pixels.shape == (groups * made.rows[0], made.columns[0]), "rows are those that the recipe makes"
+    crops = 0 if job.crops is None else job.crops.data_ptr()
+    assert bool(crops) == bool(made.rows[1]), "crops, if there are any"
+    to_group, to_crops = (rows * columns * itemsize for rows, columns in zip(made.rows, made.columns, strict=True))
+    to_frame = int(made.last[0, Field.TARGET_COPY]) * itemsize
+    for index in range(count):
+        group, slot = divmod(index, depth)
+        addresses = {
+            Memory.FRAME: job.picture.data_ptr() + index * height * width * CHANNELS,
+            Memory.PIXELS: job.pixels.data_ptr() + group * to_group + slot * to_frame,
+            Memory.CROPS: crops + group * to_crops,
+        }
+        yield _Part(made, addresses, itemsize, depth - slot if index == count - 1 else 1, affine)
 
 
 def prepare(jobs: Sequence[Job]) -> None:
@@ -39,7 +113,7 @@ def prepare(jobs: Sequence[Job]) -> None:
         assert all(each.dtype is dtype for each in rows)
     recipes = {recipe: place for place, recipe in enumerate({job.recipe: None for job in jobs})}
     scales = _affine(tuple(recipe.settings for recipe in recipes), device)
-    for group in _groups([part for job in jobs for part in parts(job, 2 * recipes[job.recipe])]):
+    for group in _groups([part for job in jobs for part in _parts(job, 2 * recipes[job.recipe])]):
         _run(group, device, dtype, scales)
 
 
@@ -62,9 +136,9 @@ def prepared(picture: Tensor, recipe: Recipe, dtype: torch.dtype = torch.uint8) 
     return pixels, job.crops
 
 
-def _groups(frames: Sequence[Part]) -> Iterator[list[Part]]:
+def _groups(frames: Sequence[_Part]) -> Iterator[list[_Part]]:
     """Frames whose scratch fits together."""
-    group: list[Part] = []
+    group: list[_Part] = []
     used = 0
     for part in frames:
         if group and used + part.program.scratch > _SCRATCH_BYTES:
@@ -84,7 +158,7 @@ def follower(device: torch.device) -> Callable[[Tensor, tuple[int, int], torch.d
     return follow
 
 
-def _run(frames: Sequence[Part], device: torch.device, dtype: torch.dtype, scales: Tensor) -> None:
+def _run(frames: Sequence[_Part], device: torch.device, dtype: torch.dtype, scales: Tensor) -> None:
     ends = np.cumsum([part.program.scratch for part in frames]).tolist()
     scratch = torch.empty(ends[-1], dtype=torch.uint8, device=device)
     held = {axis: _on_device(axis, device) for part in frames for axis in part.program.taps}  # until all is launched

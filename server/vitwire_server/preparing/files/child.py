@@ -21,6 +21,7 @@ from vitwire_server.preparing.files.messages import (
     FROM_DECODER,
     MAX_MESSAGE,
     FromDecoder,
+    NotDecoded,
     Ready,
     Refused,
     Setup,
@@ -45,14 +46,6 @@ _START_SECONDS = 60.0
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if sys.platform == "linux" else 0
 
 
-class DecoderGone(Exception):
-    """The decoder has ended, and with it the job."""
-
-    def __init__(self, fault: Fault, reason: str) -> None:
-        super().__init__(reason)
-        self.fault = fault
-
-
 @dataclass(slots=True, eq=False)
 class Child:
     """Does one job at a time. Used on one event loop."""
@@ -68,7 +61,7 @@ class Child:
 
     @classmethod
     async def start(cls, setup: Setup, output_bytes: int) -> Self:
-        """A decoder that is ready, on a device if the setup names one. Raises DecoderGone if it cannot be started."""
+        """A decoder that is ready, on a device if the setup names one. Raises NotDecoded if it cannot be started."""
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own.setblocking(False)
         size = -(-(setup.input_bytes + output_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -80,7 +73,7 @@ class Child:
             process = await _spawn(other, descriptor, HARDWARE if setup.device else _WORKER)
         except OSError as error:
             own.close()
-            raise DecoderGone(Fault.LOST, f"a decoder cannot be started: {error}") from error
+            raise NotDecoded(Fault.LOST, f"a decoder cannot be started: {error}") from error
         finally:
             other.close()
             os.close(descriptor)
@@ -94,7 +87,7 @@ class Child:
         return child
 
     async def write(self, data: Buffer) -> None:
-        """Bring the bytes of a file into the shared memory. Raises DecoderGone."""
+        """Bring the bytes of a file into the shared memory. Raises NotDecoded."""
         source = np.frombuffer(data, np.uint8)
         target = self._shared(len(source), 0)
         for start in range(0, len(source), _COPIED_BYTES):
@@ -102,7 +95,7 @@ class Child:
             await asyncio.sleep(0)
 
     async def read(self, target: memoryview) -> None:
-        """Copy the pixels of the last job. Raises DecoderGone."""
+        """Copy the pixels of the last job. Raises NotDecoded."""
         array = np.frombuffer(target, np.uint8)
         source = self._shared(len(array), self._setup.input_bytes)
         for start in range(0, len(array), _COPIED_BYTES):
@@ -111,11 +104,11 @@ class Child:
 
     def _shared(self, count: int, offset: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         if self._memory.closed:
-            raise DecoderGone(Fault.LOST, "a decoder was closed")
+            raise NotDecoded(Fault.LOST, "a decoder was closed")
         return np.frombuffer(self._memory, np.uint8, count, offset)
 
     async def ask(self, message: ToDecoder, seconds: float) -> FromDecoder:
-        """The answer to a message. Raises DecoderGone if there is none within `seconds` of wall-clock time.
+        """The answer to a message. Raises NotDecoded for a refusal, or without an answer in `seconds` of wall-clock.
 
         A caller that is cancelled leaves the decoder at work: `idle` waits for it.
         """
@@ -142,14 +135,14 @@ class Child:
                 raw = await loop.sock_recv(self._link, MAX_MESSAGE)
         except TimeoutError:
             await self.close()
-            raise DecoderGone(Fault.LOST, f"a decoder did not respond for {seconds:g} s") from None
+            raise NotDecoded(Fault.LOST, f"a decoder did not respond for {seconds:g} s") from None
         except OSError as error:
             raise await self._gone() from error
         if not raw:
             raise await self._gone()
         answer = FROM_DECODER.decode(raw)
-        if isinstance(answer, Refused) and answer.fault is Fault.LOST:
-            raise DecoderGone(answer.fault, answer.reason)
+        if isinstance(answer, Refused):
+            raise NotDecoded(answer.fault, answer.reason)
         return answer
 
     def discard(self) -> None:
@@ -187,14 +180,14 @@ class Child:
         with suppress(BufferError):  # a copy is under way, whose end frees it; errors in cycles would hold it else
             self._memory.close()
 
-    async def _gone(self) -> DecoderGone:
+    async def _gone(self) -> NotDecoded:
         await self.close()
         number = -(self.process.returncode or 0)
         if number == signal.SIGPROF and not isinstance(self._asked, Setup):
-            return DecoderGone(Fault.TOO_SLOW, f"takes more than {self._asked.seconds:.3g} s to decode")
+            return NotDecoded(Fault.TOO_SLOW, f"takes more than {self._asked.seconds:.3g} s to decode")
         if number in _FILE_FAULTS:
-            return DecoderGone(Fault.CRASHED, "made the decoder crash")
-        return DecoderGone(Fault.LOST, f"the decoder ended unexpectedly (exit {self.process.returncode})")
+            return NotDecoded(Fault.CRASHED, "made the decoder crash")
+        return NotDecoded(Fault.LOST, f"the decoder ended unexpectedly (exit {self.process.returncode})")
 
 
 def _seen(answer: asyncio.Task[FromDecoder]) -> None:

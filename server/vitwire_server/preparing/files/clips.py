@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
-from typing import NamedTuple
 
 import av
 import numpy as np
@@ -12,8 +11,8 @@ from av.container import InputContainer
 from av.video.stream import VideoStream
 
 from vitwire_server.core.decoding import Fault
-from vitwire_server.preparing.files.images import Unusable
-from vitwire_server.preparing.rules.forms import Form, form_of
+from vitwire_server.preparing.files.messages import Measured, NotDecoded
+from vitwire_server.preparing.rules.forms import form_of
 from vitwire_server.preparing.rules.patches import CHANNELS
 from vitwire_server.preparing.rules.recipe import Recipe
 from vitwire_server.preparing.rules.sampling import sampled
@@ -29,72 +28,63 @@ _FRAMES_OF_COST = 10
 av.logging.set_level(None)  # files are untrusted: their oddities are not news
 
 
-class Measured(NamedTuple):
-    """What the prepared clip will be."""
-
-    form: Form
-    indices: list[int]
-    """Of the frames that are used."""
-    seconds: tuple[float, ...]
-    """When each is shown, from the start of the clip."""
-    size: tuple[int, int]
-    """Height and width of a frame."""
-    cost: int
-    """What decoding costs, in pixels of an image."""
-
-
 def measure(data: bytes, recipe: Recipe, max_pixels: int) -> Measured:
-    """Choose the frames; at most one is decoded. Raises Unusable, ValueError, or what PyAV raises."""
-    if recipe.settings.sampling is None:
-        raise Unusable(Fault.UNSUPPORTED, "the model has no rule to choose frames: send clips as pixels")
-    with _opened(data) as (container, stream):
-        width, height = stream.width, stream.height
-        if width * height > max_pixels:
-            raise Unusable(Fault.TOO_LARGE, f"frames of {width}x{height} exceed the limit of {max_pixels} pixels")
-        rate = float(stream.average_rate or 0)
-        total = _count(data, container, stream)
-    indices = sampled(total, rate, recipe.settings.sampling, recipe.temporal)
-    seconds = tuple(index / rate for index in indices) if rate else ()
+    """What the prepared clip will be; decodes at most one frame. Raises NotDecoded, ValueError or what PyAV raises."""
+    indices, (height, width), rate = _chosen(data, recipe, max_pixels)
+    picture = (len(indices), height, width, CHANNELS)
     cost = width * height * (indices[-1] // _FRAMES_OF_COST + len(indices))
-    return Measured(form_of((len(indices), height, width, CHANNELS), recipe), indices, seconds, (height, width), cost)
+    return Measured.of(form_of(picture, recipe), cost, picture, tuple(index / rate for index in indices if rate))
 
 
 @contextmanager
 def decoded(data: bytes, recipe: Recipe, max_pixels: int) -> Iterator[tuple[Iterator[Frame], int]]:
     """The chosen frames, each decoded when it is taken, and their number. Raises as `measure`."""
-    indices = measure(data, recipe, max_pixels).indices
+    indices, _, _ = _chosen(data, recipe, max_pixels)
     with _opened(data) as (container, stream):
         yield _frames(container, stream, indices), len(indices)
 
 
+def _chosen(data: bytes, recipe: Recipe, max_pixels: int) -> tuple[list[int], tuple[int, int], float]:
+    """Indices of the frames to use, height and width of a frame, and frames per second or 0."""
+    if recipe.settings.sampling is None:
+        raise NotDecoded(Fault.UNSUPPORTED, "the model has no rule to choose frames: send clips as pixels")
+    with _opened(data) as (container, stream):
+        width, height = stream.width, stream.height
+        if width * height > max_pixels:
+            raise NotDecoded(Fault.TOO_LARGE, f"frames of {width}x{height} exceed the limit of {max_pixels} pixels")
+        rate = float(stream.average_rate or 0)
+        total = _count(data, container, stream)
+    return sampled(total, rate, recipe.settings.sampling, recipe.temporal), (height, width), rate
+
+
 def _frames(container: InputContainer, stream: VideoStream, indices: Sequence[int]) -> Iterator[Frame]:
-    """The chosen frames of a clip, each decoded when it is taken. Raises Unusable, or what PyAV raises."""
+    """The chosen frames of a clip, each decoded when it is taken. Raises NotDecoded, or what PyAV raises."""
     wanted = iter(indices)
     due = next(wanted, None)
     size = stream.width, stream.height
     for index, frame in enumerate(container.decode(stream)):
         if index == due:
             if (frame.width, frame.height) != size:
-                raise Unusable(Fault.UNSUPPORTED, "its frames change their size")
+                raise NotDecoded(Fault.UNSUPPORTED, "its frames change their size")
             yield frame.to_ndarray(format="rgb24").astype(np.uint8, copy=False)
             due = next(wanted, None)
         if due is None:
             return
-    raise Unusable(Fault.MALFORMED, f"frame {due} is missing or cannot be decoded")
+    raise NotDecoded(Fault.MALFORMED, f"frame {due} is missing or cannot be decoded")
 
 
 @contextmanager
 def _opened(data: bytes) -> Iterator[tuple[InputContainer, VideoStream]]:
     name = next((name for at, mark, name in _MARKS if data[at : at + len(mark)] == mark), None)
     if name is None:
-        raise Unusable(Fault.UNSUPPORTED, "is neither an MP4 nor a WebM file")
+        raise NotDecoded(Fault.UNSUPPORTED, "is neither an MP4 nor a WebM file")
     with BytesIO(data) as file, av.open(file, "r", name, metadata_errors="ignore") as container:
         if not container.streams.video:
-            raise Unusable(Fault.UNSUPPORTED, "has no video")
+            raise NotDecoded(Fault.UNSUPPORTED, "has no video")
         stream = container.streams.video[0]
         codec = stream.codec_context.codec.canonical_name
         if codec not in _CODECS:
-            raise Unusable(Fault.UNSUPPORTED, f"is coded as {codec}; supported are {', '.join(_CODECS)}")
+            raise NotDecoded(Fault.UNSUPPORTED, f"is coded as {codec}; supported are {', '.join(_CODECS)}")
         stream.thread_count = 1
         yield container, stream
 
@@ -111,7 +101,7 @@ def _count(data: bytes, container: InputContainer, stream: VideoStream) -> int:
             starts_whole = starts_whole and (bool(times) or packet.is_keyframe)
             times.append(packet.pts)
         if len(times) > _MAX_FRAMES:
-            raise Unusable(Fault.TOO_LARGE, f"has more than {_MAX_FRAMES} frames")
+            raise NotDecoded(Fault.TOO_LARGE, f"has more than {_MAX_FRAMES} frames")
     if starts_whole:
         return len(times)
     first = _first_shown(data)
@@ -119,9 +109,9 @@ def _count(data: bytes, container: InputContainer, stream: VideoStream) -> int:
 
 
 def _first_shown(data: bytes) -> int:
-    """When the first frame is shown. Raises Unusable, or what PyAV raises."""
+    """When the first frame is shown. Raises NotDecoded, or what PyAV raises."""
     with _opened(data) as (container, stream):
         frame = next(container.decode(stream), None)
     if frame is None or frame.pts is None:
-        raise Unusable(Fault.MALFORMED, "has no frame that can be decoded")
+        raise NotDecoded(Fault.MALFORMED, "has no frame that can be decoded")
     return frame.pts

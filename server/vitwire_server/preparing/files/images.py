@@ -4,12 +4,15 @@ from io import BytesIO
 from struct import pack, unpack_from
 from zlib import crc32
 
+from msgspec.structs import replace
 from PIL import Image
 from PIL.ExifTags import Base
 
 from vitwire_server.core.decoding import Fault
 from vitwire_server.preparing import pillow
-from vitwire_server.preparing.rules.forms import Form, form_of
+from vitwire_server.preparing.files.jpegs import is_plain
+from vitwire_server.preparing.files.messages import Measured, NotDecoded
+from vitwire_server.preparing.rules.forms import form_of
 from vitwire_server.preparing.rules.patches import CHANNELS
 from vitwire_server.preparing.rules.recipe import Recipe
 
@@ -23,30 +26,21 @@ _PNG_HEADER, _PNG_DATA, _PNG_METADATA = b"IHDR", b"IDAT", (b"eXIf", b"iTXt", b"t
 _PNG_START, _PNG_CONTENT, _PNG_OVERHEAD = 8, 8, 12
 
 
-class Unusable(Exception):
-    """The file cannot be used; the message says why."""
-
-    def __init__(self, fault: Fault, reason: str) -> None:
-        super().__init__(reason)
-        self.fault = fault
-
-
-def measure(data: bytes, recipe: Recipe, max_pixels: int) -> tuple[Form, tuple[int, int], int]:
-    """What the prepared image will be, its height and width once it is upright, and its orientation, 1 to 8.
-
-    Raises Unusable, or what Pillow raises.
-    """
+def measure(data: bytes, recipe: Recipe, max_pixels: int) -> Measured:
+    """What the prepared image will be. Raises NotDecoded, or what Pillow raises."""
     with BytesIO(data) as file, Image.open(file, formats=_FORMATS) as image:
         width, height = image.size
         if width * height > max_pixels:
-            raise Unusable(Fault.TOO_LARGE, f"{width}x{height} exceeds the limit of {max_pixels} pixels")
+            raise NotDecoded(Fault.TOO_LARGE, f"{width}x{height} exceeds the limit of {max_pixels} pixels")
         # in this order: `is_animated` reads a GIF's second picture, which may be damaged
         if image.format not in _FIRST_OF_MANY and getattr(image, "is_animated", False):
-            raise Unusable(Fault.UNSUPPORTED, "is animated; send its frames as a clip")
+            raise NotDecoded(Fault.UNSUPPORTED, "is animated; send its frames as a clip")
         orientation = _orientation(image, data)
         if orientation in _TURNED:
             width, height = height, width
-    return form_of((height, width, CHANNELS), recipe), (height, width), orientation
+    picture = (height, width, CHANNELS)
+    measured = Measured.of(form_of(picture, recipe), height * width, picture)
+    return replace(measured, orientation=orientation, area=height * width) if is_plain(data) else measured
 
 
 def decode(data: bytes, recipe: Recipe) -> Image.Image:

@@ -6,8 +6,26 @@ from msgspec import Struct
 from msgspec.msgpack import Decoder
 
 from vitwire_server.core.decoding import Fault
+from vitwire_server.core.errors import EncodeFailed, EncoderError, InvalidRequest, Violation
 from vitwire_server.core.items import Modality
+from vitwire_server.preparing.rules.forms import Form
+from vitwire_server.preparing.rules.patches import CHANNELS
 from vitwire_server.preparing.rules.recipe import Recipe
+
+
+class NotDecoded(Exception):
+    """A file was not decoded; raised in decoders and by the pool."""
+
+    def __init__(self, fault: Fault, reason: str) -> None:
+        super().__init__(reason)
+        self.fault = fault
+
+    def of_item(self, field: str) -> EncoderError:
+        """The error of the item; `field` names it."""
+        if self.fault is Fault.LOST:
+            return EncodeFailed(f"{field}: {self}")
+        return InvalidRequest([Violation(field, str(self))])
+
 
 # -- to a decoder ----------------------------------------------------------------------------------
 
@@ -74,6 +92,11 @@ class Measured(Struct, array_like=True, frozen=True, tag=1):
     """By EXIF, of a JPEG that a device decodes as Pillow does; 0 of other files."""
     area: int = 0
     """Pixels of such a JPEG."""
+
+    @classmethod
+    def of(cls, form: Form, cost: int, picture: tuple[int, ...], frame_seconds: tuple[float, ...] = ()) -> "Measured":
+        """`cost` is of decoding, in pixels; `picture` has the shape of the decoded picture or frames."""
+        return cls(form.grid, form.pixels, form.crops, cost + form.area, (*picture[:-1], CHANNELS), frame_seconds)
 
 
 class Decoded(Struct, array_like=True, frozen=True, tag=2):

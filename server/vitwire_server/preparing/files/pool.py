@@ -13,12 +13,11 @@ from msgspec.structs import replace
 
 from vitwire.wire import Buffer
 from vitwire_server.core.decoding import Fault
-from vitwire_server.core.errors import EncodeFailed, EncoderError, InvalidRequest, Violation
 from vitwire_server.core.items import Modality
-from vitwire_server.preparing.files.child import Child, DecoderGone
-from vitwire_server.preparing.files.device import DeviceDecoder
-from vitwire_server.preparing.files.messages import Decode, Decoded, FromDecoder, Measure, Measured, Refused, Setup
-from vitwire_server.preparing.files.turns import Flow, Turn, Turns, predicted
+from vitwire_server.preparing.files.child import Child
+from vitwire_server.preparing.files.decoders import DEVICE_SECONDS, CpuDecoders, DeviceDecoder
+from vitwire_server.preparing.files.messages import Decode, Decoded, Measure, Measured, NotDecoded, Setup
+from vitwire_server.preparing.files.turns import Flow, Turns, predicted
 from vitwire_server.preparing.rules.forms import form_of
 from vitwire_server.preparing.rules.recipe import Recipe
 
@@ -35,20 +34,6 @@ class DecodeMonitor(Protocol):
     def decoders(self, count: int, busy: int) -> None: ...
 
     def waiting(self, count: int) -> None: ...
-
-
-class NotDecoded(Exception):
-    """A file was not decoded."""
-
-    def __init__(self, fault: Fault, reason: str) -> None:
-        super().__init__(reason)
-        self.fault = fault
-
-    def of_item(self, field: str) -> EncoderError:
-        """The error of the item; `field` names it."""
-        if self.fault is Fault.LOST:
-            return EncodeFailed(f"{field}: {self}")
-        return InvalidRequest([Violation(field, str(self))])
 
 
 class Prepared(NamedTuple):
@@ -83,7 +68,7 @@ class Sizes:
 
 
 class DecodePool:
-    """Starts decoders as they are needed, and replaces those that die. Used on one event loop."""
+    """Lends decoders to jobs, in turn. Used on one event loop."""
 
     def __init__(
         self, sizes: Sizes, recipes: Mapping[Modality, Recipe], monitor: DecodeMonitor, *, clips: bool
@@ -91,19 +76,16 @@ class DecodePool:
         """`clips` is whether files of clips are read."""
         self._sizes = sizes
         self._recipes = recipes
-        self._setup = Setup(dict(recipes), sizes.input_bytes, sizes.pixels, sizes.memory, clips)
         self._monitor = monitor
+        setup = Setup(dict(recipes), sizes.input_bytes, sizes.pixels, sizes.memory, clips)
+        self._decoders = CpuDecoders(setup, sizes.output_bytes, monitor.decoders)
         self._measuring = Turns(1, self._count_waiting)
         self._decoding = Turns(sizes.processes, self._count_waiting)
         self._on_device = Turns(1, self._count_waiting)
         self._device: DeviceDecoder | None = None
         if sizes.device:
-            setup = replace(self._setup, device=sizes.device)
-            self._device = DeviceDecoder(setup, sizes.output_bytes, self._on_device)
-        self._idle: list[Child] = []
-        self._all: set[Child] = set()
+            self._device = DeviceDecoder(replace(setup, device=sizes.device), sizes.output_bytes)
         self._returning: set[asyncio.Task[None]] = set()
-        self._closed = False
 
     def start(self) -> None:
         """Start the decoder on the device, if there is one; the others start when they are needed."""
@@ -116,9 +98,10 @@ class DecodePool:
 
     async def measure(self, flow: Flow, data: Buffer, modality: Modality) -> Measured:
         """What the prepared item will be, from the header of its file. Raises NotDecoded."""
-        async with self._child(self._measuring, flow, len(data)) as child:
+        seconds = self._seconds(len(data))
+        async with self._lent(self._decoders, self._measuring, flow, len(data)) as child:
             await child.write(data)
-            answer = await self._ask(child, Measure(len(data), modality, self._seconds(len(data))))
+            answer = await child.ask(Measure(len(data), modality, seconds), _PATIENCE * (1 + seconds))
         assert isinstance(answer, Measured)
         return answer
 
@@ -128,7 +111,7 @@ class DecodePool:
             form = form_of(shape, self._recipes[modality])
         except ValueError as error:
             raise NotDecoded(Fault.UNSUPPORTED, str(error)) from error
-        return Measured(form.grid, form.pixels, form.crops, prod(shape[:-1]) + form.area, (*shape[:-1], 3))
+        return Measured.of(form, prod(shape[:-1]), shape)
 
     async def decode(
         self,
@@ -149,115 +132,67 @@ class DecodePool:
         start = time.perf_counter()
         target: memoryview | None = None
 
-        async def reserved() -> memoryview:
+        async def decoded(decoders: CpuDecoders | DeviceDecoder, turns: Turns, seconds: float, wall: float) -> Prepared:
             nonlocal target
-            target = target or await reserve()
-            return target
+            async with self._lent(decoders, turns, flow, found.cost) as child:
+                waited = time.perf_counter() - start
+                target = target or await reserve()
+                await child.write(data)
+                job = Decode(len(data), modality, seconds, len(target), picture, raw, found.orientation)
+                answer = await child.ask(job, wall)
+                assert isinstance(answer, Decoded)
+                await child.read(target)
+            on_device = decoders is self._device
+            return Prepared(target, waited, answer.decode_seconds, answer.prepare_seconds, on_device)
 
-        done: Decoded | None = None
         if self._device and not raw and self._device.takes(found):
-            done = await self._device.decode(flow, data, found, modality, reserved)
-        if done:
-            waited = max(0.0, time.perf_counter() - start - done.decode_seconds - done.prepare_seconds)
-            return Prepared(await reserved(), waited, done.decode_seconds, done.prepare_seconds, on_device=True)
-        async with self._child(self._decoding, flow, found.cost) as child:
-            waited = time.perf_counter() - start
-            memory = await reserved()
-            await child.write(data)
-            seconds = self._seconds(found.cost)
-            answer = await self._ask(child, Decode(len(data), modality, seconds, len(memory), picture, raw))
-            assert isinstance(answer, Decoded)
-            await child.read(memory)
-        return Prepared(memory, waited, answer.decode_seconds, answer.prepare_seconds)
+            try:
+                return await decoded(self._device, self._on_device, DEVICE_SECONDS, DEVICE_SECONDS)
+            except NotDecoded as error:
+                _log.debug("a file is left to other decoders: %s", error)
+        seconds = self._seconds(found.cost)
+        return await decoded(self._decoders, self._decoding, seconds, _PATIENCE * (1 + seconds))
 
     async def close(self) -> None:
         """End all decoders."""
-        self._closed = True
         for task in self._returning:
             task.cancel()
         await asyncio.gather(*self._returning, return_exceptions=True)
         if self._device:
             await self._device.close()
-        await asyncio.gather(*(child.close() for child in self._all))
-        self._all.clear()
+        await self._decoders.close()
 
     @asynccontextmanager
-    async def _child(self, turns: Turns, flow: Flow, cost: int) -> AsyncIterator[Child]:
+    async def _lent(
+        self, decoders: CpuDecoders | DeviceDecoder, turns: Turns, flow: Flow, cost: int
+    ) -> AsyncIterator[Child]:
         """A decoder for one job, in turn. Raises NotDecoded."""
         turn = await turns.acquire(flow, predicted(cost))
-        getting = asyncio.create_task(self._next())
+        getting = asyncio.create_task(decoders.take())
+
+        async def take_back() -> None:
+            """A decoder that still starts or works, as the RPC was cancelled, is waited for, not replaced."""
+            try:
+                child = await getting
+                await child.idle()
+                await decoders.give_back(child)
+            except NotDecoded as error:
+                _log.debug("there was no decoder: %s", error)
+            finally:
+                turns.release(turn)
+
         try:
             child = await asyncio.shield(getting)
             turn.begin()
             yield child
-        except DecoderGone as error:
-            raise NotDecoded(error.fault, str(error)) from error
         finally:
-            task = asyncio.create_task(self._take_back(getting, turns, turn))
+            task = asyncio.create_task(take_back())
             self._returning.add(task)
             task.add_done_callback(self._returning.discard)
-
-    async def _take_back(self, getting: asyncio.Task[Child], turns: Turns, turn: Turn) -> None:
-        """End a turn. A decoder that still starts or works, as the RPC was cancelled, is waited for, not replaced."""
-        try:
-            child = await getting
-            await child.idle()
-        except DecoderGone as error:
-            _log.debug("no decoder was started: %s", error)
-        else:
-            await self._keep(child)
-        finally:
-            turns.release(turn)
-
-    async def _next(self) -> Child:
-        return await self._next_idle() or await self._start()
-
-    async def _next_idle(self) -> Child | None:
-        while self._idle:
-            child = self._idle.pop()
-            if child.is_alive:
-                self._count()
-                return child
-            await self._drop(child)
-        return None
-
-    async def _start(self) -> Child:
-        child = await Child.start(self._setup, self._sizes.output_bytes)
-        if self._closed:
-            await child.close()
-            raise DecoderGone(Fault.LOST, "the server is stopping")
-        self._all.add(child)
-        self._count()
-        _log.debug("decoder %d started", child.process.pid)
-        return child
-
-    async def _keep(self, child: Child) -> None:
-        """For the next job, if it is alive."""
-        if child.is_alive:
-            child.discard()
-            self._idle.append(child)
-            self._count()
-        else:
-            await self._drop(child)
-
-    async def _drop(self, child: Child) -> None:
-        await child.close()
-        self._all.discard(child)
-        self._count()
-        _log.warning("decoder %d ended (exit %s)", child.process.pid, child.process.returncode)
-
-    async def _ask(self, child: Child, job: Measure | Decode) -> FromDecoder:
-        answer = await child.ask(job, _PATIENCE * (1 + job.seconds))
-        if isinstance(answer, Refused):
-            raise NotDecoded(answer.fault, answer.reason)
-        return answer
 
     def _seconds(self, cost: int) -> float:
         """Processor time for a job."""
         return min(self._sizes.seconds, _LEAST_SECONDS + cost * _SECONDS_PER_PIXEL)
-
-    def _count(self) -> None:
-        self._monitor.decoders(len(self._all), len(self._all) - len(self._idle))
 
     def _count_waiting(self) -> None:
         self._monitor.waiting(self._measuring.waiting + self._decoding.waiting + self._on_device.waiting)

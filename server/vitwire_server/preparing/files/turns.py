@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vitwire_server.scheduling.nested import NestedShares
+from vitwire_server.scheduling.shares import NestedShares
 from vitwire_server.scheduling.tickets import Priority
 
 _QUANTUM = 50_000

@@ -14,22 +14,18 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from math import prod
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import numpy as np
 from msgspec import msgpack
-from msgspec.structs import replace
 from PIL import Image, UnidentifiedImageError
 
 from vitwire_server.core.decoding import Fault
 from vitwire_server.core.items import Modality
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.files import images
-from vitwire_server.preparing.files.images import Unusable
-from vitwire_server.preparing.files.jpegs import is_plain
 from vitwire_server.preparing.files.messages import (
     MAX_MESSAGE,
     TO_DECODER,
@@ -38,12 +34,12 @@ from vitwire_server.preparing.files.messages import (
     FromDecoder,
     Measure,
     Measured,
+    NotDecoded,
     Ready,
     Refused,
     Setup,
 )
-from vitwire_server.preparing.rules.forms import Form
-from vitwire_server.preparing.rules.patches import CHANNELS, Pixels
+from vitwire_server.preparing.rules.patches import Pixels
 from vitwire_server.preparing.rules.recipe import Recipe
 
 _PR_SET_PDEATHSIG = 1
@@ -52,19 +48,11 @@ _TOO_MANY_FRAMES = Refused(Fault.TOO_LARGE, "the model's rule chooses too many f
 """Instead of an answer with more times than a message can carry."""
 
 
-class Answering(Protocol):
-    """What answers the jobs of a decoder."""
+def serve(made: Callable[[Setup, mmap.mmap], Callable[[Measure | Decode], FromDecoder]]) -> NoReturn:
+    """Answer jobs until the socket is closed; arguments of the process are the descriptors of socket and memory.
 
-    def answer(self, job: Measure | Decode) -> FromDecoder: ...
-
-
-def main() -> NoReturn:
-    """Serve with Pillow and PyAV."""
-    serve(_Worker)
-
-
-def serve(made: Callable[[Setup, mmap.mmap], Answering]) -> NoReturn:
-    """Serve the socket and the memory whose descriptors are the arguments, until the socket is closed."""
+    `made` gets the setup and the memory, and returns what answers a job.
+    """
     end, memory, parent = (int(each) for each in sys.argv[1:4])
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
@@ -75,12 +63,12 @@ def serve(made: Callable[[Setup, mmap.mmap], Answering]) -> NoReturn:
     with socket.socket(fileno=end) as link:
         setup = TO_DECODER.decode(link.recv(MAX_MESSAGE))
         assert isinstance(setup, Setup), "the first message"
-        worker = made(setup, mmap.mmap(memory, 0))
+        answer = made(setup, mmap.mmap(memory, 0))
         link.sendall(msgpack.encode(Ready()))
         while raw := link.recv(MAX_MESSAGE):
             job = TO_DECODER.decode(raw)
             assert isinstance(job, Measure | Decode)
-            raw = msgpack.encode(worker.answer(job))
+            raw = msgpack.encode(answer(job))
             link.sendall(raw if len(raw) <= MAX_MESSAGE else msgpack.encode(_TOO_MANY_FRAMES))
     os._exit(0)
 
@@ -103,7 +91,7 @@ class _Worker:
         signal.setitimer(signal.ITIMER_PROF, job.seconds)
         try:
             return self._measured(job) if isinstance(job, Measure) else self._decoded(job)
-        except Unusable as error:
+        except NotDecoded as error:
             return Refused(error.fault, str(error))
         except MemoryError:
             return Refused(Fault.TOO_LARGE, "needs more memory than a decoder may use")
@@ -117,14 +105,11 @@ class _Worker:
             signal.setitimer(signal.ITIMER_PROF, 0)
 
     def _measured(self, job: Measure) -> Measured:
-        data, recipe = self._memory[: job.nbytes], self._recipe(job.modality)
-        if job.modality is Modality.IMAGE:
-            form, size, orientation = images.measure(data, recipe, self._setup.max_pixels)
-            measured = _message(form, prod(size), (*size, CHANNELS))
-            return replace(measured, orientation=orientation, area=prod(size)) if is_plain(data) else measured
-        clip = self._clip_reader.measure(data, recipe, self._setup.max_pixels)
-        frames = (len(clip.indices), *clip.size, CHANNELS)
-        return _message(clip.form, clip.cost, frames, clip.seconds)
+        reader = images if job.modality is Modality.IMAGE else self._clip_reader
+        measured: Measured = reader.measure(
+            self._memory[: job.nbytes], self._recipe(job.modality), self._setup.max_pixels
+        )
+        return measured
 
     def _decoded(self, job: Decode) -> Decoded:
         recipe, data = self._recipe(job.modality), self._memory
@@ -148,13 +133,13 @@ class _Worker:
 
     def _recipe(self, modality: Modality) -> Recipe:
         if modality not in self._setup.recipes:
-            raise Unusable(Fault.UNSUPPORTED, f"is one of the {modality}s, which this model takes as pixels only")
+            raise NotDecoded(Fault.UNSUPPORTED, f"is one of the {modality}s, which this model takes as pixels only")
         return self._setup.recipes[modality]
 
     @property
     def _clip_reader(self) -> ModuleType:
         if self._clips is None:
-            raise Unusable(Fault.UNSUPPORTED, "is a clip, and this server decodes images only")
+            raise NotDecoded(Fault.UNSUPPORTED, "is a clip, and this server decodes images only")
         return self._clips
 
     def _write(self, parts: Iterable[Pixels], job: Decode) -> None:
@@ -165,12 +150,7 @@ class _Worker:
                 np.frombuffer(self._memory, np.uint8, part.size, at).reshape(part.shape)[:] = part
             at += part.size
         if at != end:
-            raise Unusable(Fault.MALFORMED, "its header and its content differ in size")
-
-
-def _message(form: Form, cost: int, picture: tuple[int, ...], seconds: tuple[float, ...] = ()) -> Measured:
-    """`cost` is that of decoding, in pixels."""
-    return Measured(form.grid, form.pixels, form.crops, cost + form.area, picture, seconds)
+            raise NotDecoded(Fault.MALFORMED, "its header and its content differ in size")
 
 
 def _parts(tiles: pillow.Tiles) -> list[Pixels]:
@@ -192,4 +172,4 @@ def _brief(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    serve(lambda setup, memory: _Worker(setup, memory).answer)

@@ -32,8 +32,8 @@ from prepared import FORMATS, MODELS, SAMPLING, Recipes
 from vitwire_server.core.decoding import Fault
 from vitwire_server.core.items import Modality
 from vitwire_server.preparing import pillow
-from vitwire_server.preparing.files.messages import Measured
-from vitwire_server.preparing.files.pool import DecodePool, NotDecoded, Sizes
+from vitwire_server.preparing.files.messages import Measured, NotDecoded
+from vitwire_server.preparing.files.pool import DecodePool, Sizes
 from vitwire_server.preparing.files.turns import Flow
 from vitwire_server.preparing.pillow import Tiles
 from vitwire_server.preparing.rules.forms import form_of
@@ -186,7 +186,7 @@ async def test_headers_are_read_while_all_decoders_are_busy() -> None:
     file, slow = saved(photograph()), many_scans()
     async with pool_of(seconds=60.0, pixels=1 << 25) as pool:
         job = asyncio.create_task(decoded(pool, slow, 1))
-        while not any(child.is_busy for child in pool._all):  # until one has the job
+        while not any(child.is_busy for child in pool._decoders._all):  # until one has the job
             assert not job.done(), job
             await asyncio.sleep(0.01)
         for _ in range(5):
@@ -246,7 +246,7 @@ async def test_a_cancelled_job_keeps_its_decoder() -> None:
         before = {child.pid for child in decoders()}
         found = await pool.measure(FLOW, slow, Modality.IMAGE)
         job = asyncio.create_task(decoded(pool, slow, int(np.prod(found.pixels))))
-        while not any(child.is_busy for child in pool._all):  # until one has the job
+        while not any(child.is_busy for child in pool._decoders._all):  # until one has the job
             assert not job.done(), job
             await asyncio.sleep(0)
         job.cancel()
@@ -260,7 +260,7 @@ async def test_a_job_that_is_cancelled_as_its_answer_arrives_costs_nothing() -> 
     file = saved(photograph())
     async with pool_of(seconds=60.0) as pool, asyncio.timeout(60):
         await prepared(pool, file)
-        (child,) = pool._all
+        (child,) = pool._decoders._all
         for steps in range(8):
             job = asyncio.create_task(pool.measure(FLOW, file, Modality.IMAGE))
             while not child.is_busy:  # noqa: ASYNC110 - until it has the job
@@ -273,7 +273,7 @@ async def test_a_job_that_is_cancelled_as_its_answer_arrives_costs_nothing() -> 
             with suppress(asyncio.CancelledError):
                 await job
         assert_equal(*await prepared(pool, file), expected(file, MODELS["patches"]))
-        assert pool._all == {child}
+        assert pool._decoders._all == {child}
 
 
 async def test_a_cancelled_job_does_not_stop_the_start_of_a_decoder() -> None:
@@ -285,7 +285,7 @@ async def test_a_cancelled_job_does_not_stop_the_start_of_a_decoder() -> None:
         (child,) = decoders()
         job.cancel()
         await prepared(pool, file)
-        assert {each.process.pid for each in pool._all} == {child.pid}
+        assert {each.process.pid for each in pool._decoders._all} == {child.pid}
 
 
 async def test_closing_ends_a_decoder_that_starts() -> None:

@@ -27,11 +27,11 @@ from vitwire_server.core.models import NotOnDevice, Place
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.device import hardware
 from vitwire_server.preparing.device.hardware import Hardware, fault_of
-from vitwire_server.preparing.files import device
+from vitwire_server.preparing.files import decoders
 from vitwire_server.preparing.files.child import Child
-from vitwire_server.preparing.files.images import Unusable
 from vitwire_server.preparing.files.jpegs import is_plain
-from vitwire_server.preparing.files.pool import DecodePool, NotDecoded, Prepared, Sizes
+from vitwire_server.preparing.files.messages import NotDecoded
+from vitwire_server.preparing.files.pool import DecodePool, Prepared, Sizes
 from vitwire_server.preparing.files.turns import Flow
 from vitwire_server.process.preparing import decoded_on
 
@@ -153,16 +153,16 @@ def test_no_pixels_are_left_behind(decoder: Hardware) -> None:
     assert is_plain(cut)
     try:
         own = decoder.decoded(cut, 1).numpy()
-    except Unusable:
+    except NotDecoded:
         return
     assert not (own == 255).all(axis=2).any()
 
 
 def test_the_size_is_checked_before_memory_is_reserved(decoder: Hardware) -> None:
     """Of a file whose size was misread: else a header reserves 12 GB."""
-    with pytest.raises(Unusable, match="larger picture"):
+    with pytest.raises(NotDecoded, match="larger picture"):
         decoder.decoded(framed(PLAIN["4:4:4"], 20_000), 1)
-    with pytest.raises(Unusable):
+    with pytest.raises(NotDecoded):
         decoder.decoded(PLAIN["4:4:4"].replace(b"\xff\xc0", b"\xff\x00\x00\x02\xff\xc0"), 1)
 
 
@@ -197,7 +197,7 @@ async def test_a_device_that_is_not_there() -> None:
 
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_LEAST_PIXELS", 1)
+    monkeypatch.setattr(decoders, "_LEAST_PIXELS", 1)
 
 
 @asynccontextmanager
@@ -280,7 +280,7 @@ def variables(pid: int) -> list[str]:
 
 
 async def test_small_files_go_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_LEAST_PIXELS", 90 * 130 + 1)
+    monkeypatch.setattr(decoders, "_LEAST_PIXELS", 90 * 130 + 1)
     async with pool_of() as pool:
         await ready(pool)
         assert not (await decoded(pool, PLAIN["4:2:0"])).on_device
@@ -369,8 +369,8 @@ async def test_a_cancelled_file_does_not_reach_the_next() -> None:
 async def test_a_start_that_fails_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(device, "_FIRST_PAUSE", 0.0)
-    monkeypatch.setattr(device, "_LONGEST_PAUSE", 0.1)
+    monkeypatch.setattr(decoders, "_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(decoders, "_LONGEST_PAUSE", 0.1)
     async with pool_of() as pool:
         await decoded(pool, OTHERS["progressive"])  # starts a decoder for the rest
         await ready(pool)
@@ -386,7 +386,7 @@ async def test_a_start_that_fails_is_tried_again(
 
 async def test_a_decoder_that_died_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a collection, which comes late in a large process."""
-    monkeypatch.setattr(device, "_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(decoders, "_FIRST_PAUSE", 0.0)
     async with pool_of() as pool:
         await decoded(pool, PLAIN["grey"])
         await ready(pool)
@@ -409,7 +409,7 @@ def shared_memories() -> int:
 
 async def test_a_closed_pool_starts_no_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of one that worked when it was closed."""
-    monkeypatch.setattr(device, "_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(decoders, "_FIRST_PAUSE", 0.0)
     async with pool_of() as pool:
         await ready(pool)
         os.kill(child_of(pool).process.pid, signal.SIGSTOP)
@@ -419,5 +419,5 @@ async def test_a_closed_pool_starts_no_decoder(monkeypatch: pytest.MonkeyPatch) 
     ends = await asyncio.gather(*jobs, return_exceptions=True)
     assert all(isinstance(end, NotDecoded) and end.fault is Fault.LOST for end in ends)
     assert pool._device
-    await asyncio.gather(*pool._device._tasks)
+    await asyncio.gather(*pool._returning)
     assert pool._device._child is None

@@ -44,11 +44,11 @@ def turned_by(kind: int, value: bytes) -> bytes:
 
 def read(file: bytes, own: Recipe) -> np.ndarray:
     """The picture in a file, whose form was known from its header."""
-    form, size, *_ = images.measure(file, own, 1 << 26)
+    found = images.measure(file, own, 1 << 26)
     picture = images.decode(file, own)
     made = pillow.image(picture, own)
-    assert (form.grid, form.pixels) == (made.grid, made.pixels.shape)
-    assert size == (picture.height, picture.width)
+    assert (found.grid, found.pixels) == (made.grid, made.pixels.shape)
+    assert found.picture == (picture.height, picture.width, 3)
     return np.asarray(picture)
 
 

@@ -133,7 +133,7 @@ costs = st.builds(
 
 
 def seconds(plan: Plan, planner: Planner, items: list[Footprint]) -> float:
-    return sum(planner.seconds(batch, items) for batch in plan.batches)
+    return sum(planner.work(batch, items).alone for batch in plan.batches)
 
 
 def test_what_only_a_dropped_budget_would_hold_is_told_apart() -> None:
@@ -153,14 +153,14 @@ class TestCosts:
         planner = Planner(ladder, Bounds(10**9, 10**9, 10**9), without_graph=Fallback.GRAPHS_OFF, costs=prices)
         plan = planner.plan(items)
         for batch in plan.batches:
-            assert planner.seconds(batch, items) <= prices.eager(sum(items[i].tokens for i in batch.items)) + 1e-12
+            assert planner.work(batch, items).alone <= prices.eager(sum(items[i].tokens for i in batch.items)) + 1e-12
         for batch in plan.batches:
             for other in plan.batches:
                 if batch is other or Fallback.GRAPHS_OFF in (batch.fallback, other.fallback):
                     continue
                 both = sum(items[i].tokens for i in batch.items + other.items)
                 if batch.budget and other.budget:
-                    apart = planner.seconds(batch, items) + planner.seconds(other, items)
+                    apart = planner.work(batch, items).alone + planner.work(other, items).alone
                     assert apart <= prices.eager(both) + 1e-12
 
     def test_padding_that_costs_more_than_eager_is_not_computed(self) -> None:

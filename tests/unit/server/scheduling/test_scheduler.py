@@ -17,9 +17,8 @@ from vitwire_server.core.plans import Fallback
 from vitwire_server.core.reports import BatchReport, Encoded, Outcome, Path
 from vitwire_server.core.runner import Collected, Running, Timings
 from vitwire_server.scheduling.canary import Canary
-from vitwire_server.scheduling.learner import Learner
 from vitwire_server.scheduling.planner import Bounds, Planner
-from vitwire_server.scheduling.scheduler import Scheduler
+from vitwire_server.scheduling.scheduler import Learner, Scheduler
 from vitwire_server.scheduling.tickets import Entry, Priority, Ticket
 
 COSTS = Costs(

@@ -159,7 +159,7 @@ def served(arrivals: Sequence[tuple[float, int]], large: int) -> tuple[list[floa
         taken = [window[item] for item in batch.items]
         queue.take(taken)
         waits += [now - one.arrived for one in taken if one.ticket is not request]
-        seconds = planner.seconds(batch, footprints)
+        seconds = planner.work(batch, footprints).alone
         now, longest = now + seconds, max(longest, seconds)
     return waits, longest
 

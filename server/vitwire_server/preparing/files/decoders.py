@@ -1,0 +1,131 @@
+"""Decoders on the CPU, as many as are needed, and the one on the model's device. Used on one event loop."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from vitwire_server.core.decoding import Fault
+from vitwire_server.preparing.files.child import Child
+from vitwire_server.preparing.files.messages import Measured, NotDecoded, Setup
+
+_log = logging.getLogger(__name__)
+DEVICE_SECONDS = 5.0
+"""Of wall-clock time for a file on the device, which takes milliseconds: it was checked, and its size is bounded."""
+_LEAST_PIXELS = 1 << 19
+"""Of a picture: those of 448² were decoded faster on the CPU, and those of 1920 x 1080 on the device."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+"""Seconds until the decoder on the device is started again, twice as long each time."""
+
+
+class CpuDecoders:
+    """Processes that are started when they are needed; those that died are replaced."""
+
+    def __init__(self, setup: Setup, output_bytes: int, changed: Callable[[int, int], None]) -> None:
+        """`changed` is called with the number of processes, and of those that have a job."""
+        self._setup = setup
+        self._output_bytes = output_bytes
+        self._changed = changed
+        self._idle: list[Child] = []
+        self._all: set[Child] = set()
+        self._closed = False
+
+    async def take(self) -> Child:
+        """A decoder for one job. Raises NotDecoded if none can be started."""
+        while self._idle:
+            child = self._idle.pop()
+            if child.is_alive:
+                self._count()
+                return child
+            await self._drop(child)
+        child = await Child.start(self._setup, self._output_bytes)
+        if self._closed:
+            await child.close()
+            raise NotDecoded(Fault.LOST, "the server is stopping")
+        self._all.add(child)
+        self._count()
+        _log.debug("decoder %d started", child.process.pid)
+        return child
+
+    async def give_back(self, child: Child) -> None:
+        """Keep it for the next job, if it is alive."""
+        if child.is_alive:
+            child.discard()
+            self._idle.append(child)
+            self._count()
+        else:
+            await self._drop(child)
+
+    async def close(self) -> None:
+        """End all."""
+        self._closed = True
+        await asyncio.gather(*(child.close() for child in self._all))
+        self._all.clear()
+
+    async def _drop(self, child: Child) -> None:
+        await child.close()
+        self._all.discard(child)
+        self._count()
+        _log.warning("decoder %d ended (exit %s)", child.process.pid, child.process.returncode)
+
+    def _count(self) -> None:
+        self._changed(len(self._all), len(self._all) - len(self._idle))
+
+
+class DeviceDecoder:
+    """One process for JPEG files, started ahead, and again after it ended.
+
+    Nothing depends on it: what it does not decode is left to the others.
+    """
+
+    def __init__(self, setup: Setup, output_bytes: int) -> None:
+        """`setup` names the device."""
+        self._setup = setup
+        self._output_bytes = output_bytes
+        self._child: Child | None = None
+        self._pause = _FIRST_PAUSE
+        self._starting: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start the process in the background."""
+        self._starting = asyncio.create_task(self._start(0.0))
+
+    def takes(self, found: Measured) -> bool:
+        """Whether it is ready, and decodes this file as Pillow does and sooner."""
+        return self._child is not None and found.orientation > 0 and found.area >= _LEAST_PIXELS
+
+    async def take(self) -> Child:
+        """The process. Raises NotDecoded if it is not ready."""
+        if self._child is None:
+            raise NotDecoded(Fault.LOST, "the decoder on the device is not ready")
+        return self._child
+
+    async def give_back(self, child: Child) -> None:
+        """Its job is done; start it again if it has ended."""
+        if child.is_alive:
+            child.discard()
+        elif self._child is child:
+            self._child = None
+            await child.close()
+            _log.warning("the decoder on the device ended (exit %s); it starts again", child.process.returncode)
+            self._starting = asyncio.create_task(self._start(self._pause))
+            self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
+
+    async def close(self) -> None:
+        """End the process."""
+        child, self._child = self._child, None  # so that none is started in its place
+        if self._starting:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        if child:
+            await child.close()
+
+    async def _start(self, pause: float) -> None:
+        while self._child is None:
+            await asyncio.sleep(pause)
+            try:
+                self._child = await Child.start(self._setup, self._output_bytes)
+            except NotDecoded as error:
+                pause = _LONGEST_PAUSE
+                _log.warning("JPEG files are decoded on the CPU: the decoder on the device did not start: %s", error)
+            else:
+                _log.debug("the decoder on the device started: %d", self._child.process.pid)
