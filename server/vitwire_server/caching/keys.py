@@ -12,32 +12,28 @@ Buffer = memoryview | bytes | bytearray
 _LARGE_BYTES = 4 << 20
 
 
-def digest_of(item: Item, seed: int) -> bytes:
-    """The digest of all bytes of an item: its pixels, then its crops."""
-    return _digest(parts_of(item), seed)
-
-
-async def digests_of(contents: Mapping[int, Sequence[Buffer]], seed: int) -> dict[int, bytes]:
-    """The digest of the parts of each content. A thread computes them if they are large."""
-
-    def digests() -> dict[int, bytes]:
-        return {number: _digest(parts, seed) for number, parts in contents.items()}
-
-    if sum(len(part) for parts in contents.values() for part in parts) <= _LARGE_BYTES:
-        return digests()
-    return await asyncio.to_thread(digests)
-
-
 def parts_of(item: Item) -> list[Buffer]:
-    """The bytes of an item's tensors."""
+    """The bytes of an item: its pixels, then its crops."""
     return [tensor.data for tensor in (item.pixels, item.crops) if tensor]
 
 
-def _digest(parts: Sequence[Buffer], seed: int) -> bytes:
+def digest_of(parts: Sequence[Buffer], seed: int) -> bytes:
+    """The digest of all parts of a content."""
     digest = xxh3_128(seed=seed)
     for part in parts:
         digest.update(part)
     return digest.digest()
+
+
+async def digests_of(contents: Mapping[int, Sequence[Buffer]], seed: int) -> dict[int, bytes]:
+    """The digest of each content. A thread computes them if they are large."""
+
+    def digests() -> dict[int, bytes]:
+        return {number: digest_of(parts, seed) for number, parts in contents.items()}
+
+    if sum(len(part) for parts in contents.values() for part in parts) <= _LARGE_BYTES:
+        return digests()
+    return await asyncio.to_thread(digests)
 
 
 def key_of(item: Item, digest: bytes, principal: str, fingerprint: str) -> Key:

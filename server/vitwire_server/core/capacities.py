@@ -1,7 +1,8 @@
 """Which budgets a tower can have: of any tokens, of whole tiles, or of overviews and crops."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from vitwire_server.core.budgets import Budget, budget
 from vitwire_server.core.grids import Footprint
@@ -74,7 +75,7 @@ class TileCapacities(Capacities):
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CropCapacities(Capacities):
     """Of a number of overviews and a number of crops, from a list of both."""
 
@@ -84,14 +85,14 @@ class CropCapacities(Capacities):
     """Tokens of a crop."""
     longest: int
     """Patches of an overview."""
-    shares: dict[int, tuple[int, int]] = field(init=False, compare=False)
-    """Overviews and crops of every budget there can be, by their tokens, ascending."""
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def shares(self) -> dict[int, tuple[int, int]]:
+        """Overviews and crops of every budget there can be, by their tokens, ascending."""
         pairs = [(1, crops) for crops in _CROPS]
         pairs += [(overviews, overviews * crops) for overviews in _OVERVIEWS for crops in _CROPS_PER_OVERVIEW]
         shares = {self.tokens(*pair): pair for pair in reversed(pairs)}  # if two are equal, the first counts
-        object.__setattr__(self, "shares", dict(sorted(shares.items())))
+        return dict(sorted(shares.items()))
 
     def tokens(self, overviews: int, crops: int) -> int:
         """Tokens of these overviews and crops."""

@@ -16,16 +16,11 @@ _ATTEMPTS = 20
 
 def raise_if_port_taken(host: str, port: int) -> None:
     """Raises OSError if any address of the host is taken; gRPC would listen on the others only."""
-    name = host.strip("[]")
-    for family, kind, protocol, _, address in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM):
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(address)
-                probe.listen()
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:  # other errors are left to gRPC
-                    raise
+    try:
+        _reserved(host.strip("[]"), port).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:  # other errors are left to gRPC
+            raise
 
 
 def raise_if_ports_taken(host: str, flag: str, ports: Iterable[int]) -> None:
@@ -104,16 +99,15 @@ def _reserved(name: str, port: int) -> ExitStack:
 
 def _free_port(name: str) -> int:
     """A port that is free at the first usable address."""
-    unusable: OSError | None = None
-    for family, kind, protocol, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
-        with socket.socket(family, kind, protocol) as probe:
-            try:
+    unusable = OSError(errno.EADDRNOTAVAIL, "the host has no address")
+    for family, _, _, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
                 probe.bind(address)
-            except OSError as error:
-                unusable = error
-            else:
                 return int(probe.getsockname()[1])
-    raise unusable or OSError(errno.EADDRNOTAVAIL, "the host has no address")
+        except OSError as error:
+            unusable = error
+    raise unusable
 
 
 def _shared_socket(family: int, address: tuple[object, ...], *, only_v6: bool = False) -> socket.socket:

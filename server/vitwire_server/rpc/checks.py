@@ -45,14 +45,6 @@ def wrong_options(message: pb.EncodeRequest | pb.EncodeStreamOptions) -> Iterato
         yield Violation("output_type", "must be FLOAT32, FLOAT16 or BFLOAT16")
 
 
-def wrong_count(count: int, most: int) -> Iterator[Violation]:
-    """How many items a request has."""
-    if count == 0:
-        yield Violation("items", "must have at least one item")
-    elif count > most:
-        yield Violation("items", f"has {count} items, at most {most} are accepted")
-
-
 def wrong_modality(item: pb.Item, card: ModelCard) -> Iterator[Violation]:
     """An item's modality."""
     modality = MODALITIES.get(item.modality)

@@ -40,8 +40,11 @@ class Codec:
         Raises InvalidRequest with every wrong field.
         """
         message = request.message
-        most = self._card.limits.items_per_request
-        wrong = [*checks.wrong_options(message), *checks.wrong_count(len(message.items), most)]
+        count, most = len(message.items), self._card.limits.items_per_request
+        wrong = list(checks.wrong_options(message))
+        if not 1 <= count <= most:
+            reason = f"has {count} items, at most {most} are accepted" if count else "must have at least one item"
+            wrong.append(Violation("items", reason))
         refuse(wrong)
         output = self._output(message.output_type)
         items = []

@@ -1,10 +1,10 @@
 """Who callers are: by tokens and certificates, in files that are read again while the server runs."""
 
 import hashlib
-import hmac
 import logging
 import re
 import ssl
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -24,20 +24,28 @@ _SCHEME = "bearer "
 _token_name: ContextVar[str] = ContextVar("token_name", default="")
 
 
-class FileWatch:
-    """Detects changes of files. Used by one thread at a time."""
+class WatchedFiles(ABC):
+    """Files that are read again if they change. Used by one thread at a time."""
 
-    def __init__(self, *paths: Path) -> None:
+    def __init__(self, what: str, *paths: Path) -> None:
+        """`what` the files hold, for the log."""
+        self._what = what
         self._paths = paths
-        self._seen = self._look()
+        self._seen = [_signature(path) for path in paths]
 
-    def changed(self) -> bool:
-        """Whether a file changed since the last call that returned True."""
-        before, self._seen = self._seen, self._look()
-        return self._seen != before
+    def refresh(self) -> None:
+        """Read the files again if one changed. If they cannot be used, the previous content stays until they change."""
+        before, self._seen = self._seen, [_signature(path) for path in self._paths]
+        if self._seen == before:
+            return
+        try:
+            self._read_again()
+        except (OSError, ValueError) as error:
+            _log.error("keeping the previous %s: %s", self._what, error)
 
-    def _look(self) -> list[tuple[int, int, int] | None]:
-        return list(map(_signature, self._paths))
+    @abstractmethod
+    def _read_again(self) -> None:
+        """Raises OSError or ValueError, and changes nothing then."""
 
 
 def _signature(path: Path) -> tuple[int, int, int] | None:
@@ -49,7 +57,7 @@ def _signature(path: Path) -> tuple[int, int, int] | None:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-class Certificates:
+class Certificates(WatchedFiles):
     """The server's certificate and the authority that signs clients' certificates, in PEM files.
 
     New connections use what was read last; open ones keep their certificate.
@@ -72,7 +80,7 @@ class Certificates:
         self._key = key
         self._client_ca = client_ca
         self._on_load = on_load
-        self._watch = FileWatch(cert, key, *([client_ca] if client_ca else []))
+        super().__init__("certificate", cert, key, *([client_ca] if client_ca else []))
         self._first = self._load()
         self._renewed: grpc.ServerCertificateConfiguration | None = None
 
@@ -89,20 +97,9 @@ class Certificates:
             require_client_authentication=self.mutual,
         )
 
-    def refresh(self) -> None:
-        """Read the files again if one changed.
-
-        A file that cannot be read, or a key that does not match, leaves the previous certificate in place until the
-        files change again.
-        """
-        if not self._watch.changed():
-            return
-        try:
-            self._renewed = self._load()
-        except (OSError, ValueError) as error:
-            _log.error("keeping the previous certificate: %s", error)
-        else:
-            _log.info("certificate reloaded from %s", self._cert)
+    def _read_again(self) -> None:
+        self._renewed = self._load()
+        _log.info("certificate reloaded from %s", self._cert)
 
     def _take_renewed(self) -> grpc.ServerCertificateConfiguration | None:
         """Called by gRPC's threads for each new connection; None keeps the current one."""
@@ -129,7 +126,7 @@ class Certificates:
         return grpc.ssl_server_certificate_configuration(pairs, root_certificates=roots)
 
 
-class Tokens:
+class Tokens(WatchedFiles):
     """The tokens in a file.
 
     One token a line, optionally followed by its name; `#` starts a comment line. Only digests of the tokens
@@ -139,7 +136,7 @@ class Tokens:
     def __init__(self, path: Path) -> None:
         """Reads the file. Raises OSError, or ValueError if the file is invalid or empty."""
         self._path = path
-        self._watch = FileWatch(path)
+        super().__init__("tokens", path)
         self._names = _read(path)
         if not self._names:
             raise ValueError(f"{path} contains no token")
@@ -147,30 +144,14 @@ class Tokens:
     def name(self, token: str) -> str | None:
         """The name of this token; None for a token that is not in the file.
 
-        Takes the same time for every token, valid or not.
+        Found by its digest, so that the time it takes says nothing about other tokens.
         """
-        digest = _digest(token)
-        found = None
-        for known, name in self._names.items():
-            if hmac.compare_digest(known, digest):
-                found = name
-        return found
+        return self._names.get(_digest(token))
 
-    def refresh(self) -> None:
-        """Read the file again if it changed.
-
-        A file that cannot be read, or is invalid, leaves the previous tokens in place; with an empty one every RPC
-        is refused.
-        """
-        if not self._watch.changed():
-            return
-        try:
-            self._names = _read(self._path)
-        except (OSError, ValueError) as error:
-            _log.error("keeping the previous tokens: %s", error)
-        else:
-            level = logging.INFO if self._names else logging.WARNING
-            _log.log(level, "reloaded %d tokens from %s", len(self._names), self._path)
+    def _read_again(self) -> None:
+        self._names = _read(self._path)
+        level = logging.INFO if self._names else logging.WARNING
+        _log.log(level, "reloaded %d tokens from %s", len(self._names), self._path)
 
 
 def _read(path: Path) -> Mapping[bytes, str]:

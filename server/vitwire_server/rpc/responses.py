@@ -8,7 +8,7 @@ from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.delivery import Delivered, NotDelivered, Stored
 from vitwire_server.core.errors import EncoderError
-from vitwire_server.core.items import Embedding, Modality
+from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Encoding, ModelCard, Preparation
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.core.reports import Accepted, Encoded, ItemReport, Outcome, Path
@@ -54,11 +54,12 @@ def messages(kind: type[Answer], item: int, outcome: Outcome, prepared: Prepared
     if isinstance(outcome, EncoderError):
         message = kind(item=item, error=status_of(outcome))
     elif isinstance(outcome.delivery, Stored):
-        embedding = outcome.embedding
-        stored = pb.EmbeddingStored(data_type=_NUMBERS[embedding.dtype], shape=embedding.shape)
+        stored = pb.EmbeddingStored(data_type=_NUMBERS[outcome.embedding.dtype], shape=outcome.embedding.shape)
         message = kind(item=item, report=_report(outcome, prepared), stored=stored)
     elif isinstance(outcome.delivery, Delivered):
-        placement = _placement(outcome.embedding, outcome.delivery)
+        offset, nbytes = outcome.delivery.region.offset, outcome.embedding.nbytes
+        number, shape = _NUMBERS[outcome.embedding.dtype], outcome.embedding.shape
+        placement = pb.EmbeddingPlacement(offset=offset, bytes=nbytes, data_type=number, shape=shape)
         message = kind(item=item, report=_report(outcome, prepared), placement=placement)
     else:
         yield from _chunks(kind, item, outcome, prepared)
@@ -95,15 +96,6 @@ def _report(outcome: Encoded, prepared: Prepared | None) -> pb.ItemReport:
         grid=pb.Grid(t=grid[0], h=grid[1], w=grid[2]) if grid else None,
         frame_seconds=prepared.frame_seconds if prepared else (),
         delivery_fallback=outcome.delivery.reason if isinstance(outcome.delivery, NotDelivered) else "",
-    )
-
-
-def _placement(embedding: Embedding, delivered: Delivered) -> pb.EmbeddingPlacement:
-    return pb.EmbeddingPlacement(
-        offset=delivered.region.offset,
-        bytes=embedding.nbytes,
-        data_type=_NUMBERS[embedding.dtype],
-        shape=embedding.shape,
     )
 
 

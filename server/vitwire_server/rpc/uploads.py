@@ -35,11 +35,6 @@ class _Upload:
     filled: int = 0
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the whole item."""
-        return self.item.nbytes
-
-    @property
     def last_field(self) -> str:
         """The field that the last bytes belong to."""
         if isinstance(self.item, Unprepared):
@@ -89,7 +84,7 @@ class Uploads:
     def stalled(self) -> DeadlineExceeded:
         """The error that ends the stream once no time is left."""
         number, upload = min(self._unfinished.items(), key=lambda each: each[1].due)
-        reason = f"items[{number}]: upload stalled at {upload.filled} of {upload.nbytes} bytes"
+        reason = f"items[{number}]: upload stalled at {upload.filled} of {upload.item.nbytes} bytes"
         return DeadlineExceeded(f"{reason}, {self._stall_seconds:g} s behind the minimum of {_SLOWEST >> 10} KiB/s")
 
     async def take(self, message: pb.EncodeStreamRequest, data: wire.Buffer) -> None:
@@ -115,7 +110,7 @@ class Uploads:
         for item in self._call.answers.items.values():
             item.place(None)
         for number, upload in list(self._unfinished.items()):
-            reason = f"received only {upload.filled} of {upload.nbytes} bytes"
+            reason = f"received only {upload.filled} of {upload.item.nbytes} bytes"
             self._refuse(number, InvalidRequest([Violation(f"items[{number}].{upload.next_field}", reason)]))
 
     async def _begin(self, message: pb.EncodeStreamHeader) -> None:
@@ -184,9 +179,9 @@ class Uploads:
                 return
             raise _stream_error("chunk.item", f"item {number} has no header, or is already complete")
         end = upload.filled + len(data)
-        if end > upload.nbytes:
+        if end > upload.item.nbytes:
             announced = "data_type and shape" if upload.last_field.endswith(".data") else "encoded_bytes"
-            reason = f"received more than the {upload.nbytes} bytes that {announced} require"
+            reason = f"received more than the {upload.item.nbytes} bytes that {announced} require"
             self._refuse(number, InvalidRequest([Violation(f"items[{number}].{upload.last_field}", reason)]))
             return
         upload.data[upload.filled : end] = data
@@ -194,7 +189,7 @@ class Uploads:
         upload.due = min(upload.due + len(data) / _SLOWEST, self.waited + self._stall_seconds)
         if upload.digest:
             upload.digest.update(data)
-        if end == upload.nbytes:
+        if end == upload.item.nbytes:
             await self._submit(number, upload)
 
     async def _submit(self, number: int, upload: _Upload) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vitwire_server.rpc.credentials import FileWatch, Tokens
+from vitwire_server.rpc.credentials import Tokens, WatchedFiles
 
 ALICE, BOB, CAROL = "alice-0123456789abcdef", "bob-0123456789abcdef", "carol-0123456789abcdef"
 
@@ -82,12 +82,23 @@ def test_what_cannot_be_read_leaves_the_tokens_as_they_were(file: Path, caplog: 
     assert tokens.name(ALICE) is None
 
 
-def test_a_change_is_reported_once(tmp_path: Path) -> None:
+class Counting(WatchedFiles):
+    """Counts readings."""
+
+    count = 0
+
+    def _read_again(self) -> None:
+        self.count += 1
+
+
+def test_a_changed_file_is_read_once(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text("a")
-    looking = FileWatch(file)
+    watched = Counting("nothing", file)
     file.write_text("other")
-    assert looking.changed()
-    assert not looking.changed()
+    watched.refresh()
+    watched.refresh()
+    assert watched.count == 1
     os.utime(file, ns=(1, 1))
-    assert looking.changed()
+    watched.refresh()
+    assert watched.count == 2

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from vitwire_server.caching.cache import EmbeddingCache
-from vitwire_server.caching.keys import digest_of
+from vitwire_server.caching.keys import digest_of, parts_of
 from vitwire_server.caching.single_flight import SingleFlight
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.errors import (
@@ -196,7 +196,9 @@ class Rpc:
     def digests(self, items: dict[int, Item | CacheLookup]) -> dict[int, bytes]:
         seed = self.rig.sessions.digest_seed
         return {
-            key: digest_of(each, seed) for key, each in items.items() if isinstance(each, Item) and seed is not None
+            key: digest_of(parts_of(each), seed)
+            for key, each in items.items()
+            if isinstance(each, Item) and seed is not None
         }
 
     async def upload(self, key: int, sent: Item) -> None:
