@@ -25,9 +25,9 @@ from vitwire_server.runtime.devices import Architecture
 from vitwire_server.runtime.kernels import attention, rotary
 from vitwire_server.runtime.kernels import norms as adding
 from vitwire_server.runtime.kernels import split_products as split
-from vitwire_server.runtime.kernels.norms import add_norm
+from vitwire_server.runtime.kernels.norms import add_norm, add_norm_quantise
 from vitwire_server.runtime.kernels.operands import Segments, attention_division, attention_tile
-from vitwire_server.runtime.kernels.quantise import activate_quantise, add_norm_quantise, quantise
+from vitwire_server.runtime.kernels.quantise import activate_quantise, quantise
 from vitwire_server.runtime.kernels.rotary import rotate
 from vitwire_server.runtime.kernels.rowwise import KINDS, activate, contain, copy_checked, interpolated
 from vitwire_server.runtime.kernels.split_products import TILES, Tile

@@ -16,9 +16,9 @@ from triton.runtime import interpreter
 from vitwire_server.runtime.attention.selection import LoadedBackend, Selection, select
 from vitwire_server.runtime.fused.fusing import fuse
 from vitwire_server.runtime.kernels.attention import segment_attention
-from vitwire_server.runtime.kernels.norms import add_norm
+from vitwire_server.runtime.kernels.norms import add_norm, add_norm_quantise
 from vitwire_server.runtime.kernels.operands import SMALLEST, Scaled
-from vitwire_server.runtime.kernels.quantise import activate_quantise, add_norm_quantise, quantise
+from vitwire_server.runtime.kernels.quantise import activate_quantise, quantise
 from vitwire_server.runtime.kernels.rowwise import KINDS, activate
 from vitwire_server.runtime.precision.float8 import Float8Linear, device_fault, reduce
 

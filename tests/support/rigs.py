@@ -145,7 +145,7 @@ class Rig:
     def poison(self) -> None:
         """NaN in the static buffers, padding included, and nonsense in whatever is always laid out anew."""
         assert self.graphs.buffers is not None
-        self.graphs.buffers.pixels.fill_(torch.nan)
+        self.graphs.buffers.inputs.tensor.fill_(torch.nan)
         self.graphs.buffers.rows.fill_(torch.nan)
         for size in self.graphs.ladder:
             self.graphs[size].metadata.laid = ()

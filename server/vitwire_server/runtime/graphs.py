@@ -141,24 +141,15 @@ class StaticBuffers:
         self.tokens = max(budget.tokens for budget in budgets)
         self.inputs = InputBuffer(max(capacity.patches for capacity in capacities), geometry.row, tower)
         crops = max(capacity.crops for capacity in capacities)
-        self.crop_inputs = InputBuffer(crops, geometry.crop_row, tower) if geometry.crop_row else None
+        self.crops = InputBuffer(crops, geometry.crop_row, tower) if geometry.crop_row else None
+        """In towers that take them."""
         rows = max(tower.rows(capacity) for capacity in capacities)
         self.rows = torch.zeros(rows, geometry.width, dtype=tower.dtype, device=tower.device)
 
     @property
-    def pixels(self) -> Tensor:
-        """The input buffer."""
-        return self.inputs.tensor
-
-    @property
-    def crops(self) -> Tensor | None:
-        """The input buffer of crops, in towers that take them."""
-        return self.crop_inputs.tensor if self.crop_inputs else None
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        return self.pixels.nbytes + self.rows.nbytes + (self.crops.nbytes if self.crops is not None else 0)
+        return self.inputs.tensor.nbytes + self.rows.nbytes + (self.crops.tensor.nbytes if self.crops else 0)
 
 
 class Graph:
@@ -168,11 +159,11 @@ class Graph:
         """Raises RuntimeError."""
         self.budget = budget
         self.metadata = tower.reserve(tower.capacity(budget))
-        if buffers.crops is not None:
-            self.metadata.crops = buffers.crops[: self.metadata.capacity.crops]
+        if buffers.crops:
+            self.metadata.crops = buffers.crops.tensor[: self.metadata.capacity.crops]
         self._tower = tower
         self._buffers = buffers
-        self._pixels = buffers.pixels[: self.metadata.capacity.patches]
+        self._pixels = buffers.inputs.tensor[: self.metadata.capacity.patches]
         self._rows = buffers.rows[: tower.rows(self.metadata.capacity)]
         self._replay: Callable[[], None] = self._forward
 
@@ -194,7 +185,7 @@ class Graph:
         """Write a batch into the static buffers. Raises ValueError if it does not fit."""
         capacity, load = self.metadata.capacity, total([self._tower.footprint(grid) for grid in grids])
         pixels = self._buffers.inputs.take(load.patches, capacity.patches)
-        crops = self._buffers.crop_inputs.take(load.crops, capacity.crops) if self._buffers.crop_inputs else None
+        crops = self._buffers.crops.take(load.crops, capacity.crops) if self._buffers.crops else None
         fill(pixels, crops)
         if self.metadata.laid != (laid := tuple(grids)):
             self.metadata.laid = ()

@@ -26,34 +26,34 @@ class Stager:
         self, geometry: Geometry, preprocessing: Mapping[Modality, Preprocessing], device: torch.device
     ) -> None:
         self._geometry = geometry
-        self._affine = {modality: _affine(settings, device) for modality, settings in preprocessing.items()}
-        self._crops = {modality: _affine(settings.of_crops, device) for modality, settings in preprocessing.items()}
+        self._affine = {modality: self._scaling(settings, device) for modality, settings in preprocessing.items()}
+        self._crops = {
+            modality: self._scaling(settings.of_crops, device) for modality, settings in preprocessing.items()
+        }
 
     def stage(self, source: Tensor, modality: Modality, out: Tensor, *, crops: bool = False) -> None:
         """Write `patches * C*T*p*p` or `patches * C*1*p*p` elements into `out (patches, C*T*p*p)`.
 
         A tile is one row of `C*H*W` elements; `crops` may be normalised differently.
         """
-        geometry = self._geometry
+        geometry, patches = self._geometry, len(out)
         if geometry.channels_last:
-            shaped = source.view(out.shape[0], -1, geometry.channels)
-            if source.dtype is torch.uint8:
-                scale, offset = self._affine[modality]
-                shaped = torch.mul(shaped, scale.view(-1)).add_(offset.view(-1))
-            out.view(shaped.shape).copy_(shaped)
-            return
-        area = out.shape[1] // (geometry.channels * geometry.temporal)
-        shaped = source.view(out.shape[0], geometry.channels, -1, area)
+            shaped = source.view(patches, -1, geometry.channels)
+            target = out.view(shaped.shape)
+        else:
+            area = out.shape[1] // (geometry.channels * geometry.temporal)
+            shaped = source.view(patches, geometry.channels, -1, area)
+            target = out.view(patches, geometry.channels, geometry.temporal, area)
         if source.dtype is torch.uint8:
             scale, offset = (self._crops if crops else self._affine)[modality]
             shaped = torch.mul(shaped, scale).add_(offset)
-        out.view(out.shape[0], geometry.channels, geometry.temporal, area).copy_(shaped)
+        target.copy_(shaped)
 
-
-def _affine(settings: Preprocessing, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Scale and offset per channel, `(C, 1, 1)` float32."""
-    scale, offset = (torch.tensor(values, device=device).view(-1, 1, 1) for values in affine(settings))
-    return scale, offset
+    def _scaling(self, settings: Preprocessing, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Scale and offset per channel, `(C,)` or `(C, 1, 1)` float32."""
+        sizes = (-1,) if self._geometry.channels_last else (-1, 1, 1)
+        scale, offset = (torch.tensor(values, device=device).view(sizes) for values in affine(settings))
+        return scale, offset
 
 
 def copied_and_checked(parts: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> tuple[list[Tensor], Tensor]:

@@ -6,6 +6,7 @@ pays for its plan; `auto` does not count this.
 """
 
 import atexit
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
@@ -38,23 +39,6 @@ class Shape:
     scale: float
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A cuDNN graph and its tensors: q, k, v, their offsets, the output's offsets, lengths of q and k, output."""
-
-    graph: Untyped
-    tensors: tuple[Untyped, ...]
-    handle: Untyped
-    workspace: int
-
-    def run(self, *tensors: Tensor) -> None:
-        """Enqueue on the current stream."""
-        device = tensors[0].device
-        workspace = torch.empty(max(1, self.workspace), dtype=torch.uint8, device=device)
-        cudnn.set_stream(self.handle, torch.cuda.current_stream(device).cuda_stream)
-        self.graph.execute(dict(zip(self.tensors, tensors, strict=True)), workspace, handle=self.handle)
-
-
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
     """As `Attend`. Each row must be contiguous. The first call with a shape must be outside of graph capture."""
     rows, heads, head_dim = q.shape
@@ -70,7 +54,7 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: 
     # an offset counts elements
     own, of_keys = ends.long(), key_ends.long()
     offsets = [own * strides[0], of_keys * strides[1], of_keys * strides[2], own * (heads * head_dim)]
-    plan.run(q, k, v, *offsets, ends.diff(), key_ends.diff(), out)
+    plan(q, k, v, *offsets, ends.diff(), key_ends.diff(), out)
     return out
 
 
@@ -85,10 +69,11 @@ def _rounded(count: int) -> int:
 
 
 @cache
-def _plan(shape: Shape) -> Plan:
-    """The plan of a shape, kept for good, as graphs may replay its kernels.
+def _plan(shape: Shape) -> Callable[..., None]:
+    """The plan of a shape, kept for good, as graphs may replay its kernels: called, it runs on the current stream.
 
-    Raises RuntimeError if cuDNN does not support the shape.
+    It takes q, k, v, their offsets, the output's offsets, lengths of q and k, and the output. Raises RuntimeError if
+    cuDNN does not support the shape.
     """
     handle = _handle(shape.device)
     graph = cudnn.pygraph(
@@ -132,7 +117,14 @@ def _plan(shape: Shape) -> Plan:
     graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
     graph.check_support()
     graph.build_plans()
-    return Plan(graph, (q, k, v, *offsets, lengths, key_lengths, out), handle, graph.get_workspace_size())
+    known, nbytes = (q, k, v, *offsets, lengths, key_lengths, out), max(1, graph.get_workspace_size())
+
+    def run(*tensors: Tensor) -> None:
+        workspace = torch.empty(nbytes, dtype=torch.uint8, device=shape.device)
+        cudnn.set_stream(handle, torch.cuda.current_stream(shape.device).cuda_stream)
+        graph.execute(dict(zip(known, tensors, strict=True)), workspace, handle=handle)
+
+    return run
 
 
 @cache

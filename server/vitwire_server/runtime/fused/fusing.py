@@ -1,8 +1,7 @@
 """Fused layers in the place of stock ones, each compared with the stock layer before it is used."""
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -96,8 +95,11 @@ def _differences(stock: nn.Module, layer: Layer) -> list[float]:
     weight = next(stock.parameters())
     rows = torch.randn(_UNITS, _TOKENS, layer.parts.columns, generator=torch.Generator().manual_seed(0)).to(weight)
     rows *= min([1.0, *(max(_LEAST_FACTOR, float(each.abs().mean())) for each in layer.parts.factors)])
-    with _comparing():
+    try:
         pairs = layer.compared(stock, rows)
+    except (RuntimeError, TritonError, TypeError, ValueError, AttributeError) as error:
+        kind = KernelFailed if isinstance(error, RuntimeError | TritonError) else NotFusable
+        raise kind(str(error).partition("\n")[0] or type(error).__name__) from error
     errors = []
     for expected, got in pairs:
         if not isinstance(expected, Tensor):
@@ -105,13 +107,3 @@ def _differences(stock: nn.Module, layer: Layer) -> list[float]:
         added = expected.float() - rows.float()
         errors.append(float((got.float() - rows.float() - added).norm() / added.norm()))
     return errors
-
-
-@contextmanager
-def _comparing() -> Iterator[None]:
-    """Failures of kernels and of the device become KernelFailed, those of another form NotFusable."""
-    try:
-        yield
-    except (RuntimeError, TritonError, TypeError, ValueError, AttributeError) as error:
-        kind = KernelFailed if isinstance(error, RuntimeError | TritonError) else NotFusable
-        raise kind(str(error).partition("\n")[0] or type(error).__name__) from error

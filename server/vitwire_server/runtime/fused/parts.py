@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from vitwire_server.runtime.kernels.norms import add_norm, epsilon
+from vitwire_server.runtime.kernels.norms import add_norm, add_norm_quantise, epsilon
 from vitwire_server.runtime.kernels.operands import Scaled
-from vitwire_server.runtime.kernels.quantise import activate_quantise, add_norm_quantise
+from vitwire_server.runtime.kernels.quantise import activate_quantise
 from vitwire_server.runtime.kernels.rowwise import activate, activation_name
 from vitwire_server.runtime.precision.float8 import Float8Linear
 from vitwire_server.runtime.products.tuned import Products

@@ -76,47 +76,30 @@ def _product(products: Products, linear: nn.Linear, rows: Tensor) -> Tensor:
     return products.linear(rows, linear.weight, linear.bias)
 
 
-class Positions(nn.Module):
-    """In the place of the table's module: returns, instead of rows of the table, the sums that `forward_with` made.
-
-    They are the only tap of each patch, of weight 1.
-    """
-
-    def __init__(self, table: nn.Embedding) -> None:
-        super().__init__()
-        self.table = table
-        self._rows: Tensor | None = None
-        self._one: Tensor | None = None
-
-    @property
-    def weight(self) -> Tensor:
-        """The table."""
-        return self.table.weight
-
-    def forward(self, indices: Tensor) -> Tensor:
-        """`(patches, taps)` to `(patches, taps, columns)`; one tap within `forward_with`."""
-        return self.table(indices) if self._rows is None else self._rows[:, None]
-
-    def forward_with(self, forward: Callable[..., Any], *arguments: object, **named: Any) -> Any:  # noqa: ANN401 - of transformers
-        """`forward` of the tower, whose positions are interpolated at once."""
-        indices, weights = named.get(_INDICES), named.get(_WEIGHTS)
-        if indices is None or weights is None or not self.weight.is_cuda:
-            return forward(*arguments, **named)
-        if self._one is None:
-            self._one = torch.ones((1, 1), dtype=self.weight.dtype, device=self.weight.device)
-        self._rows = interpolated(self.weight, indices, weights)
-        try:
-            return forward(*arguments, **named | {_WEIGHTS: self._one.expand(len(indices), 1)})
-        finally:
-            self._rows = None
-
-
 def hasten_positions(model: nn.Module) -> bool:
-    """Interpolate the positions of a tower of Qwen3-VL's form in one kernel; whether it has this form."""
+    """Interpolate the positions of a tower of Qwen3-VL's form in one kernel; whether it has this form.
+
+    Its table then returns, instead of four positions for each patch, their sum as the only one, of weight 1.
+    """
     table = getattr(model, "pos_embed", None)
     if not isinstance(table, nn.Embedding) or not hasattr(model, "num_grid_per_side"):
         return False
-    positions = Positions(table)
-    model.pos_embed = positions
-    model.forward = partial(positions.forward_with, model.forward)
+    weight, look_up, forward = table.weight, table.forward, model.forward
+    one = torch.ones((1, 1), dtype=weight.dtype, device=weight.device)
+    sums: list[Tensor] = []  # of the forward that runs
+
+    def looked_up(indices: Tensor) -> Tensor:
+        return sums[0][:, None] if sums else look_up(indices)
+
+    def summed(*arguments: object, **named: Any) -> Any:  # noqa: ANN401 - of transformers
+        indices, weights = named.get(_INDICES), named.get(_WEIGHTS)
+        if indices is None or weights is None or not weight.is_cuda:
+            return forward(*arguments, **named)
+        sums.append(interpolated(weight, indices, weights))
+        try:
+            return forward(*arguments, **named | {_WEIGHTS: one.expand(len(indices), 1)})
+        finally:
+            sums.clear()
+
+    table.forward, model.forward = looked_up, summed  # type: ignore[assignment, method-assign]
     return True

@@ -1,15 +1,19 @@
 """Residual addition followed by layer or RMS norm."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor, nn
 from triton import language as tl
 
 from vitwire_server.runtime.kernels.dependent import begin, end, is_dependent
+from vitwire_server.runtime.kernels.operands import Scaled
+from vitwire_server.runtime.kernels.quantise import empty_scaled, store_scaled, warps_of
 
-_MANY_ROWS = 1024
-_FEW_COLUMNS = 2048
-"""With so many rows, a program of one warp is faster, as long as it holds so few columns."""
+_MOST_WARPS = 4
+"""Of a program whose result stays in the tower's dtype."""
 
 
 def add_norm(
@@ -28,18 +32,44 @@ def add_norm(
     layer. `ahead (columns,)`, the bias of the next layer, is added to the first result only, before rounding.
     `overlapping` launches the kernel while the one before it runs, where the device can.
     """
+    normed, dependent = torch.empty_like(hidden), overlapping and is_dependent(hidden.device)
+    options: Any = {"num_warps": min(_MOST_WARPS, warps_of(*hidden.shape)), "DEPENDENT": dependent}
+    if dependent:
+        options["launch_pdl"] = True
+    return _launched(hidden, added, norm, normed, ahead, bias, options), normed
+
+
+def add_norm_quantise(
+    hidden: Tensor, added: Tensor | None, norm: nn.Module, ahead: Tensor | None = None
+) -> tuple[Tensor, Scaled]:
+    """As `add_norm`, with the normed rows in float8."""
+    normed = empty_scaled(hidden, hidden.shape[1])
+    options = {"num_warps": warps_of(*hidden.shape), "DEPENDENT": False}
+    return _launched(hidden, added, norm, normed, ahead, None, options), normed
+
+
+def _launched(
+    hidden: Tensor,
+    added: Tensor | None,
+    norm: nn.Module,
+    normed: Tensor | Scaled,
+    ahead: Tensor | None,
+    bias: Tensor | None,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """Fill `normed`; returns the sum."""
     assert added is not None or (ahead is None and bias is None)
     rows, columns = hidden.shape
-    dependent = overlapping and is_dependent(hidden.device)
     weight: Tensor = norm.weight  # type: ignore[assignment]
     shift = getattr(norm, "bias", None)
     summed = torch.empty_like(hidden) if added is not None else hidden
-    normed = torch.empty_like(hidden)
+    out, scales = normed if isinstance(normed, Scaled) else (normed, weight)
     _add_norm[(rows,)](
         hidden,
         hidden if added is None else added,
         summed,
-        normed,
+        out,
+        scales,
         weight,
         weight if shift is None else shift,
         weight if bias is None else bias,
@@ -53,11 +83,10 @@ def add_norm(
         SHIFT=shift is not None,
         BIAS=bias is not None,
         AHEAD=ahead is not None,
-        DEPENDENT=dependent,
-        num_warps=1 if rows >= _MANY_ROWS and columns <= _FEW_COLUMNS else 4,
-        **({"launch_pdl": True} if dependent else {}),
+        FLOAT8=isinstance(normed, Scaled),
+        **options,
     )
-    return summed, normed
+    return summed
 
 
 def epsilon(norm: nn.Module) -> float:
@@ -68,21 +97,13 @@ def epsilon(norm: nn.Module) -> float:
     raise ValueError(f"{type(norm).__name__} has no epsilon")
 
 
-@triton.jit
-def normalised(values, there, epsilon, COUNT: tl.constexpr, CENTRE: tl.constexpr) -> tl.tensor:
-    """Float32 values of a row, which are zero where not `there`, before they are scaled by weights."""
-    if CENTRE:
-        mean = tl.sum(values, 0) / COUNT
-        values = tl.where(there, values - mean, 0.0)
-    return values * tl.rsqrt(tl.sum(values * values, 0) / COUNT + epsilon)
-
-
 @triton.jit(do_not_specialize=["rows"])
 def _add_norm(
     hidden_ptr,
     added_ptr,
     summed_ptr,
     normed_ptr,
+    scales_ptr,
     weight_ptr,
     shift_ptr,
     bias_ptr,
@@ -96,11 +117,13 @@ def _add_norm(
     SHIFT: tl.constexpr,
     BIAS: tl.constexpr,
     AHEAD: tl.constexpr,
+    FLOAT8: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     column = tl.arange(0, COLUMNS)
     there = column < COUNT
-    at = tl.program_id(0).to(tl.int64) * COUNT + column
+    row = tl.program_id(0).to(tl.int64)
+    at = row * COUNT + column
     begin(DEPENDENT)
     values = tl.load(hidden_ptr + at, mask=there, other=0.0).to(tl.float32)
     if PARTS:
@@ -116,12 +139,18 @@ def _add_norm(
             summed += tl.load(ahead_ptr + column, mask=there, other=0.0).to(tl.float32)
         tl.store(summed_ptr + at, summed.to(summed_ptr.dtype.element_ty), mask=there)
         values = values.to(summed_ptr.dtype.element_ty).to(tl.float32)
-    scaled = normalised(values, there, epsilon, COUNT, CENTRE)
+    if CENTRE:
+        mean = tl.sum(values, 0) / COUNT
+        values = tl.where(there, values - mean, 0.0)
+    scaled = values * tl.rsqrt(tl.sum(values * values, 0) / COUNT + epsilon)
     weight = tl.load(weight_ptr + column, mask=there, other=0.0).to(tl.float32)
-    if not CENTRE:
+    if not CENTRE and not FLOAT8:
         # The models' RMS norms round before scaling.
         scaled = scaled.to(normed_ptr.dtype.element_ty).to(tl.float32)
     scaled *= weight
     if SHIFT:
         scaled += tl.load(shift_ptr + column, mask=there, other=0.0).to(tl.float32)
-    tl.store(normed_ptr + at, scaled.to(normed_ptr.dtype.element_ty), mask=there)
+    if FLOAT8:
+        store_scaled(scaled, normed_ptr, scales_ptr, row, column, there, COUNT)
+    else:
+        tl.store(normed_ptr + at, scaled.to(normed_ptr.dtype.element_ty), mask=there)

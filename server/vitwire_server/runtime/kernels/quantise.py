@@ -1,11 +1,10 @@
-"""Rows to float8 with a scale each, alone or as the last step of a norm or an activation."""
+"""Rows to float8 with a scale each, alone or as the last step of an activation; `norms.py` has that of norms."""
 
 import torch
 import triton
-from torch import Tensor, nn
+from torch import Tensor
 from triton import language as tl
 
-from vitwire_server.runtime.kernels.norms import epsilon, normalised
 from vitwire_server.runtime.kernels.operands import FLOAT8, LARGEST, SMALLEST, Scaled
 from vitwire_server.runtime.kernels.rowwise import KINDS, activation
 
@@ -20,47 +19,17 @@ def quantise(rows: Tensor) -> Scaled:
     """Rows `(rows, columns)`, each scaled by its own largest absolute value."""
     count, columns = rows.shape
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    out = _empty(rows, columns)
+    out = empty_scaled(rows, columns)
     width = triton.next_power_of_2(columns)
-    _quantise[(count,)](rows, rows.stride(0), *out, COUNT=columns, COLUMNS=width, num_warps=_warps(count, columns))
+    _quantise[(count,)](rows, rows.stride(0), *out, COUNT=columns, COLUMNS=width, num_warps=warps_of(count, columns))
     return out
-
-
-def add_norm_quantise(
-    hidden: Tensor, added: Tensor | None, norm: nn.Module, ahead: Tensor | None = None
-) -> tuple[Tensor, Scaled]:
-    """As `norms.add_norm`, with the normed rows in float8."""
-    assert added is not None or ahead is None
-    rows, columns = hidden.shape
-    weight: Tensor = norm.weight  # type: ignore[assignment]
-    bias = getattr(norm, "bias", None)
-    summed = torch.empty_like(hidden) if added is not None else hidden
-    out = _empty(hidden, columns)
-    _add_norm_quantise[(rows,)](
-        hidden,
-        hidden if added is None else added,
-        summed,
-        *out,
-        weight,
-        weight if bias is None else bias,
-        weight if ahead is None else ahead,
-        epsilon(norm),
-        COUNT=columns,
-        COLUMNS=triton.next_power_of_2(columns),
-        ADD=added is not None,
-        CENTRE=isinstance(norm, nn.LayerNorm),
-        BIAS=bias is not None,
-        AHEAD=ahead is not None,
-        num_warps=_warps(rows, columns),
-    )
-    return summed, out
 
 
 def activate_quantise(values: Tensor, kind: str, *, gated: bool = False) -> Scaled:
     """As `rowwise.activate`, with the result in float8; `values` are left as they are."""
     rows, columns = values.shape
     out_columns = columns // 2 if gated else columns
-    out = _empty(values, out_columns)
+    out = empty_scaled(values, out_columns)
     _activate_quantise[(rows,)](
         values,
         *out,
@@ -70,17 +39,19 @@ def activate_quantise(values: Tensor, kind: str, *, gated: bool = False) -> Scal
         COUNT=out_columns,
         HEAD=(head := triton.next_power_of_2(out_columns + 1) // 2),
         TAIL=triton.next_power_of_2(out_columns - head) if out_columns > head else 0,
-        num_warps=_warps(rows, out_columns),
+        num_warps=warps_of(rows, out_columns),
     )
     return out
 
 
-def _empty(like: Tensor, columns: int) -> Scaled:
+def empty_scaled(like: Tensor, columns: int) -> Scaled:
+    """Room for as many rows as `like` has."""
     values = like.new_empty((len(like), columns), dtype=FLOAT8)
     return Scaled(values, like.new_empty((len(like), 1), dtype=torch.float32))
 
 
-def _warps(rows: int, columns: int) -> int:
+def warps_of(rows: int, columns: int) -> int:
+    """Warps of a program that computes one row."""
     if rows >= _MANY_ROWS and columns <= _NARROW:
         return 1
     return 8 if columns >= _WIDE else 4
@@ -93,7 +64,7 @@ def _scale(largest):
 
 
 @triton.jit
-def _store(values, out_ptr, scales_ptr, row, column, there, COUNT: tl.constexpr):
+def store_scaled(values, out_ptr, scales_ptr, row, column, there, COUNT: tl.constexpr) -> None:
     """Store one row; `values` are zero where not `there`. A NaN makes this row NaN and no other."""
     scale = _scale(tl.max(tl.abs(values), 0))
     tl.store(scales_ptr + row, scale)
@@ -106,44 +77,7 @@ def _quantise(in_ptr, stride, out_ptr, scales_ptr, COUNT: tl.constexpr, COLUMNS:
     column = tl.arange(0, COLUMNS)
     there = column < COUNT
     values = tl.load(in_ptr + row * stride + column, mask=there, other=0.0).to(tl.float32)
-    _store(values, out_ptr, scales_ptr, row, column, there, COUNT)
-
-
-@triton.jit
-def _add_norm_quantise(
-    hidden_ptr,
-    added_ptr,
-    summed_ptr,
-    out_ptr,
-    scales_ptr,
-    weight_ptr,
-    bias_ptr,
-    ahead_ptr,
-    epsilon,
-    COUNT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ADD: tl.constexpr,
-    CENTRE: tl.constexpr,
-    BIAS: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    there = column < COUNT
-    at = row * COUNT + column
-    values = tl.load(hidden_ptr + at, mask=there, other=0.0).to(tl.float32)
-    if ADD:
-        values += tl.load(added_ptr + at, mask=there, other=0.0).to(tl.float32)
-        summed = values
-        if AHEAD:
-            summed += tl.load(ahead_ptr + column, mask=there, other=0.0).to(tl.float32)
-        tl.store(summed_ptr + at, summed.to(summed_ptr.dtype.element_ty), mask=there)
-        values = values.to(summed_ptr.dtype.element_ty).to(tl.float32)
-    scaled = normalised(values, there, epsilon, COUNT, CENTRE)
-    scaled *= tl.load(weight_ptr + column, mask=there, other=0.0).to(tl.float32)
-    if BIAS:
-        scaled += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)
-    _store(scaled, out_ptr, scales_ptr, row, column, there, COUNT)
+    store_scaled(values, out_ptr, scales_ptr, row, column, there, COUNT)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Costs measured at start: the host and device time of each budget's replay, and a linear fit of eager forwards."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 from statistics import median
@@ -68,8 +68,8 @@ def measure_costs(engine: Engine, tower: Tower, ladder: Ladder, most: int, items
     sized = {sum(item.footprint.tokens for item in batch): batch for batch in batches}
     alone = {size: timed(engine, batch, None) for size, batch in sized.items()}
     eager_host = min(each.launch for each in alone.values())
-    behind = _Behind(engine, tower, ladder.largest, eager_host, replays)
-    eager = {size: behind.seconds(batch) or alone[size].device for size, batch in sized.items()}
+    behind = _behind(engine, tower, ladder.largest, eager_host, replays)
+    eager = {size: behind(batch) or alone[size].device for size, batch in sized.items()}
     replay_host = max(0.0, min((each.wall - each.device for each in replays.values()), default=0.0))
     measured = {budget.tokens: each.device for budget, each in replays.items()}
     lags = [
@@ -131,32 +131,23 @@ def fit(measured: dict[int, float], eager: dict[int, float]) -> Costs:
     return replace(ASSUMED, eager_fixed=fixed, eager_token=slope, eager_floor=floor, measured=measured)
 
 
-class _Behind:
-    """Eager forwards behind replays of the largest budget."""
+def _behind(
+    engine: Engine, tower: Tower, largest: Budget | None, host: float, replays: Mapping[Budget, Timed]
+) -> Callable[[Sequence[Item]], float]:
+    """Measures the device seconds of an eager forward behind replays of the largest budget; 0 without any."""
+    if largest is None or engine.depth == 1:
+        return lambda _: 0.0
+    full = sample_items(tower, tower.samples(largest.tokens, largest.max_items))
+    count = ceil(_MARGIN * host / max(replays[largest].device, _SHORTEST))
 
-    def __init__(
-        self, engine: Engine, tower: Tower, largest: Budget | None, host: float, replays: Mapping[Budget, Timed]
-    ) -> None:
-        self._engine, self._budget = engine, largest
-        self._ahead: list[Item] = []
-        self._count = 0
-        if largest and engine.depth > 1:
-            self._ahead = sample_items(tower, tower.samples(largest.tokens, largest.max_items))
-            self._count = ceil(_MARGIN * host / max(replays[largest].device, _SHORTEST))
+    def once(batch: Sequence[Item]) -> float:
+        ahead = [engine.launch(full, largest) for _ in range(count)]
+        own = engine.launch(batch, None)
+        for running in ahead:
+            running.collect()
+        return _device(own.collect())
 
-    def seconds(self, batch: Sequence[Item]) -> float:
-        """Device seconds of an eager forward; 0 if nothing can be ahead of it."""
-        if not self._count:
-            return 0.0
-
-        def once() -> float:
-            ahead = [self._engine.launch(self._ahead, self._budget) for _ in range(self._count)]
-            own = self._engine.launch(batch, None)
-            for running in ahead:
-                running.collect()
-            return _device(own.collect())
-
-        return median(once() for _ in range(_REPEATS))
+    return lambda batch: median(once(batch) for _ in range(_REPEATS))
 
 
 def timed(engine: Engine, items: Sequence[Item], budget: Budget | None) -> Timed:

@@ -28,15 +28,6 @@ _MOST_FAILURES = 3
 """Failed changes after which the ladder stays as it is: each may cost a memory pool, see CudaRecorder."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """What came of a fit."""
-
-    proposal: Proposal | None
-    seconds: float
-    """Of a core."""
-
-
 @dataclass(slots=True)
 class Change:
     """A change of the ladder that is under way."""
@@ -84,7 +75,8 @@ class LadderLearner:
         self._fitted_at = 0
         self._failures = 0
         self._rest_until = 0.0
-        self._fit: Future[Fit] | None = None
+        self._fit: Future[tuple[Proposal | None, float]] | None = None
+        """A proposal, and the seconds of a core that it took."""
         self._fit_after = 0.0
         self._change: Change | None = None
         self._parts: Generator[None, None, Planner] | None = None
@@ -154,26 +146,26 @@ class LadderLearner:
         loads, served = self._histogram.loads, self._served
         costs, current = self._planner.costs, sorted({budget.tokens for budget in self._planner.ladder})
 
-        def fit() -> Fit:
+        def fit() -> tuple[Proposal | None, float]:
             start = time.thread_time()
             proposal = propose(loads, current, self._default, costs, served)
-            return Fit(proposal, time.thread_time() - start)
+            return proposal, time.thread_time() - start
 
         self._fit = self._worker.submit(fit)
 
-    def _begin(self, done: "Future[Fit]") -> None:
+    def _begin(self, fit: "Future[tuple[Proposal | None, float]]") -> None:
         try:
-            fit = done.result()
+            proposal, seconds = fit.result()
         except Exception:  # noqa: BLE001 - a fit that fails must not end the engine
             self._failures = _MOST_FAILURES
             _log.exception("no ladder is learned any more: the fit failed")
             return
-        self._fit_after = self._clock() + fit.seconds / _FIT_SHARE
-        if fit.proposal is None:
+        self._fit_after = self._clock() + seconds / _FIT_SHARE
+        if proposal is None:
             self._monitor.refitted(Refit.KEPT)
             return
-        self._change = Change(fit.proposal, self._clock())
-        self._parts = self._changed(fit.proposal, self._change)
+        self._change = Change(proposal, self._clock())
+        self._parts = self._changed(proposal, self._change)
 
     def _changed(self, proposal: Proposal, change: Change) -> Generator[None, None, Planner]:
         """Capture what the ladder lacks, in parts; returns the planner for it, or for the old one if that is faster."""

@@ -70,7 +70,8 @@ class LiveCapture:
 
     def keep(self, ladder: Ladder) -> None:
         """Drop the graphs of all other budgets, once nothing runs on them."""
-        self._synchronize()
+        if self.tower.device.type == "cuda":
+            torch.cuda.synchronize(self.tower.device)
         self.graphs.keep(ladder)
 
     def give_up(self, ladder: Ladder) -> None:
@@ -96,10 +97,6 @@ class LiveCapture:
         if failed or collected.ran_separately:
             raise CaptureFailed(f"budget of {budget.tokens} tokens: its replay failed: {failed or 'out of memory'}")
         return collected.timings.execute if collected.timings else 0.0
-
-    def _synchronize(self) -> None:
-        if self.tower.device.type == "cuda":
-            torch.cuda.synchronize(self.tower.device)
 
     def _reserved(self) -> int:
         return torch.cuda.memory_reserved(self.tower.device) if self.tower.device.type == "cuda" else 0
