@@ -4,9 +4,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from http import HTTPStatus
 
-from vitwire_gateway.sglang.parts import Refused, Registration
+from vitwire_gateway.sglang.posted import Registration, refused
 
 _MAX_REQUESTS = 8192
 _MAX_HELD = 65536
@@ -41,12 +40,12 @@ class Receivers:
         self._held = 0
 
     def add(self, registration: Registration, name: str) -> None:
-        """Keep a registration until a part takes it, or for the time limit. Raises Refused."""
+        """Keep a registration until a part takes it, or for the time limit. Raises ApiError."""
         entry = self._entry(registration.req_id, name)
         if entry.count and entry.count != registration.count:
-            raise Refused(f"receive_count: {entry.count} schedulers were announced before, got {registration.count}")
+            raise refused(f"receive_count: {entry.count} schedulers were announced before, got {registration.count}")
         if len(entry.receivers) >= _MAX_PER_REQUEST:
-            raise Refused("too many receivers are registered", HTTPStatus.SERVICE_UNAVAILABLE)
+            raise refused("too many receivers are registered", 503)
         while self._held >= _MAX_HELD:
             self._make_room(entry)
         self._held += 1
@@ -55,7 +54,7 @@ class Receivers:
         entry.changed.set()
 
     async def take(self, req_id: str, name: str) -> list[str]:
-        """The addresses of all schedulers of the request, once they have registered. Raises Refused after the limit."""
+        """The addresses of all schedulers of the request, once they registered. Raises ApiError after the limit."""
         entry = self._entry(req_id, name)
         entry.waiting += 1
         try:
@@ -68,7 +67,7 @@ class Receivers:
         except TimeoutError as error:
             have = f"{len(set(entry.receivers))} of {entry.count or 'an unknown number of'}"
             message = f"{have} schedulers registered for the embedding within {self._seconds:g} s"
-            raise Refused(message, HTTPStatus.GATEWAY_TIMEOUT) from error
+            raise refused(message, 504) from error
         finally:
             entry.waiting -= 1
             if not entry.waiting and not entry.receivers:
@@ -106,13 +105,13 @@ class Receivers:
             self._drop(req_id)
 
     def _make_room(self, keep: _Registered | None = None) -> None:
-        """Drop the oldest registrations of the caller that has the most. Raises Refused if parts wait for all."""
+        """Drop the oldest registrations of the caller that has the most. Raises ApiError if parts wait for all."""
         found: dict[str, str] = {}
         for req_id, entry in self._requests.items():
             if not entry.waiting and entry is not keep:
                 found.setdefault(entry.name, req_id)
         if not found:
-            raise Refused("too many requests wait for their embeddings", HTTPStatus.SERVICE_UNAVAILABLE)
+            raise refused("too many requests wait for their embeddings", 503)
         self._drop(found[max(found, key=lambda name: self._names[name])])
 
     def _drop(self, req_id: str) -> None:

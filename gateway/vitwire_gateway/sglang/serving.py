@@ -1,122 +1,91 @@
 """The process of `vitwire sglang-encoder`: an adapter behind an HTTP and a gRPC port."""
 
 import asyncio
+import ipaddress
 import logging
 import signal
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, field
-from http import HTTPStatus
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
+import httpx2
 import uvicorn
 
-from vitwire import AsyncClient, DType, VitwireError
-from vitwire_gateway.openai.connections import limited_to
-from vitwire_gateway.openai.encoding import Encoder
-from vitwire_gateway.openai.errors import ApiError
-from vitwire_gateway.openai.fetching import Fetcher, FetchLimits
-from vitwire_gateway.openai.shares import Budget
-from vitwire_gateway.openai.workers import Workers, memory_for
-from vitwire_gateway.sglang.adapter import Adapter, Limits
-from vitwire_gateway.sglang.grpc_service import grpc_server
-from vitwire_gateway.sglang.http_service import BodyLimits, http_app
-from vitwire_gateway.sglang.media import Fetch, Media, MediaLimits
-from vitwire_gateway.sglang.parts import Refused
-from vitwire_gateway.sglang.pushing import Network, Pusher
-from vitwire_gateway.sglang.receivers import Receivers
-from vitwire_gateway.sglang.registering import registered
+from vitwire import AsyncClient, VitwireError
+from vitwire.cli._connection import warn
+from vitwire_gateway.connections import configured, listening
+from vitwire_gateway.images.encoding import Encoder
+from vitwire_gateway.images.fetching import Fetcher
+from vitwire_gateway.settings import SglangSettings
+from vitwire_gateway.sglang.adapter import MAX_ENCODING, Adapter
+from vitwire_gateway.sglang.media import Media
+from vitwire_gateway.sglang.posted import refused
+from vitwire_gateway.sglang.pushing import Pusher
+from vitwire_gateway.sglang.services import grpc_server, http_app
+from vitwire_gateway.shares import Budget
+from vitwire_gateway.workers import Workers, memory_for
 
 logger = logging.getLogger("vitwire.sglang")
 
-_BACKLOG = 512
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How to serve SGLang."""
-
-    host: str = "127.0.0.1"
-    port: int | None = 30100
-    """HTTP; None for none, 0 for a free one."""
-    grpc_port: int | None = None
-    register: tuple[str, ...] = ()
-    """SGLang's bootstrap servers."""
-    advertise: str | None = None
-    """This encoder's URL for them."""
-    receiver_networks: tuple[Network, ...] = ()
-    output_type: DType | None = None
-    max_requests: int = 256
-    send_seconds: float = 60.0
-    drain_seconds: float = 30.0
-    media: MediaLimits = field(default_factory=MediaLimits)
-    bodies: BodyLimits = field(default_factory=BodyLimits)
-    fetching: FetchLimits | None = None
+_BODIES = 2 << 30
+"""Bytes of all bodies held at a time."""
+_RETRY_SECONDS = 5.0
+_TIMEOUT_SECONDS = 5.0
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn without its own signal handlers; `serve` has them for both servers."""
+    """uvicorn without its signal handlers; `_serve` has them for both servers."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-async def serve(client: AsyncClient, settings: Settings, announce: Callable[[str], None]) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP; `announce` gets a line with the addresses.
+def serve(settings: SglangSettings) -> None:
+    """Serve until SIGTERM, SIGINT or SIGHUP. Raises OSError for a taken port, or ValueError for wrong settings."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
+    logger.setLevel(settings.log_level.upper())
+    asyncio.run(_serve(settings))
 
-    Raises OSError for a taken port.
-    """
+
+async def _serve(settings: SglangSettings) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    fetcher = Fetcher(settings.fetching) if settings.fetching and settings.fetching.hosts else None
-    media = Media(settings.media, _fetch(fetcher) if fetcher else None)
-    pusher = Pusher(settings.send_seconds, settings.receiver_networks)
-    limits = Limits(requests=settings.max_requests)
-    pixels = settings.media.max_image_pixels
-    workers = Workers("vitwire_gateway.sglang.reading", memory_for(pixels, settings.bodies.each))
-    encoder = Encoder.of(client, workers, max_pixels=pixels, max_encoding=limits.encoding)
-    receivers = Receivers(settings.send_seconds)
-    adapter = Adapter(client, encoder, media, receivers, pusher, limits=limits, output_type=settings.output_type)
+    pixels = settings.max_image_pixels
+    workers = Workers("vitwire_gateway.sglang.posted", memory_for(pixels, settings.max_body_bytes))
+    fetcher = Fetcher(settings)
+    media = Media(settings, fetcher)
+    pusher = Pusher(settings.send_seconds, tuple(map(ipaddress.ip_network, settings.receiver_network)))
+    tls, token, timeout = settings.credentials(), settings.token, settings.timeout
     async with AsyncExitStack() as stack:
-        stack.callback(media.close)
-        stack.callback(encoder.close)
-        stack.push_async_callback(workers.close)
-        if fetcher:
-            stack.push_async_callback(fetcher.close)
         stack.callback(pusher.close)
-        stack.push_async_callback(adapter.close)
+        client = await stack.enter_async_context(AsyncClient(settings.target, tls=tls, token=token, timeout=timeout))
+        adapter = Adapter(settings, client, Encoder(client, workers, pixels, MAX_ENCODING), media, pusher)
+        for close in (fetcher.close, workers.close, adapter.close):
+            stack.push_async_callback(close)
         addresses = []
-        if settings.grpc_port is not None:
-            port = await _serve_grpc(adapter, workers, settings, stack)
-            addresses.append(f"grpc://{_bracketed(settings.host)}:{port}")
-        if settings.port is not None:
-            port = await _serve_http(adapter, workers, settings, stack)
-            addresses.append(f"http://{_bracketed(settings.host)}:{port}")
-        await stack.enter_async_context(registered(settings.register, settings.advertise or addresses[-1]))
-        announce(f"listening on {', '.join(addresses)}")
-        await _log_model(client)
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        if settings.grpc_port >= 0:
+            addresses.append(f"grpc://{host}:{await _serve_grpc(adapter, workers, settings, stack)}")
+        if settings.port >= 0:
+            addresses.append(f"http://{host}:{await _serve_http(adapter, workers, settings, stack)}")
+        await stack.enter_async_context(_registered(settings))
+        warn(f"listening on {', '.join(addresses)}")
+        try:
+            model = await client.model()
+            width = model.embedding_width  # so that a language server of another model is noticed
+            logger.info("serving %s (%s): vectors of %d, %s", model.model_id, model.model_type, width, model.dtype)
+        except VitwireError as error:
+            logger.warning("Vitwire does not answer yet: %s", error)
         await stop.wait()
 
 
-def _fetch(fetcher: Fetcher) -> Fetch:
-    """The router's fetching, with the errors of this package."""
-
-    async def fetch(url: str) -> bytes:
-        try:
-            return await fetcher.fetch(url, "url")
-        except ApiError as error:
-            raise Refused(error.message, HTTPStatus(error.status)) from error
-
-    return fetch
-
-
-async def _serve_grpc(adapter: Adapter, workers: Workers, settings: Settings, stack: AsyncExitStack) -> int:
-    server = grpc_server(adapter, workers, max_body_bytes=settings.bodies.each, max_requests=4 * settings.max_requests)
+async def _serve_grpc(adapter: Adapter, workers: Workers, settings: SglangSettings, stack: AsyncExitStack) -> int:
+    server = grpc_server(adapter, workers, settings)
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
     try:
-        port = server.add_insecure_port(f"{_bracketed(settings.host)}:{settings.grpc_port}")
+        port = server.add_insecure_port(f"{host}:{settings.grpc_port}")
     except RuntimeError as error:  # gRPC's only sign of it
         raise OSError(f"gRPC cannot listen on {settings.host}:{settings.grpc_port}") from error
     await server.start()
@@ -124,21 +93,13 @@ async def _serve_grpc(adapter: Adapter, workers: Workers, settings: Settings, st
     return int(port)
 
 
-async def _serve_http(adapter: Adapter, workers: Workers, settings: Settings, stack: AsyncExitStack) -> int:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.create_server((settings.host, settings.port or 0), family=family, backlog=_BACKLOG)
-    bodies = Budget(settings.bodies.together)
+async def _serve_http(adapter: Adapter, workers: Workers, settings: SglangSettings, stack: AsyncExitStack) -> int:
+    listener = listening(settings.host, settings.port)
+    bodies = Budget(_BODIES, lambda: refused("the requests in flight are too large together", 503))
+    app = http_app(adapter, workers, bodies, settings)
+    limit = 4 * settings.max_requests
     server = _HttpServer(
-        uvicorn.Config(
-            http_app(adapter, workers, bodies, settings.bodies),
-            http=limited_to(settings.send_seconds),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            limit_concurrency=4 * settings.max_requests,
-            timeout_graceful_shutdown=max(1, int(settings.drain_seconds)),
-            server_header=False,
-        )
+        configured(app, settings.send_seconds, settings.drain_seconds, lifespan="off", limit_concurrency=limit)
     )
     task = asyncio.create_task(server.serve(sockets=[listener]))
 
@@ -151,16 +112,36 @@ async def _serve_http(adapter: Adapter, workers: Workers, settings: Settings, st
     return int(listener.getsockname()[1])
 
 
-async def _log_model(client: AsyncClient) -> None:
-    """Log what is served, so that a language server of another model is noticed."""
-    try:
-        model = await client.model()
-    except VitwireError as error:
-        logger.warning("Vitwire does not answer yet: %s", error)
-        return
-    width = model.embedding_width
-    logger.info("serving %s (%s): rows of %d, %s", model.model_id, model.model_type, width, model.dtype)
+@asynccontextmanager
+async def _registered(settings: SglangSettings) -> AsyncGenerator[None, None]:
+    """This encoder's address in language servers of SGLang without `--encoder-urls`, for the time of the block."""
+    urls = [url.rstrip("/") for url in settings.register]
+    async with httpx2.AsyncClient(timeout=_TIMEOUT_SECONDS) as client:
 
+        async def call(method: str, url: str) -> str:
+            """Returns what went wrong; empty if nothing did."""
+            try:
+                response = await client.request(method, url, json={"url": settings.advertise})
+                response.raise_for_status()
+            except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+                return str(error) or type(error).__name__
+            return ""
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+        async def register(url: str) -> None:
+            while error := await call("POST", f"{url}/register_encoder_url"):
+                logger.info("%s does not register this encoder yet: %s", url, error)
+                await asyncio.sleep(_RETRY_SECONDS)
+            logger.info("registered as %s with %s", settings.advertise, url)
+
+        async def unregister(url: str) -> None:
+            if error := await call("DELETE", f"{url}/unregister_encoder_url"):
+                logger.warning("%s did not unregister this encoder: %s", url, error)
+
+        tasks = [asyncio.create_task(register(url)) for url in urls]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*map(unregister, urls))

@@ -8,10 +8,10 @@ from contextlib import AsyncExitStack, suppress
 
 import pytest
 
-from vitwire_gateway.openai.errors import ApiError
-from vitwire_gateway.openai.reading import ChatLimits
-from vitwire_gateway.openai.shares import Budget, Caller, Full, Holding, Turns, host_name
-from vitwire_gateway.openai.workers import Workers
+from vitwire_gateway.errors import ApiError
+from vitwire_gateway.openai.chat_reading import ChatLimits, chat_of
+from vitwire_gateway.shares import Budget, Caller, Full, Holding, Turns, host_name
+from vitwire_gateway.workers import Workers
 
 LIMITS = ChatLimits(4, 1 << 20, "part")
 
@@ -33,7 +33,8 @@ async def test_one_caller_leaves_a_quarter_to_others() -> None:
             (await stack.enter_async_context(budget.holding("b"))).take(1)
         with pytest.raises(Full):
             (await stack.enter_async_context(budget.holding("c"))).take(1)
-        assert budget.is_full("c")
+        with pytest.raises(Full):
+            budget.check("c")
     assert budget.used == 0
     async with budget.holding("a") as alone:
         alone.take(8)
@@ -94,8 +95,8 @@ async def test_the_next_turn_is_of_whoever_worked_least() -> None:
     running.end()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert order == ["honest"] + ["attacker"] * 4
-    assert not turns._waiting
-    assert not turns._worked
+    assert not turns._requests
+    assert not turns._callers
     assert turns._free == 2
 
 
@@ -136,33 +137,32 @@ async def test_turns_of_one_caller_go_to_all_of_its_requests() -> None:
 
 @pytest.fixture
 async def workers() -> AsyncGenerator[Workers, None]:
-    found = Workers("vitwire_gateway.openai.reading", 256 << 20)
+    found = Workers("vitwire_gateway.openai.chat_reading", 256 << 20)
     yield found
     await found.close()
 
 
 async def test_a_worker_that_ends_is_replaced(workers: Workers) -> None:
     caller = Caller.of("a")
-    arguments = {"form": None, "limits": LIMITS}
     body = b'{"messages":[]}'
-    assert (await workers.run(caller, "chat", arguments, [body], 1000)).head == {"places": [], "sources": []}
+    assert await workers.run(caller, chat_of, body, 1000, None, LIMITS) == [[], [], []]
     (worker,) = workers._all
     os.kill(worker.process.pid, signal.SIGSTOP)
-    job = asyncio.create_task(workers.run(caller, "chat", arguments, [body], 1000))
+    job = asyncio.create_task(workers.run(caller, chat_of, body, 1000, None, LIMITS))
     await asyncio.sleep(0.01)
     os.kill(worker.process.pid, signal.SIGKILL)
     with pytest.raises(ApiError) as caught:
         await job
     assert (caught.value.status, caught.value.code) == (503, "router_failed")
-    assert (await workers.run(caller, "chat", arguments, [body], 1000)).head == {"places": [], "sources": []}
+    assert await workers.run(caller, chat_of, body, 1000, None, LIMITS) == [[], [], []]
 
 
 async def test_work_is_bounded(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitwire_gateway.openai.workers._WORK_SECONDS", 0.05)
+    monkeypatch.setattr("vitwire_gateway.workers._WORK_SECONDS", 0.05)
     caller = Caller.of("a")
     body = b'{"messages":[' + b",".join([b"{}"] * 450_000) + b"]}"
     for _ in range(2):
         with pytest.raises(ApiError, match="s of processor time") as caught:
-            await workers.run(caller, "chat", {"form": None, "limits": LIMITS}, [body], 1000)
+            await workers.run(caller, chat_of, body, 1000, None, LIMITS)
         assert (caught.value.status, caught.value.code) == (400, "too_costly")
-    assert not workers._turns._running
+    assert not workers._turns._callers
