@@ -84,7 +84,7 @@ def configured(app: ASGIApp, stall_seconds: float, drain_seconds: float, **optio
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        timeout_graceful_shutdown=max(1, math.ceil(drain_seconds)),
+        timeout_graceful_shutdown=math.ceil(drain_seconds),
         **options,
     )
 

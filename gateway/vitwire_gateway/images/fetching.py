@@ -13,7 +13,7 @@ import httpcore2
 import httpx2
 
 from vitwire_gateway.errors import ApiError, invalid
-from vitwire_gateway.images.addresses import Address, AllowedHost, Network, is_permitted, parse_networks
+from vitwire_gateway.images.addresses import AllowedHost, Network, is_permitted, parse_networks
 from vitwire_gateway.settings import GatewaySettings
 
 Hold = Callable[[int], None]
@@ -45,22 +45,18 @@ class _CheckedBackend(httpcore2.AnyIOBackend):
         local_address: str | None = None,
         socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
     ) -> httpcore2.AsyncNetworkStream:
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            raise httpcore2.ConnectError(f"cannot resolve {host}") from error
         failure: Exception = _ForbiddenAddress()
-        for address in await _addresses(host, port):
+        for address in (ipaddress.ip_address(each[4][0]) for each in found):
             if is_permitted(address, self._networks):
                 try:
                     return await super().connect_tcp(str(address), port, timeout, local_address, socket_options)
                 except (httpcore2.ConnectError, httpcore2.ConnectTimeout) as error:
                     failure = error
         raise failure
-
-
-async def _addresses(host: str, port: int) -> list[Address]:
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise httpcore2.ConnectError(f"cannot resolve {host}") from error
-    return [ipaddress.ip_address(each[4][0]) for each in found]
 
 
 class Fetcher:

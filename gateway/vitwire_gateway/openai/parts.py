@@ -81,13 +81,12 @@ def dialect_of(settings: RouterSettings) -> Dialect:
 
 
 class Loaded(NamedTuple):
-    """The image files of a request, equal ones once."""
+    """The image files of a request."""
 
-    files: Sequence[ImageFile]
-    params: Sequence[str]
-    """The name of each file in errors."""
-    order: Sequence[int]
-    """For each image of the request, its file."""
+    files: Mapping[bytes, tuple[ImageFile, str]]
+    """By digest, with the name of the first place in errors."""
+    order: Sequence[bytes]
+    """The digest of each image of the request."""
     until: float
     """When all images must be encoded, on the loop's clock."""
 
@@ -111,21 +110,19 @@ class Images:
     async def load(self, request: ChatRequest) -> Loaded:
         """The image files of a request. Raises ApiError."""
         until = asyncio.get_running_loop().time() + self.settings.encode_seconds
-        first: dict[int, str] = {}
+        params: dict[int, str] = {}
         for place in request.places:
-            first.setdefault(place.source, place.param)
+            params.setdefault(place.source, place.param)
         try:
             async with asyncio.timeout_at(until):
-                images = await _each(lambda key: self._load(request.sources[key], first[key]), first)
+                images = await _each(lambda key: self._load(request.sources[key], params[key]), params)
         except TimeoutError as error:
             text = f"the images took longer than {self.settings.encode_seconds:g} s"
             raise ApiError(504, text, "images_timeout") from error
-        equal: dict[bytes, int] = {}
+        files: dict[bytes, tuple[ImageFile, str]] = {}
         for key, image in images.items():
-            equal.setdefault(image.digest, key)
-        numbers = {digest: number for number, digest in enumerate(equal)}
-        order = [numbers[images[place.source].digest] for place in request.places]
-        return Loaded([images[key] for key in equal.values()], [first[key] for key in equal.values()], order, until)
+            files.setdefault(image.digest, (image, params[key]))
+        return Loaded(files, [images[place.source].digest for place in request.places], until)
 
     async def parts(self, loaded: Loaded) -> list[Part]:
         """The engine's part for each image of the request, in order. Raises ApiError."""
@@ -142,19 +139,20 @@ class Images:
 
     async def check_stored(self, loaded: Loaded, *, still: bool) -> None:
         """Wait until the encoder has stored what it accepted. Raises ApiError if it fails, or with `still` lost it."""
-        for image, param in zip(loaded.files, loaded.params, strict=True):
+        for image, param in loaded.files.values():
             with _naming(param):
                 await self.encoder.check_stored(image, still=still)
 
     async def _parts(self, loaded: Loaded, dialect: Dialect) -> list[Part]:
-        async def part(number: int) -> Part:
-            with _naming(loaded.params[number]):
-                part = await dialect.part(self.encoder, loaded.files[number])
+        async def part(digest: bytes) -> Part:
+            image, param = loaded.files[digest]
+            with _naming(param):
+                part = await dialect.part(self.encoder, image)
             self.hold(size_of(part))
             return part
 
-        parts = await _each(part, range(len(loaded.files)))
-        return [parts[number] for number in loaded.order]
+        parts = await _each(part, loaded.files)
+        return [parts[digest] for digest in loaded.order]
 
     async def _load(self, source: Source, param: str) -> ImageFile:
         image = source.content

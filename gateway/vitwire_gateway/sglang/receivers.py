@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from vitwire_gateway.sglang.posted import Registration, refused
@@ -101,8 +100,11 @@ class Receivers:
 
     def _forget(self, now: float) -> None:
         """Drop registrations that no part took within the limit."""
-        for req_id in _expired(self._requests.items(), now - self._seconds):
-            self._drop(req_id)
+        for req_id, entry in list(self._requests.items()):
+            if entry.last >= now - self._seconds:
+                break
+            if not entry.waiting:
+                self._drop(req_id)
 
     def _make_room(self, keep: _Registered | None = None) -> None:
         """Drop the oldest registrations of the caller that has the most. Raises ApiError if parts wait for all."""
@@ -130,13 +132,3 @@ def _distinct(entry: _Registered) -> list[str]:
     for receiver in taken:
         entry.receivers.remove(receiver)
     return taken
-
-
-def _expired(requests: Iterable[tuple[str, _Registered]], before: float) -> list[str]:
-    found = []
-    for req_id, entry in requests:
-        if entry.last >= before:
-            break
-        if not entry.waiting:
-            found.append(req_id)
-    return found

@@ -97,10 +97,8 @@ async def _serve_http(adapter: Adapter, workers: Workers, settings: SglangSettin
     listener = listening(settings.host, settings.port)
     bodies = Budget(_BODIES, lambda: refused("the requests in flight are too large together", 503))
     app = http_app(adapter, workers, bodies, settings)
-    limit = 4 * settings.max_requests
-    server = _HttpServer(
-        configured(app, settings.send_seconds, settings.drain_seconds, lifespan="off", limit_concurrency=limit)
-    )
+    limit, seconds = 4 * settings.max_requests, max(1.0, settings.drain_seconds)
+    server = _HttpServer(configured(app, settings.send_seconds, seconds, lifespan="off", limit_concurrency=limit))
     task = asyncio.create_task(server.serve(sockets=[listener]))
 
     async def end() -> None:
