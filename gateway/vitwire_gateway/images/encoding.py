@@ -3,11 +3,11 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from copy import copy
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Generic, NamedTuple, TypeVar
 
 from vitwire import AsyncClient, DType, Embedding, InvalidItem, Item, Model, NotCached, VitwireError
 from vitwire_gateway.errors import ApiError
@@ -15,7 +15,9 @@ from vitwire_gateway.images.image_files import Header, ImageFile, header_of
 from vitwire_gateway.shares import Caller, Turns
 from vitwire_gateway.workers import Workers
 
-_DESCRIPTION_SECONDS = 2.0
+T = TypeVar("T")
+
+_MODEL_SECONDS = 2.0
 """Less than a server takes to restart, so that its new weights never get content ids of the old ones."""
 
 
@@ -35,23 +37,22 @@ class Referenced(NamedTuple):
     model: Model
 
 
-@dataclass(slots=True)
-class Description:
-    """The encoder's model, requested again when it is older than `_DESCRIPTION_SECONDS`."""
+class Recent(Generic[T]):
+    """What a call returned, which is made again when that is older than `seconds`."""
 
-    client: AsyncClient
-    seconds: float | None
-    _model: Model | None = None
-    _until: float = 0.0
-    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    def __init__(self, call: Callable[[], Awaitable[T]], seconds: float) -> None:
+        self._call = call
+        self._seconds = seconds
+        self._until = 0.0
+        self._lock = asyncio.Lock()
 
-    async def current(self) -> Model:
-        """Raises VitwireError."""
+    async def get(self) -> T:
+        """Raises as the call."""
         async with self._lock:
-            if self._model is None or time.monotonic() >= self._until:
-                self._model = await self.client.model(self.seconds, refresh=True)
-                self._until = time.monotonic() + _DESCRIPTION_SECONDS
-            return self._model
+            if time.monotonic() >= self._until:
+                self._found = await self._call()
+                self._until = time.monotonic() + self._seconds
+            return self._found
 
 
 class Encoder:
@@ -65,7 +66,7 @@ class Encoder:
         self, client: AsyncClient, workers: Workers, max_pixels: int, max_encoding: int, seconds: float | None = None
     ) -> None:
         self.workers = workers
-        self.description = Description(client, seconds)
+        self.model = Recent(lambda: client.model(seconds, refresh=True), _MODEL_SECONDS)
         self.client = client
         self._max_pixels = max_pixels
         self._seconds = seconds
@@ -81,13 +82,23 @@ class Encoder:
         found.caller, found.stores = caller, {}
         return found
 
+    async def probe(self, seconds: float, *, needs_cache: bool = False) -> str:
+        """`SERVING`, or why the encoder is not ready."""
+        try:
+            status = await self.client.health(timeout=seconds)
+            if status == "SERVING" and needs_cache and not (await self.model.get()).limits.cached_bytes:
+                return "SERVING without --cache-bytes, which --mode reference needs"
+            return status
+        except VitwireError as error:
+            return str(error)
+
     async def encode(self, image: ImageFile, *, output_type: DType | None = None) -> Encoded:
         """The embedding of an image file.
 
         Raises VitwireError, or ApiError if no worker is left, or the server prepares no images.
         """
         async with self._turns.turn(self.caller):
-            model = await self.description.current()
+            model = await self.model.get()
             item = await self._item(image, model)
             (embedding,) = await self.client.encode([item], timeout=self._seconds, output_type=output_type)
         return Encoded(content_id_of(image.digest, model), embedding, model)
@@ -129,7 +140,7 @@ class Encoder:
 
     async def _store(self, image: ImageFile, accepted: asyncio.Future[Referenced]) -> str:
         async with self._turns.turn(self.caller):
-            model = await self.description.current()
+            model = await self.model.get()
             if not model.limits.cached_bytes:
                 message = "the encoder keeps no embeddings: --mode reference needs --cache-bytes on every server"
                 raise ApiError(502, message, "encoder_without_cache")

@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -13,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from vitwire import AsyncClient, VitwireError
-from vitwire_gateway.images.encoding import Description, Encoder
+from vitwire import AsyncClient
+from vitwire_gateway.images.encoding import Encoder, Recent
 from vitwire_gateway.images.fetching import Fetcher
 from vitwire_gateway.metrics import Metrics
 from vitwire_gateway.openai.parts import Images, dialect_of
@@ -29,39 +27,6 @@ CHAT = "/v1/chat/completions"
 _PROBE_SECONDS = 2.0
 _KEPT_SECONDS = 1.0
 """For how long an answer is kept, so that probes of many balancers cost one."""
-
-
-@dataclass(slots=True)
-class Readiness:
-    """Asks encoder and engine whether requests can be answered, at most once a second."""
-
-    client: AsyncClient
-    engine: Engine
-    storing: Description | None = None
-    """Of an encoder whose embeddings the engine fetches, so that it must keep them; None if requests carry them."""
-    is_draining: bool = False
-    _until: float = 0.0
-    _answer: dict[str, str] = field(default_factory=dict)
-    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    async def report(self) -> dict[str, str]:
-        """`status` is `ready`, `not ready` or `draining`; the rest says what encoder and engine reported."""
-        async with self._lock:
-            if time.monotonic() >= self._until:
-                encoder, engine = await asyncio.gather(self._encoder(), self.engine.probe())
-                ready = encoder == "SERVING" and engine == "ok"
-                self._answer = {"status": "ready" if ready else "not ready", "encoder": encoder, "engine": engine}
-                self._until = time.monotonic() + _KEPT_SECONDS
-        return self._answer | ({"status": "draining"} if self.is_draining else {})
-
-    async def _encoder(self) -> str:
-        try:
-            status = await self.client.health(timeout=_PROBE_SECONDS)
-            if status == "SERVING" and self.storing and not (await self.storing.current()).limits.cached_bytes:
-                return "SERVING without --cache-bytes, which --mode reference needs"
-            return status
-        except VitwireError as error:
-            return str(error)
 
 
 def application(settings: RouterSettings) -> Starlette:
@@ -82,7 +47,14 @@ def application(settings: RouterSettings) -> Starlette:
     admission = Admission(settings, metrics)
     engine_key = read_keys(settings.engine_api_key_file)[0] if settings.engine_api_key_file else None
     router = Router(settings, metrics, engine, images, bool(admission.keys or engine_key), engine_key)
-    readiness = Readiness(client, engine, encoder.description if settings.mode == "reference" else None)
+
+    async def readiness() -> dict[str, str]:
+        probe = encoder.probe(_PROBE_SECONDS, needs_cache=settings.mode == "reference")
+        of_encoder, of_engine = await asyncio.gather(probe, engine.probe())
+        status = "ready" if of_encoder == "SERVING" and of_engine == "ok" else "not ready"
+        return {"status": status, "encoder": of_encoder, "engine": of_engine}
+
+    recent = Recent(readiness, _KEPT_SECONDS)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
@@ -92,7 +64,7 @@ def application(settings: RouterSettings) -> Starlette:
             yield
 
     async def health(_: Request) -> Response:
-        report = await readiness.report()
+        report = await recent.get() | ({"status": "draining"} if admission.is_draining else {})
         return Response(json.dumps(report), 200 if report["status"] == "ready" else 503, media_type="application/json")
 
     async def alive(_: Request) -> Response:
@@ -111,5 +83,5 @@ def application(settings: RouterSettings) -> Starlette:
     ]
     app = Starlette(routes=routes, lifespan=lifespan)
     app.router.redirect_slashes = False
-    app.state.readiness, app.state.admission = readiness, admission
+    app.state.admission = admission
     return app

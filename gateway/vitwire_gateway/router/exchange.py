@@ -5,7 +5,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Literal
 
@@ -76,18 +76,13 @@ class Exchange:
                 each.cancel()
             await asyncio.gather(task, watch, return_exceptions=True)
 
-    async def respond(
-        self, status: int, body: bytes, content_type: str, headers: Iterable[tuple[str, str]] = ()
-    ) -> None:
-        """Send a whole response."""
-        pairs = [("content-type", content_type), ("content-length", str(len(body))), *headers]
-        await self._start(status, [(name.encode(), value.encode()) for name, value in pairs])
-        await self._write(body, more=False)
-
     async def refuse(self, error: ApiError) -> None:
         """Send an error. In a response that has begun, it becomes an event or, elsewhere, a broken connection."""
         if not self.status:
-            await self.respond(error.status, error.body, "application/json", error.headers.items())
+            size = str(len(error.body))
+            headers = {"content-type": "application/json", "content-length": size, **error.headers}
+            await self._start(error.status, [(name.encode(), value.encode()) for name, value in headers.items()])
+            await self._write(error.body, more=False)
 
     async def relay(self, response: httpx2.Response) -> None:
         """Send the engine's response as it arrives; a stream of events that breaks off ends in one with the error."""

@@ -59,7 +59,7 @@ class _Server(uvicorn.Server):
 
     def _drain(self) -> None:
         logger.info("draining")
-        self._app.state.readiness.is_draining = True
+        self._app.state.admission.is_draining = True
         asyncio.get_running_loop().call_later(self._lame_duck_seconds, self._stop)
 
     def _stop(self) -> None:

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 import numpy as np
 
-from vitwire import AsyncClient, VitwireError
+from vitwire import VitwireError
 from vitwire_gateway.errors import ApiError, from_encoder
 from vitwire_gateway.images.encoding import Encoded, Encoder
 from vitwire_gateway.settings import SglangSettings
@@ -43,14 +43,12 @@ class Adapter:
     def __init__(
         self,
         settings: SglangSettings,
-        client: AsyncClient,
         encoder: Encoder,
         media: Media,
         pusher: Pusher,
         embedding_bytes: int = _EMBEDDING_BYTES,
     ) -> None:
         self._settings = settings
-        self._client = client
         self._encoder = encoder
         self._media = media
         self._receivers = Receivers(settings.send_seconds)
@@ -104,10 +102,7 @@ class Adapter:
 
     async def is_healthy(self) -> bool:
         """Whether Vitwire is ready."""
-        try:
-            return await self._client.health("", _HEALTH_SECONDS) == "SERVING"
-        except VitwireError:
-            return False
+        return await self._encoder.probe(_HEALTH_SECONDS) == "SERVING"
 
     async def close(self) -> None:
         """Drop reports of errors that are on their way."""

@@ -61,7 +61,7 @@ async def _serve(settings: SglangSettings) -> None:
     async with AsyncExitStack() as stack:
         stack.callback(pusher.close)
         client = await stack.enter_async_context(AsyncClient(settings.target, tls=tls, token=token, timeout=timeout))
-        adapter = Adapter(settings, client, Encoder(client, workers, pixels, MAX_ENCODING), media, pusher)
+        adapter = Adapter(settings, Encoder(client, workers, pixels, MAX_ENCODING), media, pusher)
         for close in (fetcher.close, workers.close, adapter.close):
             stack.push_async_callback(close)
         addresses = []

@@ -223,7 +223,7 @@ async def test_embeddings_that_wait_for_receivers_are_bounded() -> None:
             encoder = Encoder(client, workers, 10_000, max_encoding=2)
             size = (await encoder.encode(ImageFile.of(file.getvalue()))).embedding._host().nbytes
             pusher = Pusher(1.0)
-            adapter = Adapter(SETTINGS, client, encoder, media(), pusher, embedding_bytes=3 * size)
+            adapter = Adapter(SETTINGS, encoder, media(), pusher, embedding_bytes=3 * size)
             for _ in range(2):
                 parts = [Part(f"r{number}", 1, 0, (source,) * 2, ()) for number in range(2)]
                 errors = await asyncio.gather(
