@@ -1,4 +1,4 @@
-"""The process: logs, signals, listening and draining."""
+"""The process of the router: its ASGI application, logs, signals, listening and draining."""
 
 import asyncio
 import json
@@ -7,21 +7,94 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
 from types import FrameType
 
 import httpx2
 import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 
+from vitwire import AsyncClient
 from vitwire_gateway.connections import configured, listening
-from vitwire_gateway.openai.parts import mode_of
-from vitwire_gateway.router.application import application
+from vitwire_gateway.images.encoding import Encoder, Recent
+from vitwire_gateway.images.fetching import Fetcher
+from vitwire_gateway.metrics import Metrics
+from vitwire_gateway.openai.parts import Images, dialect_of, mode_of
+from vitwire_gateway.router.admission import Admission, read_keys
+from vitwire_gateway.router.engine import Engine
+from vitwire_gateway.router.exchange import Endpoint
+from vitwire_gateway.router.routing import Router
 from vitwire_gateway.settings import RouterSettings
+from vitwire_gateway.workers import Workers, memory_for
 
 logger = logging.getLogger("vitwire.router")
 
+_CHAT = "/v1/chat/completions"
+_PROBE_SECONDS = 2.0
+_KEPT_SECONDS = 1.0
+"""For how long an answer is kept, so that probes of many balancers cost one."""
 _KEEP_ALIVE_SECONDS = 75
 """Longer than callers keep idle connections, so that they close them, never in the middle of a request."""
+
+
+def _application(settings: RouterSettings, metrics: Metrics, admission: Admission) -> Starlette:
+    """The application. Raises ValueError for settings, and OSError for files, that cannot be used."""
+    client = AsyncClient(
+        settings.target,
+        tls=settings.credentials(),
+        token=settings.token,
+        max_retries=settings.encoder_retries,
+        affinity=True,  # an image goes to the replica that has it cached, where others fetch its embedding too
+    )
+    engine, fetcher = Engine(settings), Fetcher(settings)
+    memory = memory_for(settings.max_image_pixels, settings.max_body_bytes)
+    workers = Workers("vitwire_gateway.openai.chat_reading", memory)
+    encoder = Encoder(client, workers, settings.max_image_pixels, settings.max_encoding, settings.encoder_wait)
+    images = Images(settings, encoder, fetcher, dialect_of(settings), metrics)
+    engine_key = read_keys(settings.engine_api_key_file)[0] if settings.engine_api_key_file else None
+    router = Router(settings, metrics, engine, images, bool(admission.keys or engine_key), engine_key)
+
+    async def readiness() -> dict[str, str]:
+        probe = encoder.probe(_PROBE_SECONDS, needs_cache=settings.mode == "reference")
+        of_encoder, of_engine = await asyncio.gather(probe, engine.probe())
+        status = "ready" if of_encoder == "SERVING" and of_engine == "ok" else "not ready"
+        return {"status": status, "encoder": of_encoder, "engine": of_engine}
+
+    recent = Recent(readiness, _KEPT_SECONDS)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
+        async with AsyncExitStack() as stack:
+            for close in (client.close, engine.close, fetcher.close, workers.close):
+                stack.push_async_callback(close)
+            yield
+
+    async def health(_: Request) -> Response:
+        report = await recent.get() | ({"status": "draining"} if admission.is_draining else {})
+        return Response(json.dumps(report), 200 if report["status"] == "ready" else 503, media_type="application/json")
+
+    async def alive(_: Request) -> Response:
+        return PlainTextResponse("alive")
+
+    async def page(_: Request) -> Response:
+        return Response(metrics.page(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    routes = [
+        Route("/health", health),
+        Route("/healthz", health),
+        Route("/livez", alive),
+        Route("/metrics", page),
+        Route(_CHAT, Endpoint("chat", router.chat, settings, admission, metrics)),
+        Route("/{path:path}", Endpoint("proxied", router.proxied, settings, admission, metrics)),
+    ]
+    app = Starlette(routes=routes, lifespan=lifespan)
+    app.router.redirect_slashes = False
+    return app
 
 
 class _Server(uvicorn.Server):
@@ -30,9 +103,9 @@ class _Server(uvicorn.Server):
     At SIGTERM, SIGINT or SIGHUP it reports that it is not ready, then drains; the second ends it.
     """
 
-    def __init__(self, config: uvicorn.Config, app: Starlette, lame_duck_seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, admission: Admission, lame_duck_seconds: float) -> None:
         super().__init__(config)
-        self._app = app
+        self._admission = admission
         self._lame_duck_seconds = lame_duck_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_ending = False
@@ -59,11 +132,11 @@ class _Server(uvicorn.Server):
 
     def _drain(self) -> None:
         logger.info("draining")
-        self._app.state.admission.is_draining = True
+        self._admission.is_draining = True
         asyncio.get_running_loop().call_later(self._lame_duck_seconds, self._stop)
 
     def _stop(self) -> None:
-        self._app.state.admission.bytes.drain()
+        self._admission.bytes.drain()
         self.should_exit = True
 
 
@@ -87,7 +160,9 @@ def serve(settings: RouterSettings) -> None:
     handler.setFormatter(_JsonLines() if settings.log_format == "json" else logging.Formatter(form))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logger.setLevel(settings.log_level.upper())
-    app = application(settings)
+    metrics = Metrics()
+    admission = Admission(settings, metrics)
+    app = _application(settings, metrics, admission)
     engine = httpx2.URL(settings.engine_url).netloc.decode()  # without a password
     logger.info("encoder %s, engine %s at %s, mode %s", settings.target, settings.engine, engine, mode_of(settings))
     config = configured(
@@ -99,5 +174,5 @@ def serve(settings: RouterSettings) -> None:
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
     )
     with listening(settings.host, settings.port) as listener:
-        _Server(config, app, settings.lame_duck_seconds).run(sockets=[listener])
+        _Server(config, admission, settings.lame_duck_seconds).run(sockets=[listener])
     logger.info("ended")
