@@ -19,7 +19,7 @@ _MALFORMED = ApiError(400, "the request is not valid HTTP/1.1", "invalid_http", 
 
 _BACKLOG = 2048
 _FREE_CHUNKS, _CHUNK_BYTES = 256, 256
-"""Chunks of a body beyond the first ones must have so many bytes on average."""
+"""After the free chunks, the chunks of a body must have this many bytes on average."""
 
 
 class Parser(h11.Connection):

@@ -13,7 +13,7 @@ _CODES = frozenset(str(status.value) for status in HTTPStatus) | {"0"}
 
 
 class Metrics:
-    """All metrics, in a registry of their own. Counters begin at 0, so that the first event counts in a rate."""
+    """All metrics, in a new registry. Counters begin at 0, so that the first event counts in a rate."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

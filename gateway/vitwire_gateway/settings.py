@@ -93,7 +93,9 @@ class RouterSettings(GatewaySettings):
     encoder_retries: Annotated[int, Flag("number of retries when the encoder is unavailable or overloaded", 0)] = 3
     encoder_wait: Annotated[
         float,
-        Flag("seconds to wait for the encoder: in mode inline for the rows, in mode reference to accept images", 0.001),
+        Flag(
+            "seconds to wait for the encoder: in mode inline for embeddings, in mode reference to accept images", 0.001
+        ),
     ] = 30.0
     on_encoder_failure: Annotated[
         OnFailure,

@@ -1,4 +1,4 @@
-"""What requests share: amounts that callers hold, and turns for work. Used by the event loop only.
+"""Shares of callers: amounts that they hold, and turns for work. Used by the event loop only.
 
 One caller gets at most three quarters of either, so that the rest stays free for others.
 """
@@ -14,7 +14,7 @@ from itertools import count
 from typing import NamedTuple
 
 _GRACE_SECONDS = 2.0
-"""How far a body may lag behind the slowest rate before it loses its place to others."""
+"""A body may lag behind the slowest rate this long before it loses its place to others."""
 _SLOWEST = 64 << 10
 """Bytes a second that a body must reach to keep its place."""
 _IPV6_PREFIX = 64
@@ -46,7 +46,7 @@ def host_name(address: str) -> str:
 
 
 def most_of(whole: int) -> int:
-    """What one caller may have of an amount."""
+    """The part of an amount that one caller may have."""
     return whole - whole // 4
 
 
@@ -55,7 +55,7 @@ class Full(Exception):
 
 
 class Holding:
-    """What one request holds of a budget."""
+    """The part of a budget that one request holds."""
 
     def __init__(self, budget: "Budget", name: str) -> None:
         self.name = name
@@ -63,7 +63,7 @@ class Holding:
         self.due = math.inf
         """When others may have it, on the loop's clock."""
         self.is_lost = False
-        """Whether others have got it."""
+        """Others have got it."""
         self._budget = budget
         self._limit: asyncio.Timeout | None = None
 
@@ -122,7 +122,7 @@ class Budget:
 
     @asynccontextmanager
     async def holding(self, name: str, amount: int = 0) -> AsyncGenerator[Holding, None]:
-        """What a request of this caller holds in the block. Raises the refusal."""
+        """A request of this caller holds it in the block, and may take more. Raises the refusal."""
         holding = Holding(self, name)
         self._holdings.add(holding)
         try:

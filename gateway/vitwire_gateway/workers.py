@@ -133,7 +133,7 @@ class _Worker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process has not ended."""
+        """True until the process has ended."""
         if self.process.returncode is not None:
             return False
         try:
@@ -169,7 +169,7 @@ class Workers:
     async def run(
         self, caller: Caller, job: Callable[..., object], blob: bytes, max_bytes: int, *arguments: object
     ) -> Any:  # noqa: ANN401  # as the job returns it
-        """What `job(blob, *arguments)` returns, with `max_bytes` of bytes at most. Raises ApiError.
+        """The result of `job(blob, *arguments)`, with `max_bytes` of bytes at most. Raises ApiError.
 
         The job may return JSON with bytes and ApiErrors in it: tuples arrive as lists, bytes as bytearrays. A caller
         that is cancelled leaves the job at work, whose time is bounded and counts as its caller's.

@@ -33,7 +33,7 @@ class AllowedHost:
         return cls(_normalised(host), _port(rest, text))
 
     def matches(self, host: str, port: int) -> bool:
-        """Whether a URL may name this host and port."""
+        """True if a URL may name this host and port."""
         if port not in _DEFAULT_PORTS if self.port is None else port != self.port:
             return False
         name = _normalised(host)
@@ -49,7 +49,7 @@ def parse_networks(texts: Iterable[str]) -> tuple[Network, ...]:
 
 
 def is_permitted(address: Address, networks: Iterable[Network]) -> bool:
-    """Whether to connect to an address: a public one, or one in `networks`.
+    """True for an address to connect to: a public one, or one in `networks`.
 
     IPv6 addresses that carry an IPv4 address are judged by that one if mapped; 6to4, Teredo and NAT64 are not public,
     as they could carry a private one.

@@ -38,7 +38,7 @@ class Referenced(NamedTuple):
 
 
 class Recent(Generic[T]):
-    """What a call returned, which is made again when that is older than `seconds`."""
+    """The result of a call, which is made again when it is older than `seconds`."""
 
     def __init__(self, call: Callable[[], Awaitable[T]], seconds: float) -> None:
         self._call = call

@@ -75,7 +75,7 @@ class Fetcher:
         )
 
     async def fetch(self, url: str, param: str | None, hold: Hold | None = None) -> bytes:
-        """The image at the URL. Raises ApiError, also that of `hold` for bytes as they arrive."""
+        """The image at the URL. Raises ApiError; `hold`, called as bytes arrive, may too."""
         if not self._hosts:
             raise invalid(_NO_URLS, param, "image_url_refused")
         try:

@@ -28,7 +28,7 @@ class ImageFile(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What the first bytes of an image file say."""
+    """Format and size of an image, from the first bytes of its file."""
 
     kind: str
     """Pillow's name of the format."""

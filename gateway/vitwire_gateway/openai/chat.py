@@ -11,7 +11,7 @@ from vitwire_gateway.bodies import Json
 from vitwire_gateway.errors import invalid
 
 Hole = Literal["part", "image"]
-"""Whether the engine gets another part in the place of an image, or the part with another URL."""
+"""The engine gets another part in the place of an image, or the part with another URL."""
 
 _IMAGE_TYPES = ("image_url", "input_image")
 _REPLACED = frozenset({"type", "image_url", "image_embeds", "detail", "uuid"})
@@ -95,7 +95,7 @@ def cut(request: Json, refs: Iterable[ImageRef], hole: Hole) -> list[bytes]:
 
 
 def _opened(part: Json, hole: Hole, mark: str) -> Json:
-    """The part without what is replaced, and with the mark among its members, or among those of its image."""
+    """The part without what is replaced, and with the mark among its members or its image's members."""
     kept = {name: value for name, value in part.items() if name not in _REPLACED}
     if hole == "part":
         return kept | {mark: 0}

@@ -60,7 +60,7 @@ class ChatRequest(NamedTuple):
 
 
 class ChatLimits(NamedTuple):
-    """What a chat request may have, and how it is cut."""
+    """Limits of a chat request, and where it is cut."""
 
     max_images: int
     max_image_bytes: int
@@ -143,7 +143,7 @@ class _InMemoryParser(MultiPartParser):
 def parse_form(content_type: str, body: bytes, max_images: int) -> tuple[bytes, dict[str, bytes]]:
     """The chat request and the uploaded files of a multipart body, by field name. Raises ApiError.
 
-    Its time is not bounded: call it in a worker, where starlette's parser gets an event loop of its own.
+    Its time is not bounded: call it in a worker, where starlette's parser gets a new event loop.
     """
     _, options = parse_options_header(content_type)
     charset = options.get(b"charset", b"utf-8").strip().lower()

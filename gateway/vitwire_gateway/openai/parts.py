@@ -29,7 +29,7 @@ _MAX_AT_ONCE = 8
 
 
 class Dialect(NamedTuple):
-    """How an engine takes images: what `filled` puts into the hole for an image.
+    """The form in which an engine takes images: `part` makes what `filled` puts into the hole.
 
     `part` raises VitwireError, or ValueError for a model that the engine has no such input for.
     """
@@ -61,7 +61,7 @@ def mode_of(settings: RouterSettings) -> Mode:
 def dialect_of(settings: RouterSettings) -> Dialect:
     """The dialect of `--engine` and `--mode`. Raises ValueError for a mode that the engine does not have."""
     mode = mode_of(settings)
-    if settings.engine == "sglang":  # which requests embeddings from an encoder of its own protocol
+    if settings.engine == "sglang":  # which requests embeddings by SGLang's protocol
         if mode == "inline":
             raise ValueError("--mode inline: SGLang's chat API takes no embeddings; use --mode reference with SGLang")
         if settings.on_encoder_failure == "engine":
@@ -172,7 +172,7 @@ class Images:
 
 @contextmanager
 def _naming(param: str) -> Iterator[None]:
-    """Errors of the encoder in the block as those of an image."""
+    """Errors of the encoder in the block become errors of the image `param`."""
     try:
         yield
     except VitwireError as error:

@@ -89,7 +89,7 @@ class Admission:
         many = "as many requests are in flight already as may be, or as one caller may have"
         much = "the router holds as many bytes of requests as it may"
         self.is_draining = False
-        """Whether readiness reports so, though requests are let in."""
+        """Readiness reports so, though requests are still let in."""
         self.keys = ApiKeys(settings.api_keys_file) if settings.api_keys_file else None
         self.bytes = Budget(settings.max_buffered_bytes, lambda: refused("bytes", much))
         self._requests = Budget(settings.max_requests, lambda: refused("requests", many))

@@ -115,7 +115,7 @@ def returned(response: httpx2.Response) -> Headers:
 
 
 def is_of_events(response: httpx2.Response) -> bool:
-    """Whether the body is a stream of events, which begins before the engine has computed anything."""
+    """True for a stream of events, which begins before the engine has computed anything."""
     return bool(response.headers.get("content-type", "").startswith("text/event-stream"))
 
 

@@ -25,7 +25,7 @@ Stage = Literal["receive", "images", "engine", "response"]
 
 _MAX_REQUEST_ID = 128
 _UPSTREAMS = ("encoder", "engine")
-"""What the codes of their errors begin with."""
+"""Codes of their errors begin with their names."""
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}(-[0-9a-f]{2,32}){3}")
 
 

@@ -1,4 +1,4 @@
-"""What the router does with requests, once they are admitted."""
+"""The way of admitted requests: their images become embeddings, and the engine answers."""
 
 import logging
 import time
@@ -36,7 +36,7 @@ class Router:
     engine: Engine
     images: Images
     drops_authorization: bool
-    """Whether the caller's key is for the router alone."""
+    """The caller's key is for the router alone."""
     engine_key: str | None
     """Sent in place of the caller's key."""
 

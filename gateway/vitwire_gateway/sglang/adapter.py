@@ -13,7 +13,7 @@ from vitwire_gateway.errors import ApiError, from_encoder
 from vitwire_gateway.images.encoding import Encoded, Encoder
 from vitwire_gateway.settings import SglangSettings
 from vitwire_gateway.sglang.media import Media
-from vitwire_gateway.sglang.posted import Part, Registration, refused
+from vitwire_gateway.sglang.posted import Part, Posted, refused
 from vitwire_gateway.sglang.pushing import Frame, Pusher, embedding_header, error_header
 from vitwire_gateway.sglang.receivers import Receivers
 from vitwire_gateway.shares import Budget, Caller, Holding, Turns
@@ -24,8 +24,12 @@ MAX_ENCODING = 32
 """Images that are read and encoded at a time; more wait."""
 _EMBEDDING_BYTES = 2 << 30
 """Of embeddings that their receivers have not taken."""
+_MOONCAKE = (
+    "this encoder sends embeddings over ZMQ only: start SGLang with --encoder-transfer-backend zmq_to_scheduler "
+    "or zmq_to_tokenizer"
+)
 _GRACE_SECONDS = 5.0
-"""How long embeddings may wait for their receivers before others may take their place."""
+"""Embeddings may wait this long for their receivers before others may take their place."""
 _HEALTH_SECONDS = 1.5
 """SGLang waits 2 s for a health check."""
 
@@ -59,11 +63,23 @@ class Adapter:
         self._encoding = Turns(MAX_ENCODING)
         self._reports: set[asyncio.Task[None]] = set()
 
-    async def encode(self, part: Part, caller: Caller, body: Holding | None = None) -> None:
-        """Encode the part's images and send them to its receivers. Raises ApiError; the receivers get that too.
+    async def serve(self, posted: Posted, caller: Caller, body: Holding | None = None) -> None:
+        """Do what a request asks for. Raises ApiError.
 
         body: what the request holds of bodies.
         """
+        if posted.refusal:
+            raise posted.refusal
+        if isinstance(posted.asked, Part):
+            await self.encode(posted.asked, caller, body)
+        elif posted.asked:
+            self._pusher.check(posted.asked.receiver)
+            self._receivers.add(posted.asked, caller.name)
+        else:
+            raise refused(_MOONCAKE, 501)
+
+    async def encode(self, part: Part, caller: Caller, body: Holding | None = None) -> None:
+        """Encode the part's images and send them to its receivers. Raises ApiError; the receivers get that too."""
         async with self._bytes.holding(caller.name) as held:
             try:
                 for receiver in part.receivers:
@@ -95,13 +111,8 @@ class Adapter:
         except TimeoutError:
             raise _crowded() from None
 
-    def register(self, registration: Registration, caller: Caller) -> None:
-        """Note where a scheduler wants the embeddings of a request. Raises ApiError."""
-        self._pusher.check(registration.receiver)
-        self._receivers.add(registration, caller.name)
-
     async def is_healthy(self) -> bool:
-        """Whether Vitwire is ready."""
+        """True if Vitwire is ready."""
         return await self._encoder.probe(_HEALTH_SECONDS) == "SERVING"
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What SGLang's receivers ask an encoder for: parts of a request, and where their embeddings go.
+"""Requests of SGLang's receivers: parts of images to encode, and addresses for their embeddings.
 
 Small requests are read where they are, the rest in a worker.
 """
@@ -46,7 +46,7 @@ class Part:
     sources: tuple[str, ...]
     """The images: `data:` URIs, base64, URLs or paths."""
     receivers: tuple[str, ...]
-    """Where the embedding goes, as ZMQ endpoints; empty if SGLang's schedulers register themselves."""
+    """ZMQ endpoints that the embedding goes to; empty if SGLang's schedulers register themselves."""
 
     def __post_init__(self) -> None:
         _check("req_id", len(self.req_id), 1, _MAX_ID, " characters")

@@ -37,7 +37,7 @@ _IMAGE = 1
 
 
 class Pusher:
-    """Sends each message on a connection of its own; a receiver that takes too long fails only its message.
+    """Sends each message on a new connection; a receiver that takes too long fails only its message.
 
     Callers take turns at connections, by the time that theirs took.
 

@@ -22,7 +22,7 @@ from vitwire_gateway.bodies import read_body
 from vitwire_gateway.errors import ApiError
 from vitwire_gateway.settings import SglangSettings
 from vitwire_gateway.sglang.adapter import Adapter
-from vitwire_gateway.sglang.posted import Kind, Part, read, refused
+from vitwire_gateway.sglang.posted import Kind, read
 from vitwire_gateway.shares import Budget, Caller, host_name
 from vitwire_gateway.workers import Workers
 
@@ -39,10 +39,6 @@ _CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-_MOONCAKE = (
-    "this encoder sends embeddings over ZMQ only: start SGLang with --encoder-transfer-backend zmq_to_scheduler "
-    "or zmq_to_tokenizer"
-)
 
 
 def http_app(adapter: Adapter, workers: Workers, bodies: Budget, settings: SglangSettings) -> Starlette:
@@ -58,16 +54,10 @@ def http_app(adapter: Adapter, workers: Workers, bodies: Budget, settings: Sglan
             try:
                 async with bodies.holding(caller.name) as holding:
                     body = await read_body(request, holding, settings.max_body_bytes, _BODY_SECONDS)
-                    req_id, asked, refusal = await read(workers, caller, body, "json", kind)
+                    posted = await read(workers, caller, body, "json", kind)
                     del body
-                    if refusal:
-                        raise refusal
-                    if isinstance(asked, Part):
-                        await adapter.encode(asked, caller, holding)
-                    elif asked:
-                        adapter.register(asked, caller)
-                    else:
-                        raise refused(_MOONCAKE, 501)
+                    req_id = posted.req_id
+                    await adapter.serve(posted, caller, holding)
             except ApiError as error:
                 # As SGLang's encoder reports it, in ASCII, as JSON strings can be invalid Unicode.
                 answer = {"status": "error", "message": str(error), "req_id": req_id}
@@ -96,13 +86,7 @@ def grpc_server(adapter: Adapter, workers: Workers, settings: SglangSettings) ->
     async def answered(body: bytes, kind: Kind, context: Context) -> None:
         caller = Caller.of(_host(context.peer()))
         try:
-            _, asked, refusal = await read(workers, caller, body, "message", kind)
-            if refusal:
-                raise refusal
-            if isinstance(asked, Part):
-                await adapter.encode(asked, caller)
-            elif asked:
-                adapter.register(asked, caller)
+            await adapter.serve(await read(workers, caller, body, "message", kind), caller)
         except ApiError as error:
             await context.abort(_CODES.get(error.status, grpc.StatusCode.INTERNAL), str(error))
 

@@ -1,6 +1,7 @@
 """What requests of the router share: budgets, turns, and the processes that read for them."""
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncGenerator
@@ -155,6 +156,23 @@ async def test_a_worker_that_ends_is_replaced(workers: Workers) -> None:
         await job
     assert (caught.value.status, caught.value.code) == (503, "router_failed")
     assert await workers.run(caller, chat_of, body, 1000, None, LIMITS) == [[], [], []]
+
+
+async def test_answers_carry_bytes_and_errors_within_a_limit(workers: Workers) -> None:
+    caller = Caller.of("a")
+    parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}} for text in ("QUJD", "%%%%")]
+    body = json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
+    pieces, places, sources = await workers.run(caller, chat_of, body, 10_000, None, LIMITS)
+    assert [bytes(each) for each in pieces[1:]] == [b"},{", b"}]}]}"]
+    assert places == [[f"messages[0].content[{number}].image_url", number] for number in range(2)]
+    assert sources[0] == ["data", b"ABC"]
+    refused = sources[1][1]
+    assert isinstance(refused, ApiError)
+    assert (refused.status, refused.code, refused.param) == (400, "invalid_base64", places[1][0])
+    with pytest.raises(ApiError) as caught:
+        await workers.run(caller, chat_of, body, 20, None, LIMITS)
+    assert (caught.value.status, caught.value.code) == (503, "router_failed")
+    assert await workers.run(caller, chat_of, b"{}", 20, None, LIMITS) == [[], [], []]
 
 
 async def test_work_is_bounded(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
