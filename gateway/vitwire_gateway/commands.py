@@ -18,11 +18,6 @@ S = TypeVar("S", bound=GatewaySettings)
 _PREFIX = "VITWIRE_ROUTER_"
 _ROUTER_VARIABLES = {each.name: _PREFIX + each.name.upper() for each in fields(RouterSettings)}
 _CLIENT_VARIABLES = {"target": "VITWIRE_TARGET", "token": "VITWIRE_TOKEN"}
-_PACKAGES = frozenset(
-    ("grpc_health", "httpcore2", "httpx2", "PIL", "prometheus_client", "python_multipart", "smg_grpc_proto",
-     "starlette", "uvicorn", "zmq")
-)  # fmt: skip
-"""Those that the extras install."""
 
 
 def _flagged(kind: type[S], variables: Mapping[str, str]) -> Callable[[Callable[[S], None]], Callable[..., None]]:
@@ -60,12 +55,12 @@ def _parameter(setting: "Field[Any]", hint: object, variable: str | None) -> ins
 
 @contextmanager
 def _installed(extra: str) -> Iterator[None]:
-    """A missing package of an extra ends the command with the way to install it."""
+    """A missing package ends the command with the way to install it, as part of an extra."""
     try:
         yield
     except ImportError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in _PACKAGES:
+        if not missing or missing.startswith("vitwire"):
             raise
         fail(f"{missing} is not installed; {remedy(extra)}")
 

@@ -36,8 +36,8 @@ def memory_for(pixels: int, body_bytes: int) -> int:
     return (256 << 20) + max(_PIXEL_BYTES * pixels, _BODY_BYTES * body_bytes)
 
 
-class Gone(Exception):
-    """The worker has ended, and with it the job."""
+def _gone(reason: str) -> ApiError:
+    return ApiError(503, f"the process that reads requests is gone: {reason}", "router_failed")
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +49,7 @@ class _Worker:
 
     @classmethod
     async def start(cls, module: str, memory: int) -> Self:
-        """Raises Gone."""
+        """Raises ApiError."""
         here, there = socket.socketpair()
         here.setblocking(False)
         environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ} | _ONE_THREAD
@@ -62,7 +62,7 @@ class _Worker:
             )  # fmt: skip
         except OSError as error:
             here.close()
-            raise Gone(f"it cannot be started: {error}") from error
+            raise _gone(f"it cannot be started: {error}") from error
         finally:
             there.close()
         worker = cls(process, here)
@@ -72,12 +72,12 @@ class _Worker:
         except BaseException as error:
             await worker.close()
             if isinstance(error, OSError | TimeoutError):
-                raise Gone("it does not start") from error
+                raise _gone("it does not start") from error
             raise
         return worker
 
     async def ask(self, message: bytes, blob: bytes, max_bytes: int) -> Any:  # noqa: ANN401  # as the job returned it
-        """Raises ApiError, or Gone."""
+        """Raises ApiError."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_WALL_SECONDS):
@@ -123,13 +123,13 @@ class _Worker:
                     raise ConnectionError("the worker has ended")
                 at += count
 
-    def _reason(self) -> ApiError | Gone:
+    def _reason(self) -> ApiError:
         number = -(self.process.returncode or 0)
         if number == signal.SIGPROF:
             return ApiError(400, f"it takes more than {_WORK_SECONDS:g} s of processor time to read", "too_costly")
         if number in _FAULTS:
             return ApiError(400, "it ended the process that reads it", "too_costly")
-        return Gone(f"it ended unexpectedly (exit {self.process.returncode})")
+        return _gone(f"it ended unexpectedly (exit {self.process.returncode})")
 
     @property
     def is_alive(self) -> bool:
@@ -163,7 +163,6 @@ class Workers:
         self._memory = memory
         self._turns = Turns(max(_FEWEST, min(_MOST, os.cpu_count() or 1)))
         self._idle: list[_Worker] = []
-        self._all: set[_Worker] = set()
         self._jobs: set[asyncio.Task[Any]] = set()
 
     async def run(
@@ -179,17 +178,14 @@ class Workers:
         task = asyncio.create_task(self._done(turn, message, blob, max_bytes))
         self._jobs.add(task)
         task.add_done_callback(self._seen)
-        try:
-            return await asyncio.shield(task)
-        except Gone as error:
-            raise ApiError(503, f"the process that reads requests is gone: {error}", "router_failed") from error
+        return await asyncio.shield(task)
 
     async def close(self) -> None:
         """End all processes, at once."""
         for task in self._jobs:
             task.cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)
-        await asyncio.gather(*(worker.close() for worker in self._all))
+        await asyncio.gather(*(worker.close() for worker in self._idle))
 
     async def _done(self, turn: Turn, message: bytes, blob: bytes, max_bytes: int) -> object:
         worker = None
@@ -200,7 +196,7 @@ class Workers:
             if worker and worker.is_alive:
                 self._idle.append(worker)
             elif worker:
-                self._all.discard(worker)
+                await worker.close()
             turn.end()
 
     async def _next(self) -> _Worker:
@@ -209,10 +205,7 @@ class Workers:
             if worker.is_alive:
                 return worker
             await worker.close()
-            self._all.discard(worker)
-        worker = await _Worker.start(self._module, self._memory)
-        self._all.add(worker)
-        return worker
+        return await _Worker.start(self._module, self._memory)
 
     def _seen(self, task: asyncio.Task[Any]) -> None:
         self._jobs.discard(task)

@@ -1,10 +1,10 @@
 """The engine's HTTP server. Requests and responses pass without cookies, redirects, decompression or buffering."""
 
+import asyncio
 import ssl
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import cast
 
 import httpx2
 
@@ -30,7 +30,8 @@ class Engine:
     def __init__(self, settings: RouterSettings) -> None:
         """Raises OSError or ValueError for a file without certificates."""
         self._base = httpx2.URL(settings.engine_url.rstrip("/"))
-        self._timeouts = _timeouts(settings.engine_connect_seconds, settings.engine_seconds)
+        connect, wait = settings.engine_connect_seconds, settings.engine_seconds
+        self._timeouts: dict[str, float | None] = {"connect": connect, "read": wait, "write": wait, "pool": None}
         self._transport = httpx2.AsyncHTTPTransport(
             verify=_trusting(settings.engine_ca),
             limits=httpx2.Limits(keepalive_expiry=_IDLE_SECONDS),
@@ -66,16 +67,12 @@ class Engine:
 
     async def probe(self) -> str:
         """`ok`, or why the engine is not ready."""
-        url = self._base.copy_with(raw_path=self._base.raw_path.rstrip(b"/") + b"/health")
-        timeouts = _timeouts(_PROBE_SECONDS, _PROBE_SECONDS)
         try:
-            response = await self._transport.handle_async_request(
-                httpx2.Request("GET", url, extensions={"timeout": timeouts})
-            )
-            await response.aclose()
-        except httpx2.TransportError as error:
-            return from_transport(error).message
-        return "ok" if response.status_code == 200 else f"the engine's /health returned {response.status_code}"
+            async with asyncio.timeout(_PROBE_SECONDS), self.send("GET", b"/health", [], b"") as response:
+                status = response.status_code
+        except (ApiError, TimeoutError) as error:
+            return str(error) or "the engine did not respond in time"
+        return "ok" if status == 200 else f"the engine's /health returned {status}"
 
     async def close(self) -> None:
         """Close all connections."""
@@ -119,11 +116,6 @@ def is_of_events(response: httpx2.Response) -> bool:
     return bool(response.headers.get("content-type", "").startswith("text/event-stream"))
 
 
-def chunks(response: httpx2.Response) -> AsyncIterator[bytes]:
-    """The body as it arrives."""
-    return aiter(cast("httpx2.AsyncByteStream", response.stream))
-
-
 def from_transport(error: httpx2.TransportError) -> ApiError:
     """The error for an engine that did not respond."""
     reason = str(error) or type(error).__name__
@@ -137,7 +129,3 @@ def from_transport(error: httpx2.TransportError) -> ApiError:
 def _named_by_connection(headers: Headers) -> set[bytes]:
     """Headers that `Connection` declares to be hop-by-hop."""
     return {option.strip().lower() for name, value in headers if name == b"connection" for option in value.split(b",")}
-
-
-def _timeouts(connect: float, read: float) -> dict[str, float | None]:
-    return {"connect": connect, "read": read, "write": read, "pool": None}

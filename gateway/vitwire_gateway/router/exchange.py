@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import httpx2
 from starlette.requests import ClientDisconnect, Request
@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from vitwire_gateway.errors import ApiError
 from vitwire_gateway.metrics import Metrics
 from vitwire_gateway.router.admission import Admission, Ticket
-from vitwire_gateway.router.engine import Headers, chunks, from_transport, is_of_events, returned
+from vitwire_gateway.router.engine import Headers, from_transport, is_of_events, returned
 from vitwire_gateway.settings import RouterSettings
 
 logger = logging.getLogger("vitwire.router")
@@ -89,7 +89,7 @@ class Exchange:
         self.stage = "response"
         await self._start(response.status_code, returned(response))
         try:
-            async for chunk in chunks(response):
+            async for chunk in cast("httpx2.AsyncByteStream", response.stream):
                 await self._write(chunk, more=True)
         except httpx2.TransportError as error:
             if "content-length" in response.headers or not is_of_events(response):

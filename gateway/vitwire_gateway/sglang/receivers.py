@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from vitwire_gateway.sglang.posted import Registration, refused
 
@@ -27,7 +28,7 @@ class _Registered:
 class Receivers:
     """Registrations by request. Each part takes one of every scheduler, whether they come before or after it.
 
-    Where there are too many, the oldest go that no part waits for, of the caller that has the most.
+    If there are too many, the oldest go that no part waits for, of the caller that has the most.
 
     Over gRPC the parts of a request share its id, and each scheduler registers once per part.
     """
@@ -35,7 +36,6 @@ class Receivers:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._requests: dict[str, _Registered] = {}
-        self._names: Counter[str] = Counter()
         self._held = 0
 
     def add(self, registration: Registration, name: str) -> None:
@@ -58,10 +58,9 @@ class Receivers:
         entry.waiting += 1
         try:
             async with asyncio.timeout(self._seconds):
-                while not (taken := _distinct(entry)):
+                while not (taken := self._distinct(entry)):
                     entry.changed.clear()
                     await entry.changed.wait()
-            self._held -= len(taken)
             return taken
         except TimeoutError as error:
             have = f"{len(set(entry.receivers))} of {entry.count or 'an unknown number of'}"
@@ -69,42 +68,32 @@ class Receivers:
             raise refused(message, 504) from error
         finally:
             entry.waiting -= 1
-            if not entry.waiting and not entry.receivers:
-                self._drop(req_id)
+            self._drop_if_empty(req_id, entry)
 
     def take_registered(self, req_id: str) -> list[str]:
         """As `take`, without waiting; empty if some have not registered."""
         entry = self._requests.get(req_id)
         if entry is None:
             return []
-        taken = _distinct(entry)
-        self._held -= len(taken)
-        if not entry.waiting and not entry.receivers:
-            self._drop(req_id)
+        taken = self._distinct(entry)
+        self._drop_if_empty(req_id, entry)
         return taken
 
     def _entry(self, req_id: str, name: str) -> _Registered:
         now = asyncio.get_running_loop().time()
         entry = self._requests.get(req_id)
         if entry is None:
-            self._forget(now)
+            expired = takewhile(lambda each: each[1].last < now - self._seconds, self._requests.items())
+            for forgotten in [each for each, other in expired if not other.waiting]:
+                self._drop(forgotten)
             if len(self._requests) >= _MAX_REQUESTS:
                 self._make_room()
             entry = self._requests[req_id] = _Registered(now, name)
-            self._names[name] += 1
         else:
             del self._requests[req_id]  # the least recently used stay in front
             self._requests[req_id] = entry
         entry.last = now
         return entry
-
-    def _forget(self, now: float) -> None:
-        """Drop registrations that no part took within the limit."""
-        for req_id, entry in list(self._requests.items()):
-            if entry.last >= now - self._seconds:
-                break
-            if not entry.waiting:
-                self._drop(req_id)
 
     def _make_room(self, keep: _Registered | None = None) -> None:
         """Drop the oldest registrations of the caller that has the most. Raises ApiError if parts wait for all."""
@@ -114,21 +103,22 @@ class Receivers:
                 found.setdefault(entry.name, req_id)
         if not found:
             raise refused("too many requests wait for their embeddings", 503)
-        self._drop(found[max(found, key=lambda name: self._names[name])])
+        counts = Counter(entry.name for entry in self._requests.values())
+        self._drop(found[max(found, key=counts.__getitem__)])
+
+    def _drop_if_empty(self, req_id: str, entry: _Registered) -> None:
+        if not entry.waiting and not entry.receivers:
+            self._drop(req_id)
 
     def _drop(self, req_id: str) -> None:
-        entry = self._requests.pop(req_id)
-        self._held -= len(entry.receivers)
-        self._names[entry.name] -= 1
-        if not self._names[entry.name]:
-            del self._names[entry.name]
+        self._held -= len(self._requests.pop(req_id).receivers)
 
-
-def _distinct(entry: _Registered) -> list[str]:
-    """One registration of each scheduler, taken out of the entry; empty if some are missing."""
-    taken = list(dict.fromkeys(entry.receivers))[: entry.count]
-    if not entry.count or len(taken) < entry.count:
-        return []
-    for receiver in taken:
-        entry.receivers.remove(receiver)
-    return taken
+    def _distinct(self, entry: _Registered) -> list[str]:
+        """One registration of each scheduler, taken out of the entry; empty if some are missing."""
+        taken = list(dict.fromkeys(entry.receivers))[: entry.count]
+        if not entry.count or len(taken) < entry.count:
+            return []
+        for receiver in taken:
+            entry.receivers.remove(receiver)
+        self._held -= len(taken)
+        return taken

@@ -147,7 +147,7 @@ async def test_a_worker_that_ends_is_replaced(workers: Workers) -> None:
     caller = Caller.of("a")
     body = b'{"messages":[]}'
     assert await workers.run(caller, chat_of, body, 1000, None, LIMITS) == [[], [], []]
-    (worker,) = workers._all
+    (worker,) = workers._idle
     os.kill(worker.process.pid, signal.SIGSTOP)
     job = asyncio.create_task(workers.run(caller, chat_of, body, 1000, None, LIMITS))
     await asyncio.sleep(0.01)
