@@ -15,8 +15,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from vitwire.integrations.transformers._layouts import LAYOUTS, tower_type
+from vitwire_gateway.gateway_settings import MIB, Flag, RouterSettings
 from vitwire_gateway.metrics import Metrics as RouterMetrics
-from vitwire_gateway.settings import MIB, Flag, RouterSettings
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.towers.family import Accepts, Family

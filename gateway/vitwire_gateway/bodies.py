@@ -5,8 +5,8 @@ from typing import Any
 
 from starlette.requests import Request
 
-from vitwire_gateway.errors import ApiError, invalid
-from vitwire_gateway.shares import Holding
+from vitwire_gateway.api_errors import ApiError, invalid
+from vitwire_gateway.fairness import Holding
 
 Json = dict[str, Any]
 

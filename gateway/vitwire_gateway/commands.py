@@ -11,7 +11,7 @@ import typer
 
 from vitwire.cli._connection import fail, reported, warn
 from vitwire.shared.extras import remedy
-from vitwire_gateway.settings import Flag, GatewaySettings, RouterSettings, SglangSettings
+from vitwire_gateway.gateway_settings import Flag, GatewaySettings, RouterSettings, SglangSettings
 
 S = TypeVar("S", bound=GatewaySettings)
 
@@ -72,7 +72,7 @@ def router(settings: RouterSettings) -> None:
     Every flag is also an environment variable: --engine-url is VITWIRE_ROUTER_ENGINE_URL.
     """
     with _installed("router"):
-        from vitwire_gateway.router.serving import serve  # noqa: PLC0415
+        from vitwire_gateway.router.router_process import serve  # noqa: PLC0415
     serve(settings)
 
 
@@ -80,5 +80,5 @@ def router(settings: RouterSettings) -> None:
 def sglang_encoder(settings: SglangSettings) -> None:
     """Serve SGLang's encoder protocol: a --language-only SGLang uses Vitwire as its --encoder-urls."""
     with _installed("sglang"):
-        from vitwire_gateway.sglang.serving import serve  # noqa: PLC0415
+        from vitwire_gateway.sglang.encoder_process import serve  # noqa: PLC0415
     serve(settings)

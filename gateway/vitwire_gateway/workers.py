@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
-from vitwire_gateway.errors import ApiError
-from vitwire_gateway.shares import Caller, Turn, Turns
+from vitwire_gateway.api_errors import ApiError
+from vitwire_gateway.fairness import Caller, Turn, Turns
 
 _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "HOME", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -56,7 +56,7 @@ class _Worker:
         arguments = map(str, (there.fileno(), os.getpid(), module, memory, _WORK_SECONDS))
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", "vitwire_gateway.worker", *arguments,
+                sys.executable, "-P", "-m", "vitwire_gateway.worker_process", *arguments,
                 stdin=DEVNULL, stdout=DEVNULL, env=environment, pass_fds=[there.fileno()],
                 process_group=0,  # Ctrl-C reaches only the parent, which drains first
             )  # fmt: skip

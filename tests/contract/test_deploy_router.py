@@ -22,7 +22,7 @@ from manifests import (
     variables,
 )
 from vitwire.cli._app import app
-from vitwire_gateway.settings import RouterSettings
+from vitwire_gateway.gateway_settings import RouterSettings
 
 PREFIX = "VITWIRE_ROUTER_"
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from vitwire.integrations.vllm.tensors import TorchFile, torch_base64
-from vitwire_gateway.errors import ApiError
+from vitwire_gateway.api_errors import ApiError
+from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.openai.chat import Filled, filled
-from vitwire_gateway.router.engine import Engine
-from vitwire_gateway.settings import RouterSettings
+from vitwire_gateway.router.llm_engine import Engine
 
 Answering = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 ROWS = np.random.default_rng(0).integers(0, 1 << 16, (1024, 4096), dtype="<u2")

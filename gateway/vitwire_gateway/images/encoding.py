@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
 
 from vitwire import AsyncClient, DType, Embedding, InvalidItem, Item, Model, NotCached, VitwireError
-from vitwire_gateway.errors import ApiError
+from vitwire_gateway.api_errors import ApiError
+from vitwire_gateway.fairness import Caller, Turns
 from vitwire_gateway.images.image_files import Header, ImageFile, header_of
-from vitwire_gateway.shares import Caller, Turns
 from vitwire_gateway.workers import Workers
 
 T = TypeVar("T")

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 import httpcore2
 import httpx2
 
-from vitwire_gateway.errors import ApiError, invalid
-from vitwire_gateway.images.addresses import AllowedHost, Network, is_permitted, parse_networks
-from vitwire_gateway.settings import GatewaySettings
+from vitwire_gateway.api_errors import ApiError, invalid
+from vitwire_gateway.gateway_settings import GatewaySettings
+from vitwire_gateway.images.image_hosts import AllowedHost, Network, is_permitted, parse_networks
 
 Hold = Callable[[int], None]
 """Takes memory for bytes; raises ApiError if there is none left."""

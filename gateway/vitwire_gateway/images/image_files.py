@@ -9,7 +9,7 @@ from typing import NamedTuple
 from PIL import Image, UnidentifiedImageError
 
 from vitwire.wire import Buffer
-from vitwire_gateway.errors import ApiError
+from vitwire_gateway.api_errors import ApiError
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 """The only ones that are tried on what callers send."""

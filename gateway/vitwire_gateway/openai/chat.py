@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 from uuid import uuid4
 
 from vitwire.wire import Buffer
+from vitwire_gateway.api_errors import invalid
 from vitwire_gateway.bodies import Json
-from vitwire_gateway.errors import invalid
 
 Hole = Literal["part", "image"]
 """The engine gets another part in the place of an image, or the part with another URL."""

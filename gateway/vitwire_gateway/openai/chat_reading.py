@@ -13,11 +13,11 @@ from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from vitwire.wire import Buffer
+from vitwire_gateway.api_errors import ApiError, invalid
 from vitwire_gateway.bodies import parse
-from vitwire_gateway.errors import ApiError, invalid
+from vitwire_gateway.fairness import Caller
 from vitwire_gateway.images.fetching import too_large
 from vitwire_gateway.openai.chat import Hole, cut, images_of
-from vitwire_gateway.shares import Caller
 from vitwire_gateway.workers import Workers
 
 Kind = Literal["data", "upload", "url"]

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from anyio.to_thread import run_sync
 
+from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import read_body
-from vitwire_gateway.errors import ApiError
+from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.metrics import FALLBACKS, Metrics
 from vitwire_gateway.openai.chat import Filled, filled
 from vitwire_gateway.openai.chat_reading import ChatLimits, ChatRequest, read_chat
-from vitwire_gateway.openai.parts import Images, Part, size_of
-from vitwire_gateway.router.admission import Ticket
-from vitwire_gateway.router.engine import Engine, forwarded, is_of_events
-from vitwire_gateway.router.exchange import Exchange
-from vitwire_gateway.settings import RouterSettings
+from vitwire_gateway.openai.content_parts import Images, Part, size_of
+from vitwire_gateway.router.endpoint import Exchange
+from vitwire_gateway.router.entrance import Ticket
+from vitwire_gateway.router.llm_engine import Engine, forwarded, is_of_events
 
 logger = logging.getLogger("vitwire.router")
 

@@ -9,14 +9,14 @@ from contextlib import AsyncExitStack
 import numpy as np
 
 from vitwire import VitwireError
-from vitwire_gateway.errors import ApiError, from_encoder
+from vitwire_gateway.api_errors import ApiError, from_encoder
+from vitwire_gateway.fairness import Budget, Caller, Holding, Turns
+from vitwire_gateway.gateway_settings import SglangSettings
 from vitwire_gateway.images.encoding import Encoded, Encoder
-from vitwire_gateway.settings import SglangSettings
 from vitwire_gateway.sglang.media import Media
 from vitwire_gateway.sglang.posted import Part, Posted, refused
 from vitwire_gateway.sglang.pushing import Frame, Pusher, embedding_header, error_header
 from vitwire_gateway.sglang.receivers import Receivers
-from vitwire_gateway.shares import Budget, Caller, Holding, Turns
 
 logger = logging.getLogger("vitwire.sglang")
 

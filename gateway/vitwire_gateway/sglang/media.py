@@ -7,10 +7,10 @@ from urllib.parse import unquote, urlparse
 
 from anyio.to_thread import run_sync
 
-from vitwire_gateway.errors import ApiError
+from vitwire_gateway.api_errors import ApiError
+from vitwire_gateway.gateway_settings import SglangSettings
 from vitwire_gateway.images.fetching import Fetcher
 from vitwire_gateway.images.image_files import ImageFile, opened_regular
-from vitwire_gateway.settings import SglangSettings
 from vitwire_gateway.sglang.posted import refused
 
 _PIECE = 1 << 20

@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple, TypeGuard, TypeVar
 from google.protobuf.message import DecodeError, Message
 from smg_grpc_proto import sglang_encoder_pb2 as pb
 
+from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import Json, parse
-from vitwire_gateway.errors import ApiError
-from vitwire_gateway.shares import Caller
+from vitwire_gateway.fairness import Caller
 from vitwire_gateway.workers import Workers
 
 M = TypeVar("M", bound=Message)

@@ -17,9 +17,9 @@ import numpy.typing as npt
 import zmq
 import zmq.asyncio
 
-from vitwire_gateway.images.addresses import Network
+from vitwire_gateway.fairness import Caller, Turns
+from vitwire_gateway.images.image_hosts import Network
 from vitwire_gateway.sglang.posted import Part, refused
-from vitwire_gateway.shares import Caller, Turns
 
 Frame = bytes | npt.NDArray[np.uint8]
 

@@ -18,12 +18,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import read_body
-from vitwire_gateway.errors import ApiError
-from vitwire_gateway.settings import SglangSettings
+from vitwire_gateway.fairness import Budget, Caller, host_name
+from vitwire_gateway.gateway_settings import SglangSettings
 from vitwire_gateway.sglang.adapter import Adapter
 from vitwire_gateway.sglang.posted import Kind, read
-from vitwire_gateway.shares import Budget, Caller, host_name
 from vitwire_gateway.workers import Workers
 
 Context = grpc.aio.ServicerContext[Any, Any]

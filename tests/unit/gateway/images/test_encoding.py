@@ -12,7 +12,7 @@ from PIL import Image
 
 from fake_service import Fake, Running, model_message, serving
 from vitwire import AsyncClient, InvalidItem, Model
-from vitwire_gateway.errors import ApiError
+from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.images.encoding import Encoder, content_id_of
 from vitwire_gateway.images.image_files import ImageFile
 from vitwire_gateway.workers import Workers, memory_for

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import trustme
 
-from vitwire_gateway.errors import ApiError, overloaded
+from vitwire_gateway.api_errors import ApiError, overloaded
+from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.images.fetching import Fetcher
-from vitwire_gateway.settings import RouterSettings
 
 LIMIT = 100_000
 IMAGE = bytes(range(256)) * 16

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitwire.integrations.vllm.tensors import TorchFile, torch_base64
+from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import parse
-from vitwire_gateway.errors import ApiError
 from vitwire_gateway.openai.chat import Hole, cut, filled, images_of
 from vitwire_gateway.openai.chat_reading import decode_data_uri, parse_form, upload
 

@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from vitwire.cli._app import app
-from vitwire_gateway.errors import ApiError
-from vitwire_gateway.router.admission import ApiKeys
-from vitwire_gateway.router.engine import forwarded
-from vitwire_gateway.settings import RouterSettings
+from vitwire_gateway.api_errors import ApiError
+from vitwire_gateway.gateway_settings import RouterSettings
+from vitwire_gateway.router.entrance import ApiKeys
+from vitwire_gateway.router.llm_engine import forwarded
 
 
 def test_keys_are_read_again(tmp_path: Path) -> None:

@@ -19,11 +19,12 @@ from smg_grpc_proto import sglang_encoder_pb2 as pb
 from fake_service import Fake, serving
 from vitwire import AsyncClient, Embedding, Report
 from vitwire.integrations.sglang import expanded, precomputed
-from vitwire_gateway.errors import ApiError
+from vitwire_gateway.api_errors import ApiError
+from vitwire_gateway.fairness import Caller
+from vitwire_gateway.gateway_settings import SglangSettings
 from vitwire_gateway.images.encoding import Encoder
 from vitwire_gateway.images.fetching import Fetcher
 from vitwire_gateway.images.image_files import ImageFile
-from vitwire_gateway.settings import SglangSettings
 from vitwire_gateway.sglang.adapter import Adapter
 from vitwire_gateway.sglang.media import Media
 from vitwire_gateway.sglang.posted import (
@@ -36,7 +37,6 @@ from vitwire_gateway.sglang.posted import (
 )
 from vitwire_gateway.sglang.pushing import Pusher, embedding_header, error_header
 from vitwire_gateway.sglang.receivers import Receivers
-from vitwire_gateway.shares import Caller
 from vitwire_gateway.workers import Workers
 
 PART = Part("r_local_part_1", 3, 1, ("aGk=",), ())

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
-from vitwire_gateway.errors import ApiError, overloaded
+from vitwire_gateway.api_errors import ApiError, overloaded
+from vitwire_gateway.fairness import Budget, Caller, Holding, host_name
+from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.images.image_files import opened_regular
 from vitwire_gateway.metrics import Metrics
-from vitwire_gateway.settings import RouterSettings
-from vitwire_gateway.shares import Budget, Caller, Holding, host_name
 
 _MAX_KEY_BYTES = 16 << 20
 

@@ -4,7 +4,7 @@ import ipaddress
 
 import pytest
 
-from vitwire_gateway.images.addresses import AllowedHost, is_permitted, parse_networks
+from vitwire_gateway.images.image_hosts import AllowedHost, is_permitted, parse_networks
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import pytest
 
 from vitwire import EncodeFailed, InvalidItem, NotCached, Overloaded, Unauthenticated, Unavailable, VitwireError
 from vitwire.errors import DeadlineExceeded
-from vitwire_gateway.connections import Parser
-from vitwire_gateway.errors import from_encoder
+from vitwire_gateway.api_errors import from_encoder
+from vitwire_gateway.listening import Parser
 
 
 @pytest.mark.parametrize(

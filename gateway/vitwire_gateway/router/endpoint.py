@@ -13,11 +13,11 @@ import httpx2
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from vitwire_gateway.errors import ApiError
+from vitwire_gateway.api_errors import ApiError
+from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.metrics import Metrics
-from vitwire_gateway.router.admission import Admission, Ticket
-from vitwire_gateway.router.engine import Headers, from_transport, is_of_events, returned
-from vitwire_gateway.settings import RouterSettings
+from vitwire_gateway.router.entrance import Admission, Ticket
+from vitwire_gateway.router.llm_engine import Headers, from_transport, is_of_events, returned
 
 logger = logging.getLogger("vitwire.router")
 

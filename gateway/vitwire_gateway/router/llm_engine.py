@@ -8,9 +8,9 @@ from pathlib import Path
 
 import httpx2
 
-from vitwire_gateway.errors import ApiError
+from vitwire_gateway.api_errors import ApiError
+from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.openai.chat import Filled
-from vitwire_gateway.settings import RouterSettings
 
 Headers = list[tuple[bytes, bytes]]
 

@@ -9,9 +9,9 @@ from contextlib import AsyncExitStack, suppress
 
 import pytest
 
-from vitwire_gateway.errors import ApiError
+from vitwire_gateway.api_errors import ApiError
+from vitwire_gateway.fairness import Budget, Caller, Full, Holding, Turns, host_name
 from vitwire_gateway.openai.chat_reading import ChatLimits, chat_of
-from vitwire_gateway.shares import Budget, Caller, Full, Holding, Turns, host_name
 from vitwire_gateway.workers import Workers
 
 LIMITS = ChatLimits(4, 1 << 20, "part")

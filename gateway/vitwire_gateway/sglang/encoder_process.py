@@ -12,16 +12,16 @@ import uvicorn
 
 from vitwire import AsyncClient, VitwireError
 from vitwire.cli._connection import warn
-from vitwire_gateway.connections import configured, listening
+from vitwire_gateway.fairness import Budget
+from vitwire_gateway.gateway_settings import SglangSettings
 from vitwire_gateway.images.encoding import Encoder
 from vitwire_gateway.images.fetching import Fetcher
-from vitwire_gateway.settings import SglangSettings
+from vitwire_gateway.listening import configured, listening
 from vitwire_gateway.sglang.adapter import MAX_ENCODING, Adapter
 from vitwire_gateway.sglang.media import Media
 from vitwire_gateway.sglang.posted import refused
 from vitwire_gateway.sglang.pushing import Pusher
 from vitwire_gateway.sglang.services import grpc_server, http_app
-from vitwire_gateway.shares import Budget
 from vitwire_gateway.workers import Workers, memory_for
 
 logger = logging.getLogger("vitwire.sglang")

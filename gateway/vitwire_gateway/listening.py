@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from vitwire_gateway.errors import ApiError
+from vitwire_gateway.api_errors import ApiError
 
 _MALFORMED = ApiError(400, "the request is not valid HTTP/1.1", "invalid_http", headers={"connection": "close"})
 

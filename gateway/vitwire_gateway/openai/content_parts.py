@@ -10,15 +10,15 @@ from typing import Any, NamedTuple, TypeVar
 from anyio.to_thread import run_sync
 
 from vitwire import VitwireError
-from vitwire_gateway.errors import ApiError, from_encoder
+from vitwire_gateway.api_errors import ApiError, from_encoder
+from vitwire_gateway.fairness import Caller
+from vitwire_gateway.gateway_settings import Mode, RouterSettings
 from vitwire_gateway.images.encoding import Encoder
 from vitwire_gateway.images.fetching import Fetcher, Hold
 from vitwire_gateway.images.image_files import ImageFile
 from vitwire_gateway.metrics import Metrics
 from vitwire_gateway.openai.chat import Hole
 from vitwire_gateway.openai.chat_reading import ChatRequest, Source
-from vitwire_gateway.settings import Mode, RouterSettings
-from vitwire_gateway.shares import Caller
 
 K = TypeVar("K")
 T = TypeVar("T")

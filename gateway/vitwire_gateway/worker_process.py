@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
-from vitwire_gateway.errors import ApiError
+from vitwire_gateway.api_errors import ApiError
 
 _PR_SET_PDEATHSIG = 1
 _MAX_MESSAGE = 500

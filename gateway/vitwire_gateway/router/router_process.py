@@ -20,16 +20,16 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from vitwire import AsyncClient
-from vitwire_gateway.connections import configured, listening
+from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.images.encoding import Encoder, Recent
 from vitwire_gateway.images.fetching import Fetcher
+from vitwire_gateway.listening import configured, listening
 from vitwire_gateway.metrics import Metrics
-from vitwire_gateway.openai.parts import Images, dialect_of, mode_of
-from vitwire_gateway.router.admission import Admission, read_keys
-from vitwire_gateway.router.engine import Engine
-from vitwire_gateway.router.exchange import Endpoint
+from vitwire_gateway.openai.content_parts import Images, dialect_of, mode_of
+from vitwire_gateway.router.endpoint import Endpoint
+from vitwire_gateway.router.entrance import Admission, read_keys
+from vitwire_gateway.router.llm_engine import Engine
 from vitwire_gateway.router.routing import Router
-from vitwire_gateway.settings import RouterSettings
 from vitwire_gateway.workers import Workers, memory_for
 
 logger = logging.getLogger("vitwire.router")
