@@ -3,7 +3,7 @@
 #   docker build -t vitwire:0.1.0 .                                # VARIANT=cuda: torch from PyPI brings the CUDA libraries
 #   docker build -t vitwire:0.1.0-cpu --build-arg VARIANT=cpu \
 #       --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .
-#   docker build -t vitwire:0.1.0 --build-arg EXTRAS=router,videos .     # also: jpeg, nixl, sglang, flash (CUDA 13)
+#   docker build -t vitwire:0.1.0 --build-arg EXTRAS=router,videos .     # also: jpeg, nixl, gateway (router and sglang), flash (CUDA 13)
 #   docker build -t vitwire:0.1.0 --build-arg \
 #       BASE_IMAGE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b .
 #   docker run --read-only --tmpfs /tmp:exec -v "$PWD/model:/models:ro" -e VITWIRE_MODEL=/models -p 50051:50051 vitwire:0.1.0

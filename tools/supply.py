@@ -16,7 +16,7 @@ from packaging.licenses import InvalidLicenseExpression, canonicalize_license_ex
 from tools.locked import LOCK, select
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = "server,cli,jpeg,videos,router,nixl,sglang"
+EXTRAS = "server,cli,jpeg,videos,gateway,nixl"
 FOUND, UNREACHABLE = 1, 3
 _COPYLEFT = re.compile(r"(?<!L)GPL|(?<!Lesser )General Public License", re.IGNORECASE)
 

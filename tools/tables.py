@@ -15,8 +15,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from vitwire.integrations.transformers._layouts import LAYOUTS, tower_type
-from vitwire_gateway.openai.metrics import Metrics as RouterMetrics
-from vitwire_gateway.openai.settings import MIB, Flag, Settings
+from vitwire_gateway.gateway_settings import MIB, Flag, RouterSettings
+from vitwire_gateway.metrics import Metrics as RouterMetrics
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.towers.family import Accepts, Family
@@ -106,8 +106,10 @@ def _default(name: str, value: object) -> str:
 
 def router_flags_table() -> Iterator[str]:
     """One line for each setting of `vitwire router`."""
-    hints = get_type_hints(Settings, include_extras=True)
-    rows = [_router_flag(field.name, field.default, hints[field.name].__metadata__[0]) for field in fields(Settings)]
+    hints = get_type_hints(RouterSettings, include_extras=True)
+    rows = [
+        _router_flag(field.name, field.default, hints[field.name].__metadata__[0]) for field in fields(RouterSettings)
+    ]
     return _table(("flag", "default", "meaning"), rows)
 
 

@@ -24,7 +24,7 @@ from manifests import (
     variables,
 )
 from vitwire.cli._app import app
-from vitwire_gateway.openai.settings import Settings
+from vitwire_gateway.gateway_settings import RouterSettings
 
 PREFIX = "VITWIRE_ROUTER_"
 
@@ -42,8 +42,8 @@ def download() -> list[Document]:
 def test_settings_of_the_router(router: list[Document]) -> None:
     values = {name.removeprefix(PREFIX).lower(): value for name, value in variables(router).items()}
     assert all(name.startswith(PREFIX) for name in variables(router))
-    kinds = {name: type(getattr(Settings(), name)) for name in values}
-    settings = Settings(**{name: kinds[name](value) for name, value in values.items()})
+    kinds = {name: type(getattr(RouterSettings(), name)) for name in values}
+    settings = RouterSettings(**{name: kinds[name](value) for name, value in values.items()})
     encoder = only(documents_of("base"), "Service")
     assert settings.target == f"dns:///{encoder['metadata']['name']}:{encoder['spec']['ports'][0]['port']}"
     limit = quantity(server(router)["resources"]["limits"]["memory"])

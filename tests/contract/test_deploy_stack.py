@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from vitwire_gateway.openai.settings import Settings
 
 from manifests import ROUTER, STACK, UID, Document, documents_of, found_under, quantity
-from vitwire_gateway.openai.settings import Settings
 
 
 @pytest.fixture(scope="module")

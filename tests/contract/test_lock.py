@@ -38,7 +38,7 @@ def test_every_package_is_pinned_and_hashed() -> None:
 
 def test_versions_are_those_of_the_tests() -> None:
     pins: dict[str, str] = {canonicalize_name(name): version for name, version in PINS.items()}
-    everything = selected("build,client,cli,server,videos,router,nixl,sglang", "cpu")
+    everything = selected("build,client,cli,server,videos,gateway,nixl", "cpu")
     differ = {name: version for name, version in everything.items() if pins.get(name, version) != version.split("+")[0]}
     assert differ == {}, "run `make lock`"
 
@@ -46,7 +46,16 @@ def test_versions_are_those_of_the_tests() -> None:
 @pytest.mark.parametrize("variant", ["cpu", "cuda"])
 def test_every_extra_that_the_image_offers_is_locked(variant: str) -> None:
     """What pyproject.toml asks for is in the selection, at a version that it allows."""
-    for extra in ("cli", "server", "videos", "router", "nixl", "sglang", *(["flash"] if variant == "cuda" else [])):
+    for extra in (
+        "cli",
+        "server",
+        "videos",
+        "router",
+        "nixl",
+        "sglang",
+        "gateway",
+        *(["flash"] if variant == "cuda" else []),
+    ):
         versions = selected(extra, variant)
         wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"][extra]]
         for requirement in map(Requirement, wanted):
@@ -66,4 +75,8 @@ def test_the_cpu_variant_has_nothing_of_cuda() -> None:
 def test_an_unknown_extra_is_named() -> None:
     done = locked("server,vidoes")
     assert done.returncode == 2
-    assert "requirements.lock has no extra vidoes; it has build, cli, client, flash, jpeg, nixl" in done.stderr
+    assert "requirements.lock has no extra vidoes; it has build, cli, client, flash, gateway, jpeg, nixl" in done.stderr
+
+
+def test_the_gateway_is_router_and_sglang() -> None:
+    assert selected("gateway") == selected("router,sglang")

@@ -23,7 +23,7 @@ from plain_reference import PlainReference
 from reference import TOLERANCE, error
 from servers import ServerProcess, serving
 from vitwire import Client, InvalidItem, Item, NotCached
-from vitwire_gateway.openai.encoding import content_id_of
+from vitwire_gateway.images.encoding import content_id_of
 from vitwire_server.core.pooling import Pooling
 
 PHOTOGRAPH = Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"

@@ -6,7 +6,7 @@ import socket
 import uvicorn
 from starlette.responses import PlainTextResponse
 
-from vitwire_gateway.openai.connections import limited_to
+from vitwire_gateway.listening import limited_to
 
 SECONDS = 30
 

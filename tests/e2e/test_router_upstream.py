@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from vitwire.integrations.vllm.tensors import TorchFile, torch_base64
-from vitwire_gateway.openai.errors import ApiError
-from vitwire_gateway.openai.rewriting import Filled, filled
-from vitwire_gateway.openai.settings import Settings
-from vitwire_gateway.openai.upstream import Engine, trusting
+from vitwire_gateway.api_errors import ApiError
+from vitwire_gateway.gateway_settings import RouterSettings
+from vitwire_gateway.openai.chat import Filled, filled
+from vitwire_gateway.router.llm_engine import Engine
 
 Answering = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 ROWS = np.random.default_rng(0).integers(0, 1 << 16, (1024, 4096), dtype="<u2")
@@ -37,7 +37,7 @@ async def status_of(answering: Answering, body: Filled) -> int:
 
     server = await asyncio.start_server(connected, "127.0.0.1")
     port = server.sockets[0].getsockname()[1]
-    engine = Engine(Settings(engine_url=f"http://127.0.0.1:{port}"), trusting(None))
+    engine = Engine(RouterSettings(engine_url=f"http://127.0.0.1:{port}"))
     try:
         async with engine.send("POST", b"/v1/chat/completions", [], body) as response:
             return response.status_code

@@ -16,8 +16,7 @@ from vitwire.cli._connection import INTERRUPTED, warn
 from vitwire.cli._encode import encode
 from vitwire.cli._info import health, info
 from vitwire.shared import allocator
-from vitwire_gateway.openai.command import router
-from vitwire_gateway.sglang.command import sglang_encoder
+from vitwire_gateway.commands import router, sglang_encoder
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(encode)

@@ -1,8 +1,5 @@
-"""`vitwire router`: an OpenAI-compatible proxy that encodes images with Vitwire in front of an LLM engine.
+"""OpenAI's API. `chat` is pure: the images of a request, and the request with other parts in their place.
 
-`settings` are the flags, `serve` runs the process, `connections` are those of callers, `app` makes what requests share,
-`endpoint` is the boundary of each request and `routing` what happens within. `rewriting` is pure: the images of an
-OpenAI request, and the request with other parts in their place. `uploads` and `fetching` get an image's bytes,
-`encoding` its embedding, `dialects` the engine's content part; `images` does all three for a request. `upstream` sends
-requests to the engine.
+`chat_reading` reads requests, also forms, within limits; `content_parts` makes the engine's parts of their images.
+Another form of requests needs a function such as `images_of`: `cut` and `filled` take any path to an image.
 """

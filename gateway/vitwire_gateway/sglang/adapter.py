@@ -3,108 +3,102 @@
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from http import HTTPStatus
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 
 import numpy as np
 
-from vitwire import (
-    AsyncClient,
-    DeadlineExceeded,
-    DType,
-    InvalidItem,
-    Overloaded,
-    Unavailable,
-    VitwireError,
-)
-from vitwire_gateway.openai.encoding import Encoded, Encoder
-from vitwire_gateway.openai.errors import ApiError
-from vitwire_gateway.openai.shares import Budget, Caller, Full, Holding, Turns
-from vitwire_gateway.sglang.headers import embedding_header, error_header
+from vitwire import VitwireError
+from vitwire_gateway.api_errors import ApiError, from_encoder
+from vitwire_gateway.fairness import Budget, Caller, Holding, Turns
+from vitwire_gateway.gateway_settings import SglangSettings
+from vitwire_gateway.images.encoding import Encoded, Encoder
 from vitwire_gateway.sglang.media import Media
-from vitwire_gateway.sglang.parts import Part, Refused, Registration
-from vitwire_gateway.sglang.pushing import Frame, Pusher
+from vitwire_gateway.sglang.posted import Part, Posted, refused
+from vitwire_gateway.sglang.pushing import Frame, Pusher, embedding_header, error_header
 from vitwire_gateway.sglang.receivers import Receivers
 
 logger = logging.getLogger("vitwire.sglang")
 
-_STATUSES: dict[type[VitwireError], HTTPStatus] = {
-    InvalidItem: HTTPStatus.BAD_REQUEST,
-    Overloaded: HTTPStatus.SERVICE_UNAVAILABLE,
-    Unavailable: HTTPStatus.SERVICE_UNAVAILABLE,
-    DeadlineExceeded: HTTPStatus.GATEWAY_TIMEOUT,
-}
-_CROWDED = "too many embeddings wait for their receivers"
+MAX_ENCODING = 32
+"""Images that are read and encoded at a time; more wait."""
+_EMBEDDING_BYTES = 2 << 30
+"""Of embeddings that their receivers have not taken."""
+_MOONCAKE = (
+    "this encoder sends embeddings over ZMQ only: start SGLang with --encoder-transfer-backend zmq_to_scheduler "
+    "or zmq_to_tokenizer"
+)
 _GRACE_SECONDS = 5.0
-"""How long embeddings may wait for their receivers before others may take their place."""
+"""Embeddings may wait this long for their receivers before others may take their place."""
 _HEALTH_SECONDS = 1.5
 """SGLang waits 2 s for a health check."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What requests in flight may hold; what exceeds it is refused. One caller gets three quarters of each."""
-
-    requests: int = 256
-    """That are encoded at a time, and as many whose embeddings wait for their receivers."""
-    embedding_bytes: int = 2 << 30
-    """Of embeddings that their receivers have not taken."""
-    encoding: int = 32
-    """Images that are read and encoded at a time; more wait."""
+def _crowded() -> ApiError:
+    return refused("too many embeddings wait for their receivers", 503)
 
 
 class Adapter:
-    """Serves parts of SGLang's requests. One event loop uses it."""
+    """Serves parts of SGLang's requests. One event loop uses it.
+
+    What requests in flight may hold is limited, and what exceeds it is refused; one caller gets three quarters of each.
+    """
 
     def __init__(
         self,
-        client: AsyncClient,
+        settings: SglangSettings,
         encoder: Encoder,
         media: Media,
-        receivers: Receivers,
         pusher: Pusher,
-        *,
-        limits: Limits,
-        output_type: DType | None = None,
+        embedding_bytes: int = _EMBEDDING_BYTES,
     ) -> None:
-        self._client = client
+        self._settings = settings
         self._encoder = encoder
         self._media = media
-        self._receivers = receivers
+        self._receivers = Receivers(settings.send_seconds)
         self._pusher = pusher
-        self._computing = Budget(limits.requests)
-        self._delivering = Budget(limits.requests)
-        self._bytes = Budget(limits.embedding_bytes)
-        self._encoding = Turns(limits.encoding)
-        self._output_type = output_type
+        self._computing = Budget(settings.max_requests, lambda: refused("too many requests are in flight", 503))
+        self._delivering = Budget(settings.max_requests, _crowded)
+        self._bytes = Budget(embedding_bytes, _crowded)
+        self._encoding = Turns(MAX_ENCODING)
         self._reports: set[asyncio.Task[None]] = set()
 
-    async def encode(self, part: Part, caller: Caller, body: Holding | None = None) -> None:
-        """Encode the part's images and send them to its receivers. Raises Refused; the receivers get that too.
+    async def serve(self, posted: Posted, caller: Caller, body: Holding | None = None) -> None:
+        """Do what a request asks for. Raises ApiError.
 
         body: what the request holds of bodies.
         """
+        if posted.refusal:
+            raise posted.refusal
+        if isinstance(posted.asked, Part):
+            await self.encode(posted.asked, caller, body)
+        elif posted.asked:
+            self._pusher.check(posted.asked.receiver)
+            self._receivers.add(posted.asked, caller.name)
+        else:
+            raise refused(_MOONCAKE, 501)
+
+    async def encode(self, part: Part, caller: Caller, body: Holding | None = None) -> None:
+        """Encode the part's images and send them to its receivers. Raises ApiError; the receivers get that too."""
         async with self._bytes.holding(caller.name) as held:
             try:
                 for receiver in part.receivers:
                     self._pusher.check(receiver)
-                async with _taken(self._computing, caller, "too many requests are in flight"):
+                async with self._computing.holding(caller.name, 1):
                     frames = await self._frames(part, caller, held)
-            except Refused as error:
+            except ApiError as error:
                 self._report(part, caller, error)
                 raise
             except Exception as error:
                 logger.exception("request %s, part %d failed", part.req_id, part.part_idx)
-                failure = Refused("the encoder failed; its log has the reason", HTTPStatus.INTERNAL_SERVER_ERROR)
+                failure = refused("the encoder failed; its log has the reason", 500)
                 self._report(part, caller, failure)
                 raise failure from error
-            async with _taken(self._delivering, caller, _CROWDED) as place:
+            async with self._delivering.holding(caller.name, 1) as place:
                 await self._deliver(part, caller, frames, [place, held, *([body] if body else [])])
 
     async def _deliver(self, part: Part, caller: Caller, frames: Sequence[Frame], holdings: Sequence[Holding]) -> None:
-        """Send the embeddings once their receivers are known. Raises Refused.
+        """Send the embeddings once their receivers are known. Raises ApiError.
 
         After a grace, others may have what the request holds; then it fails.
         """
@@ -115,19 +109,11 @@ class Adapter:
                 receivers = part.receivers or await self._receivers.take(part.req_id, caller.name)
                 await self._pusher.push_all(receivers, frames, caller)
         except TimeoutError:
-            raise Refused(_CROWDED, HTTPStatus.SERVICE_UNAVAILABLE) from None
-
-    def register(self, registration: Registration, caller: Caller) -> None:
-        """Note where a scheduler wants the embeddings of a request. Raises Refused."""
-        self._pusher.check(registration.receiver)
-        self._receivers.add(registration, caller.name)
+            raise _crowded() from None
 
     async def is_healthy(self) -> bool:
-        """Whether Vitwire is ready."""
-        try:
-            return await self._client.health("", _HEALTH_SECONDS) == "SERVING"
-        except VitwireError:
-            return False
+        """True if Vitwire is ready."""
+        return await self._encoder.probe(_HEALTH_SECONDS) == "SERVING"
 
     async def close(self) -> None:
         """Drop reports of errors that are on their way."""
@@ -136,10 +122,10 @@ class Adapter:
         await asyncio.gather(*self._reports, return_exceptions=True)
 
     async def _frames(self, part: Part, caller: Caller, held: Holding) -> list[Frame]:
-        """The message with the embeddings of the part. Raises Refused, naming the first image that has none."""
-        limit = self._media.max_images
+        """The message with the embeddings of the part. Raises ApiError, naming the first image that has none."""
+        limit = self._settings.max_images
         if len(part.sources) > limit:
-            raise Refused(f"mm_items: {len(part.sources)} images exceed the limit of {limit}")
+            raise refused(f"mm_items: {len(part.sources)} images exceed the limit of {limit}")
         work = [self._encoded(source, index, caller, held) for index, source in enumerate(part.sources)]
         results = await asyncio.gather(*work, return_exceptions=True)
         if error := next((each for each in results if isinstance(each, BaseException)), None):
@@ -150,19 +136,16 @@ class Adapter:
         async with self._encoding.turn(caller):
             try:
                 image = await self._media.image(source)
-                encoded = await self._encoder.serving(caller).encode(image, output_type=self._output_type)
+                encoder = self._encoder.serving(caller)
+                encoded = await encoder.encode(image, output_type=self._settings.output_type)
                 held.take(encoded.embedding._host().nbytes)  # noqa: SLF001  # as received
-            except Refused as error:
-                raise Refused(f"mm_items[{index}]: {error}", error.status) from error
-            except ApiError as error:
-                raise Refused(f"mm_items[{index}]: {error}", HTTPStatus(error.status)) from error
-            except VitwireError as error:
-                raise _refusal(error, index) from error
-            except Full:
-                raise Refused(_CROWDED, HTTPStatus.SERVICE_UNAVAILABLE) from None
-            return encoded
+                return encoded
+            except (ApiError, VitwireError) as error:
+                failure = from_encoder(error, None) if isinstance(error, VitwireError) else error
+                status = 503 if failure.status == 429 else failure.status
+                raise refused(f"mm_items[{index}]: {failure}", status) from error
 
-    def _report(self, part: Part, caller: Caller, error: Refused) -> None:
+    def _report(self, part: Part, caller: Caller, error: ApiError) -> None:
         """Send the error to the receivers that are known, in the background; the response has it too."""
         logger.warning("request %s, part %d: %s", part.req_id, part.part_idx, error)
         if receivers := part.receivers or self._receivers.take_registered(part.req_id):
@@ -170,45 +153,24 @@ class Adapter:
             self._reports.add(task)
             task.add_done_callback(self._reports.discard)
 
-    async def _reported(self, part: Part, receivers: Sequence[str], caller: Caller, error: Refused) -> None:
+    async def _reported(self, part: Part, receivers: Sequence[str], caller: Caller, error: ApiError) -> None:
         try:
             await self._pusher.push_all(receivers, [error_header(part, str(error), error.status)], caller)
-        except Refused as failure:
+        except ApiError as failure:
             logger.debug("request %s, part %d: the error was not sent: %s", part.req_id, part.part_idx, failure)
 
 
-@asynccontextmanager
-async def _taken(budget: Budget, caller: Caller, refusal: str) -> AsyncGenerator[Holding, None]:
-    """A place in a budget of places. Raises Refused."""
-    async with budget.holding(caller.name) as place:
-        try:
-            place.take(1)
-        except Full:
-            raise Refused(refusal, HTTPStatus.SERVICE_UNAVAILABLE) from None
-        yield place
-
-
-def _refusal(error: VitwireError, index: int) -> Refused:
-    if isinstance(error, InvalidItem) and error.violations:
-        reasons = "; ".join(each.description for each in error.violations)
-        return Refused(f"mm_items[{index}]: {reasons}")
-    for kind, status in _STATUSES.items():
-        if isinstance(error, kind):
-            return Refused(f"mm_items[{index}]: {error}", status)
-    return Refused(f"mm_items[{index}]: the encoder failed: {error}", HTTPStatus.BAD_GATEWAY)
-
-
 def _message(part: Part, images: Sequence[Encoded]) -> list[Frame]:
-    """A header and the rows of all images. Raises Refused for a model whose tokens do not follow from the grid."""
-    for index, each in enumerate(images):
-        (t, h, w), count = each.embedding.grid, each.embedding.shape[0]
-        if count != t * h * w // each.model.merge_size**2:
-            raise Refused(
-                f"mm_items[{index}]: {each.model.model_id} gives {count} rows for the grid {(t, h, w)}; SGLang "
-                "expects one per merged patch",
-                HTTPStatus.NOT_IMPLEMENTED,
+    """A header and all embeddings. Raises ApiError for a model whose tokens do not follow from the grid."""
+    for index, (_, embedding, model) in enumerate(images):
+        (t, h, w), count = embedding.grid, embedding.shape[0]
+        if count != t * h * w // model.merge_size**2:
+            raise refused(
+                f"mm_items[{index}]: {model.model_id} gives {count} vectors for the grid {(t, h, w)}; SGLang expects "
+                "one per merged patch",
+                501,
             )
-    rows = [each.embedding._host() for each in images]  # noqa: SLF001  # as received, in types that numpy lacks too
-    joined = np.ascontiguousarray(rows[0] if len(rows) == 1 else np.concatenate(rows))
+    arrays = [each.embedding._host() for each in images]  # noqa: SLF001  # as received, in types that numpy lacks too
+    joined = np.ascontiguousarray(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
     header = embedding_header(part, [each.embedding.grid for each in images], joined.shape, images[0].embedding.dtype)
     return [header, joined.reshape(-1).view(np.uint8)]

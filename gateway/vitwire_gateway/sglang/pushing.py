@@ -1,21 +1,27 @@
-"""Messages to SGLang's receivers over ZMQ."""
+"""Messages to SGLang's receivers over ZMQ.
+
+The first frame is a pickled `EmbeddingData` of SGLang 0.5.23, written without SGLang or torch, which the receivers
+unpickle with an allow-list of classes; the second has the embeddings. Nothing is unpickled here.
+"""
 
 import asyncio
 import ipaddress
+import pickle
 import socket
-from collections.abc import Sequence
-from http import HTTPStatus
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import zmq
 import zmq.asyncio
 
-from vitwire_gateway.openai.shares import Caller, Turns
-from vitwire_gateway.sglang.parts import Refused
+from vitwire_gateway.fairness import Caller, Turns
+from vitwire_gateway.images.image_hosts import Network
+from vitwire_gateway.sglang.posted import Part, refused
 
 Frame = bytes | npt.NDArray[np.uint8]
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _POLL_SECONDS = 0.005
 _CONNECT_SECONDS = 5.0
@@ -23,10 +29,15 @@ _MAX_SENDERS = 128
 """Messages on their way; ZMQ has 1,023 sockets."""
 _LINGER_MS = 5000
 """Small messages may still be in ZMQ's buffers when they count as sent."""
+_PROTOCOL = 2
+_CLASS = ("sglang.srt.disaggregation.encoder.receiver", "EmbeddingData")
+_MODALITY = ("sglang.srt.multimodal.modality", "Modality")
+_IMAGE = 1
+"""Value of `Modality.IMAGE`."""
 
 
 class Pusher:
-    """Sends each message on a connection of its own; a receiver that takes too long fails only its message.
+    """Sends each message on a new connection; a receiver that takes too long fails only its message.
 
     Callers take turns at connections, by the time that theirs took.
 
@@ -40,7 +51,7 @@ class Pusher:
         self._turns = Turns(_MAX_SENDERS)
 
     async def push_all(self, endpoints: Sequence[str], frames: Sequence[Frame], caller: Caller) -> None:
-        """Send to every receiver, as many at a time as turns allow. Raises Refused if one did not take the message."""
+        """Send to every receiver, as many at a time as turns allow. Raises ApiError if one did not take the message."""
         sending = (self._in_turn(each, frames, caller) for each in endpoints)
         outcomes = await asyncio.gather(*sending, return_exceptions=True)
         for outcome in outcomes:
@@ -48,16 +59,16 @@ class Pusher:
                 raise outcome
 
     def check(self, endpoint: str) -> None:
-        """Raises Refused for a receiver that is not in the networks."""
+        """Raises ApiError for a receiver that is not in the networks."""
         if not self._networks:
             return
         host, _ = _host_and_port(endpoint)
         try:
             address = ipaddress.ip_address(host)
         except ValueError:
-            raise Refused(f"receiver {host}: expected an IP address, as receivers are limited to networks") from None
+            raise refused(f"receiver {host}: expected an IP address, as receivers are limited to networks") from None
         if not any(address.version == each.version and address in each for each in self._networks):
-            raise Refused(f"receiver {host} is not in a network that embeddings may be sent to")
+            raise refused(f"receiver {host} is not in a network that embeddings may be sent to")
 
     def close(self) -> None:
         """Drop the connections, at once."""
@@ -72,7 +83,7 @@ class Pusher:
         try:
             sender = self._context.socket(zmq.PUSH)
         except zmq.ZMQError as error:
-            raise Refused(f"too many receivers at a time: {error}", HTTPStatus.SERVICE_UNAVAILABLE) from error
+            raise refused(f"too many receivers at a time: {error}", 503) from error
         linger = 0
         try:
             sender.setsockopt(zmq.SNDHWM, 0)
@@ -85,14 +96,14 @@ class Pusher:
             linger = _LINGER_MS
         except TimeoutError as error:
             message = f"receiver {endpoint} did not take the embedding within {self._seconds:g} s"
-            raise Refused(message, HTTPStatus.GATEWAY_TIMEOUT) from error
+            raise refused(message, 504) from error
         except (zmq.ZMQError, OSError, UnicodeError) as error:
-            raise Refused(f"receiver {endpoint} cannot be reached: {error}", HTTPStatus.BAD_GATEWAY) from error
+            raise refused(f"receiver {endpoint} cannot be reached: {error}", 502) from error
         finally:
             sender.close(linger=linger)
 
     async def _connect(self, sender: zmq.asyncio.Socket, endpoint: str) -> None:
-        """Connect, which a receiver that waits for embeddings lets do at once. Raises Refused, or as `_resolved`."""
+        """Connect, which a receiver that waits for embeddings lets do at once. Raises ApiError, or as `_resolved`."""
         seconds = min(_CONNECT_SECONDS, self._seconds)
         try:
             async with asyncio.timeout(seconds):
@@ -102,7 +113,7 @@ class Pusher:
                 await sender.poll(None, zmq.POLLOUT)  # type: ignore[call-arg]  # its stub has no parameters
         except TimeoutError as error:
             message = f"receiver {endpoint} did not take the embedding within {seconds:g} s: no connection"
-            raise Refused(message, HTTPStatus.GATEWAY_TIMEOUT) from error
+            raise refused(message, 504) from error
 
 
 def _host_and_port(endpoint: str) -> tuple[str, int]:
@@ -113,16 +124,48 @@ def _host_and_port(endpoint: str) -> tuple[str, int]:
 async def _resolved(endpoint: str) -> str:
     """The endpoint by address. ZMQ would look a name up in the thread that sends for all. Raises OSError."""
     host, port = _host_and_port(endpoint)
-    if _is_address(host):
+    with suppress(ValueError):
+        ipaddress.ip_address(host)
         return endpoint
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, *_, address = min(found, key=lambda each: each[0] == socket.AF_INET6)
     return f"tcp://[{address[0]}]:{port}" if family == socket.AF_INET6 else f"tcp://{address[0]}:{port}"
 
 
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+def embedding_header(part: Part, grids: Sequence[tuple[int, int, int]], shape: Sequence[int], dtype: str) -> bytes:
+    """The header of embeddings of `shape` and `dtype` (float32, float16 or bfloat16), of images with these grids."""
+    plain = _plain(part) | {"grid_dim": [list(grid) for grid in grids], "shape": list(shape), "error_msg": None}
+    return _pickled(plain | {"error_code": None}, _global("torch", dtype))
+
+
+def error_header(part: Part, message: str, status: int) -> bytes:
+    """The header, and only frame, of a message that fails the request in SGLang."""
+    plain = _plain(part) | {"grid_dim": None, "shape": None, "error_msg": message, "error_code": int(status)}
+    return _pickled(plain, pickle.NONE)
+
+
+def _plain(part: Part) -> dict[str, Any]:
+    identity = {"req_id": part.req_id, "num_parts": part.num_parts, "part_idx": part.part_idx}
+    return identity | {"embedding": None, "send_time": None, "_mr_ptr": None}
+
+
+def _pickled(plain: Mapping[str, Any], dtype: bytes) -> bytes:
+    """An object of `_CLASS` with the attributes `plain`, `dtype` and `modality`."""
+    modality = _global(*_MODALITY) + _fragment(_IMAGE) + pickle.TUPLE1 + pickle.REDUCE
+    attributes = {key: _fragment(value) for key, value in plain.items()} | {"dtype": dtype, "modality": modality}
+    state = b"".join(_fragment(key) + value for key, value in attributes.items())
+    return (
+        pickle.PROTO + bytes([_PROTOCOL])
+        + _global(*_CLASS) + pickle.EMPTY_TUPLE + pickle.NEWOBJ
+        + pickle.EMPTY_DICT + pickle.MARK + state + pickle.SETITEMS
+        + pickle.BUILD + pickle.STOP
+    )  # fmt: skip
+
+
+def _global(module: str, name: str) -> bytes:
+    return pickle.GLOBAL + f"{module}\n{name}\n".encode()
+
+
+def _fragment(value: object) -> bytes:
+    """The opcodes that push a plain value: its pickle without the protocol in front and STOP at the end."""
+    return pickle.dumps(value, _PROTOCOL)[2:-1]

@@ -2,11 +2,10 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from http import HTTPStatus
+from itertools import takewhile
 
-from vitwire_gateway.sglang.parts import Refused, Registration
+from vitwire_gateway.sglang.posted import Registration, refused
 
 _MAX_REQUESTS = 8192
 _MAX_HELD = 65536
@@ -29,7 +28,7 @@ class _Registered:
 class Receivers:
     """Registrations by request. Each part takes one of every scheduler, whether they come before or after it.
 
-    Where there are too many, the oldest go that no part waits for, of the caller that has the most.
+    If there are too many, the oldest go that no part waits for, of the caller that has the most.
 
     Over gRPC the parts of a request share its id, and each scheduler registers once per part.
     """
@@ -37,16 +36,15 @@ class Receivers:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._requests: dict[str, _Registered] = {}
-        self._names: Counter[str] = Counter()
         self._held = 0
 
     def add(self, registration: Registration, name: str) -> None:
-        """Keep a registration until a part takes it, or for the time limit. Raises Refused."""
+        """Keep a registration until a part takes it, or for the time limit. Raises ApiError."""
         entry = self._entry(registration.req_id, name)
         if entry.count and entry.count != registration.count:
-            raise Refused(f"receive_count: {entry.count} schedulers were announced before, got {registration.count}")
+            raise refused(f"receive_count: {entry.count} schedulers were announced before, got {registration.count}")
         if len(entry.receivers) >= _MAX_PER_REQUEST:
-            raise Refused("too many receivers are registered", HTTPStatus.SERVICE_UNAVAILABLE)
+            raise refused("too many receivers are registered", 503)
         while self._held >= _MAX_HELD:
             self._make_room(entry)
         self._held += 1
@@ -55,89 +53,72 @@ class Receivers:
         entry.changed.set()
 
     async def take(self, req_id: str, name: str) -> list[str]:
-        """The addresses of all schedulers of the request, once they have registered. Raises Refused after the limit."""
+        """The addresses of all schedulers of the request, once they registered. Raises ApiError after the limit."""
         entry = self._entry(req_id, name)
         entry.waiting += 1
         try:
             async with asyncio.timeout(self._seconds):
-                while not (taken := _distinct(entry)):
+                while not (taken := self._distinct(entry)):
                     entry.changed.clear()
                     await entry.changed.wait()
-            self._held -= len(taken)
             return taken
         except TimeoutError as error:
             have = f"{len(set(entry.receivers))} of {entry.count or 'an unknown number of'}"
             message = f"{have} schedulers registered for the embedding within {self._seconds:g} s"
-            raise Refused(message, HTTPStatus.GATEWAY_TIMEOUT) from error
+            raise refused(message, 504) from error
         finally:
             entry.waiting -= 1
-            if not entry.waiting and not entry.receivers:
-                self._drop(req_id)
+            self._drop_if_empty(req_id, entry)
 
     def take_registered(self, req_id: str) -> list[str]:
         """As `take`, without waiting; empty if some have not registered."""
         entry = self._requests.get(req_id)
         if entry is None:
             return []
-        taken = _distinct(entry)
-        self._held -= len(taken)
-        if not entry.waiting and not entry.receivers:
-            self._drop(req_id)
+        taken = self._distinct(entry)
+        self._drop_if_empty(req_id, entry)
         return taken
 
     def _entry(self, req_id: str, name: str) -> _Registered:
         now = asyncio.get_running_loop().time()
         entry = self._requests.get(req_id)
         if entry is None:
-            self._forget(now)
+            expired = takewhile(lambda each: each[1].last < now - self._seconds, self._requests.items())
+            for forgotten in [each for each, other in expired if not other.waiting]:
+                self._drop(forgotten)
             if len(self._requests) >= _MAX_REQUESTS:
                 self._make_room()
             entry = self._requests[req_id] = _Registered(now, name)
-            self._names[name] += 1
         else:
             del self._requests[req_id]  # the least recently used stay in front
             self._requests[req_id] = entry
         entry.last = now
         return entry
 
-    def _forget(self, now: float) -> None:
-        """Drop registrations that no part took within the limit."""
-        for req_id in _expired(self._requests.items(), now - self._seconds):
-            self._drop(req_id)
-
     def _make_room(self, keep: _Registered | None = None) -> None:
-        """Drop the oldest registrations of the caller that has the most. Raises Refused if parts wait for all."""
+        """Drop the oldest registrations of the caller that has the most. Raises ApiError if parts wait for all."""
         found: dict[str, str] = {}
         for req_id, entry in self._requests.items():
             if not entry.waiting and entry is not keep:
                 found.setdefault(entry.name, req_id)
         if not found:
-            raise Refused("too many requests wait for their embeddings", HTTPStatus.SERVICE_UNAVAILABLE)
-        self._drop(found[max(found, key=lambda name: self._names[name])])
+            raise refused("too many requests wait for their embeddings", 503)
+        counts = Counter(entry.name for entry in self._requests.values())
+        self._drop(found[max(found, key=counts.__getitem__)])
+
+    def _drop_if_empty(self, req_id: str, entry: _Registered) -> None:
+        if not entry.waiting and not entry.receivers:
+            self._drop(req_id)
 
     def _drop(self, req_id: str) -> None:
-        entry = self._requests.pop(req_id)
-        self._held -= len(entry.receivers)
-        self._names[entry.name] -= 1
-        if not self._names[entry.name]:
-            del self._names[entry.name]
+        self._held -= len(self._requests.pop(req_id).receivers)
 
-
-def _distinct(entry: _Registered) -> list[str]:
-    """One registration of each scheduler, taken out of the entry; empty if some are missing."""
-    taken = list(dict.fromkeys(entry.receivers))[: entry.count]
-    if not entry.count or len(taken) < entry.count:
-        return []
-    for receiver in taken:
-        entry.receivers.remove(receiver)
-    return taken
-
-
-def _expired(requests: Iterable[tuple[str, _Registered]], before: float) -> list[str]:
-    found = []
-    for req_id, entry in requests:
-        if entry.last >= before:
-            break
-        if not entry.waiting:
-            found.append(req_id)
-    return found
+    def _distinct(self, entry: _Registered) -> list[str]:
+        """One registration of each scheduler, taken out of the entry; empty if some are missing."""
+        taken = list(dict.fromkeys(entry.receivers))[: entry.count]
+        if not entry.count or len(taken) < entry.count:
+            return []
+        for receiver in taken:
+            entry.receivers.remove(receiver)
+        self._held -= len(taken)
+        return taken

@@ -1,0 +1,68 @@
+"""Errors in OpenAI's form, and how errors of the encoder map to them."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from vitwire import (
+    DeadlineExceeded,
+    InvalidItem,
+    Overloaded,
+    Unauthenticated,
+    Unavailable,
+    VitwireError,
+)
+
+_RETRY_SECONDS = 1.0
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+@dataclass(eq=False)
+class ApiError(Exception):
+    """An error response: `{"error": {"message", "type", "param", "code"}}`. SGLang gets status and message only."""
+
+    status: int
+    message: str
+    code: str = "invalid_value"
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def body(self) -> bytes:
+        """The response's body."""
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
+
+
+def invalid(message: str, param: str | None, code: str = "invalid_value") -> ApiError:
+    """The request is wrong at `param`."""
+    return ApiError(400, f"{param}: {message}" if param else message, code, param)
+
+
+def overloaded(message: str, code: str, retry_after: float | None = None) -> ApiError:
+    """The caller should come back later."""
+    seconds = math.ceil(max(_RETRY_SECONDS, retry_after or 0.0))
+    return ApiError(429, message, code, headers={"retry-after": str(seconds)})
+
+
+def from_encoder(error: VitwireError, param: str | None) -> ApiError:
+    """The error of the encoder for the image at `param`."""
+    match error:
+        case InvalidItem():
+            reasons = "; ".join(each.description for each in error.violations)
+            return invalid(reasons or str(error), param, "invalid_image")
+        case Overloaded():
+            return overloaded(f"the encoder is overloaded: {error}", "encoder_overloaded", error.retry_after)
+        case DeadlineExceeded():
+            return ApiError(504, f"the encoder did not answer in time: {error}", "encoder_timeout")
+        case Unavailable():
+            return ApiError(503, f"the encoder is not available: {error}", "encoder_unavailable")
+        case Unauthenticated():
+            return ApiError(502, "the encoder refused the gateway's token", "encoder_refused")
+        case _:
+            return ApiError(502, f"the encoder failed: {error}", "encoder_failed", param)

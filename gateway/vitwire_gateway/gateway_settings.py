@@ -1,0 +1,172 @@
+"""Settings of both commands: one table for flags, environment variables and help."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+from urllib.parse import urlsplit
+
+import grpc
+
+Engine = Literal["vllm", "sglang"]
+Mode = Literal["inline", "reference"]
+OnFailure = Literal["error", "engine"]
+MIB = 1 << 20
+_MAX_PORT = 65535
+
+
+class Flag(NamedTuple):
+    """The help of a setting, its lowest and its highest value."""
+
+    help: str
+    minimum: float | None = None
+    maximum: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySettings:
+    """Settings of both commands; every field is a flag. Raises ValueError if invalid."""
+
+    host: Annotated[str, Flag("address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Flag("port to listen on; 0 picks a free one and prints it", 0, _MAX_PORT)] = 8080
+    target: Annotated[str, Flag("the encoder: host:port, dns:///name:port or unix:path")] = "127.0.0.1:50051"
+    token: Annotated[str | None, Flag("bearer token for the encoder")] = None
+    tls: Annotated[bool, Flag("use TLS to the encoder, with the system's root certificates unless --ca is set")] = False
+    ca: Annotated[Path | None, Flag("root certificates of the encoder, PEM; implies --tls")] = None
+    cert: Annotated[Path | None, Flag("client certificate for the encoder, PEM, for mutual TLS")] = None
+    key: Annotated[Path | None, Flag("private key of the client certificate, PEM")] = None
+    allow_image_host: Annotated[
+        tuple[str, ...],
+        Flag("host that image URLs may name: host, host:port or *.domain; repeatable; without it URLs are refused"),
+    ] = ()
+    allow_image_network: Annotated[
+        tuple[str, ...], Flag("network (CIDR) that image hosts may be in although it is not public; repeatable")
+    ] = ()
+    fetch_seconds: Annotated[float, Flag("seconds to fetch one image URL, with redirects", 0.001)] = 10.0
+    max_requests: Annotated[
+        int, Flag("maximum number of requests in flight, 3/4 of them of one caller; more are refused", 1)
+    ] = 256
+    max_images: Annotated[int, Flag("maximum number of images per request", 0)] = 64
+    max_image_bytes: Annotated[int, Flag("maximum bytes of one image file", 1)] = 20 * MIB
+    max_image_pixels: Annotated[int, Flag("maximum pixels of one image", 1)] = 50_000_000
+    max_body_bytes: Annotated[int, Flag("maximum bytes of a request's body", 1024)] = 64 * MIB
+    drain_seconds: Annotated[
+        float, Flag("seconds for requests in flight to end after SIGTERM, once no more are accepted", 0)
+    ] = 60.0
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag("lowest level that is logged")] = "info"
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("--cert and --key must be set together")
+
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """For TLS to the encoder. Raises OSError if a file cannot be read."""
+        if not (self.tls or self.ca or self.cert):
+            return None
+        ca, key, cert = (path.read_bytes() if path else None for path in (self.ca, self.key, self.cert))
+        return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSettings(GatewaySettings):
+    """Settings of `vitwire router`, each also a variable VITWIRE_ROUTER_*."""
+
+    engine: Annotated[Engine, Flag("the engine's dialect")] = "vllm"
+    engine_url: Annotated[str, Flag("address of the engine's HTTP server, without /v1")] = "http://127.0.0.1:8000"
+    engine_ca: Annotated[Path | None, Flag("root certificates of the engine, PEM, for an https:// address")] = None
+    mode: Annotated[
+        Mode | None,
+        Flag(
+            "inline: requests carry embeddings (vLLM's default); reference: the engine fetches them (SGLang's default)"
+        ),
+    ] = None
+    api_keys_file: Annotated[
+        Path | None, Flag("accept only these API keys, one per line; read again when it changes")
+    ] = None
+    engine_api_key_file: Annotated[
+        Path | None, Flag("file with the API key for the engine, sent in place of the caller's")
+    ] = None
+    max_header_bytes: Annotated[int, Flag("maximum bytes of a request's path and headers", 1024)] = 32768
+    max_buffered_bytes: Annotated[
+        int, Flag("maximum bytes of requests and images held, 3/4 of them of one caller; more get 429", 1024)
+    ] = 2048 * MIB
+    max_encoding: Annotated[int, Flag("maximum number of images being read and encoded at a time", 1)] = 32
+    encoder_retries: Annotated[int, Flag("number of retries when the encoder is unavailable or overloaded", 0)] = 3
+    encoder_wait: Annotated[
+        float,
+        Flag(
+            "seconds to wait for the encoder: in mode inline for embeddings, in mode reference to accept images", 0.001
+        ),
+    ] = 30.0
+    on_encoder_failure: Annotated[
+        OnFailure,
+        Flag("if the encoder fails or the wait is over: answer with an error, or let the engine encode the images"),
+    ] = "error"
+    body_seconds: Annotated[float, Flag("seconds for a request's body to arrive", 0.001)] = 60.0
+    encode_seconds: Annotated[float, Flag("seconds to fetch and encode the images of a request", 0.001)] = 60.0
+    engine_connect_seconds: Annotated[float, Flag("seconds to connect to the engine", 0.001)] = 5.0
+    engine_seconds: Annotated[float, Flag("seconds without a byte from the engine", 0.001)] = 600.0
+    stall_seconds: Annotated[float, Flag("seconds before a caller that does not read is dropped", 0.001)] = 60.0
+    lame_duck_seconds: Annotated[
+        float, Flag("seconds from SIGTERM, with /health failing, until connections are refused", 0)
+    ] = 0.0
+    log_format: Annotated[Literal["text", "json"], Flag("format of log lines")] = "text"
+
+    def __post_init__(self) -> None:
+        GatewaySettings.__post_init__(self)
+        _check_url(self.engine_url)
+        if self.engine_url.rstrip("/").endswith("/v1"):
+            raise ValueError(f"--engine-url {self.engine_url!r} ends in /v1: leave that out, requests carry it")
+        if self.max_image_bytes > self.max_body_bytes:
+            raise ValueError("--max-image-bytes exceeds --max-body-bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SglangSettings(GatewaySettings):
+    """Settings of `vitwire sglang-encoder`."""
+
+    port: Annotated[int, Flag("HTTP port; 0 picks a free one, -1 disables it", -1, _MAX_PORT)] = 30100
+    grpc_port: Annotated[int, Flag("gRPC port; 0 picks a free one, -1 disables it", -1, _MAX_PORT)] = -1
+    timeout: Annotated[float, Flag("seconds of each request to the encoder", 0.001)] = 60.0
+    register: Annotated[
+        tuple[str, ...],
+        Flag("bootstrap server of an SGLang that has no --encoder-urls, http://host:8997; repeatable"),
+    ] = ()
+    advertise: Annotated[str | None, Flag("this encoder's URL for --register")] = None
+    allow_image_folder: Annotated[
+        tuple[Path, ...], Flag("folder that image paths may be in; repeatable; without it paths are refused")
+    ] = ()
+    receiver_network: Annotated[
+        tuple[str, ...], Flag("network (CIDR) that embeddings may be sent to; repeatable; any if not set")
+    ] = ()
+    output_type: Annotated[
+        Literal["float32", "float16", "bfloat16"] | None, Flag("type of the embeddings; default: the server's")
+    ] = None
+    send_seconds: Annotated[float, Flag("seconds for SGLang to register a receiver, and to take an embedding", 0.1)] = (
+        60.0
+    )
+    drain_seconds: Annotated[
+        float, Flag("seconds for requests in flight to end after SIGTERM, once no more are accepted", 0)
+    ] = 30.0
+
+    def __post_init__(self) -> None:
+        GatewaySettings.__post_init__(self)
+        if self.port < 0 and self.grpc_port < 0:
+            raise ValueError("--port and --grpc-port are both -1: set one")
+        if self.register and not self.advertise:
+            raise ValueError("--register needs --advertise, this encoder's URL for SGLang")
+        for url in self.register:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"--register {url!r} does not start with http:// or https://")
+
+
+def _check_url(text: str) -> None:
+    """Raises ValueError for what is not the address of an HTTP server."""
+    if not text.startswith(("http://", "https://")):
+        raise ValueError(f"--engine-url {text!r} does not start with http:// or https://")
+    try:
+        url = urlsplit(text)
+        is_complete = bool(url.hostname) and url.port != 0
+    except ValueError as error:
+        raise ValueError(f"--engine-url {text!r}: {error}") from error
+    if not is_complete or url.username or url.password or url.query or url.fragment:
+        raise ValueError(f"--engine-url {text!r}: expected http://host:port, without user name and query")

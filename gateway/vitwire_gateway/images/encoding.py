@@ -1,0 +1,185 @@
+"""Image files to embeddings: as many at a time as the limit allows, by turns of the callers."""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from copy import copy
+from dataclasses import replace
+from typing import Generic, NamedTuple, TypeVar
+
+from vitwire import AsyncClient, DType, Embedding, InvalidItem, Item, Model, NotCached, VitwireError
+from vitwire_gateway.api_errors import ApiError
+from vitwire_gateway.fairness import Caller, Turns
+from vitwire_gateway.images.image_files import Header, ImageFile, header_of
+from vitwire_gateway.workers import Workers
+
+T = TypeVar("T")
+
+_MODEL_SECONDS = 2.0
+"""Less than a server takes to restart, so that its new weights never get content ids of the old ones."""
+
+
+class Encoded(NamedTuple):
+    """An image's embedding, and the id of its content in the engine's caches."""
+
+    content_id: str
+    embedding: Embedding
+    model: Model
+
+
+class Referenced(NamedTuple):
+    """The id and the grid by which an engine asks for an image's embedding."""
+
+    content_id: str
+    grid: tuple[int, int, int]
+    model: Model
+
+
+class Recent(Generic[T]):
+    """The result of a call, which is made again when it is older than `seconds`."""
+
+    def __init__(self, call: Callable[[], Awaitable[T]], seconds: float) -> None:
+        self._call = call
+        self._seconds = seconds
+        self._until = 0.0
+        self._lock = asyncio.Lock()
+
+    async def get(self) -> T:
+        """Raises as the call."""
+        async with self._lock:
+            if time.monotonic() >= self._until:
+                self._found = await self._call()
+                self._until = time.monotonic() + self._seconds
+            return self._found
+
+
+class Encoder:
+    """Encodes images with Vitwire.
+
+    max_encoding: images that are read and encoded at a time. seconds: time limit of each call to the server; None for
+    the client's.
+    """
+
+    def __init__(
+        self, client: AsyncClient, workers: Workers, max_pixels: int, max_encoding: int, seconds: float | None = None
+    ) -> None:
+        self.workers = workers
+        self.model = Recent(lambda: client.model(seconds, refresh=True), _MODEL_SECONDS)
+        self.client = client
+        self._max_pixels = max_pixels
+        self._seconds = seconds
+        self._turns = Turns(max_encoding)
+        self.caller = Caller.of("anybody")
+        self.stores: dict[bytes, asyncio.Task[str]] = {}
+        """Images that are being stored, by digest."""
+
+    def serving(self, caller: Caller, metadata: Mapping[str, str] | None = None) -> "Encoder":
+        """The same encoder for a request, whose calls carry this metadata."""
+        found = copy(self)
+        found.client = self.client.with_options(metadata=metadata) if metadata else self.client
+        found.caller, found.stores = caller, {}
+        return found
+
+    async def probe(self, seconds: float, *, needs_cache: bool = False) -> str:
+        """`SERVING`, or why the encoder is not ready."""
+        try:
+            status = await self.client.health(timeout=seconds)
+            if status == "SERVING" and needs_cache and not (await self.model.get()).limits.cached_bytes:
+                return "SERVING without --cache-bytes, which --mode reference needs"
+            return status
+        except VitwireError as error:
+            return str(error)
+
+    async def encode(self, image: ImageFile, *, output_type: DType | None = None) -> Encoded:
+        """The embedding of an image file.
+
+        Raises VitwireError, or ApiError if no worker is left, or the server prepares no images.
+        """
+        async with self._turns.turn(self.caller):
+            model = await self.model.get()
+            item = await self._item(image, model)
+            (embedding,) = await self.client.encode([item], timeout=self._seconds, output_type=output_type)
+        return Encoded(content_id_of(image.digest, model), embedding, model)
+
+    @asynccontextmanager
+    async def storing(self) -> AsyncGenerator[None, None]:
+        """A block that ends when all is stored that was begun in it; if it fails, the rest is cancelled."""
+        try:
+            yield
+        except BaseException:
+            for task in self.stores.values():
+                task.cancel()
+            raise
+        finally:
+            await asyncio.gather(*self.stores.values(), return_exceptions=True)
+
+    async def store(self, image: ImageFile) -> Referenced:
+        """Let the server cache the embedding of an image file: returns as soon as requests for it wait for it.
+
+        The rest happens in the block of `storing`. Raises VitwireError, or ApiError if no worker is left, or the server
+        has no cache or prepares no images.
+        """
+        accepted: asyncio.Future[Referenced] = asyncio.get_running_loop().create_future()
+        task = self.stores[image.digest] = asyncio.create_task(self._store(image, accepted))
+        await asyncio.wait((task, accepted), return_when=asyncio.FIRST_COMPLETED)
+        if not accepted.done():
+            await task
+        return accepted.result()
+
+    async def check_stored(self, image: ImageFile, *, still: bool) -> None:
+        """Wait until an image that the server accepted is stored. Raises as `store`.
+
+        still: raises also if the server does not have it any more.
+        """
+        if task := self.stores.get(image.digest):
+            content_id = await task
+            if still:
+                await self.client.store([Item(content_id=content_id)], timeout=self._seconds)
+
+    async def _store(self, image: ImageFile, accepted: asyncio.Future[Referenced]) -> str:
+        async with self._turns.turn(self.caller):
+            model = await self.model.get()
+            if not model.limits.cached_bytes:
+                message = "the encoder keeps no embeddings: --mode reference needs --cache-bytes on every server"
+                raise ApiError(502, message, "encoder_without_cache")
+            content_id = content_id_of(image.digest, model)
+            try:
+                (stored,) = await self.client.store([Item(content_id=content_id)], timeout=self._seconds)
+                accepted.set_result(Referenced(content_id, stored.grid, model))
+            except NotCached:
+                item = replace(await self._item(image, model), content_id=content_id)
+                async with aclosing(self.client.iter_store([item], timeout=self._seconds)) as answers:
+                    async for _, answer in answers:
+                        if isinstance(answer, VitwireError):
+                            raise answer from None
+                        if not accepted.done():
+                            accepted.set_result(Referenced(content_id, answer.grid, model))
+        return content_id
+
+    async def _item(self, image: ImageFile, model: Model) -> Item:
+        """The only place where an image file becomes an item: as it is, once its header is known."""
+        if "image" not in model.prepared:
+            message = (
+                f"the encoder prepares no images of {model.model_type}: it needs --decode-processes above 0 on every "
+                "server, and a model whose images servers prepare"
+            )
+            raise ApiError(502, message, "encoder_without_decoders")
+        await self.header(image)
+        return Item(encoded=image.content)
+
+    async def header(self, image: ImageFile) -> Header:
+        """The header of an image file. Raises InvalidItem, or ApiError if no worker is left."""
+        try:
+            return Header(*await self.workers.run(self.caller, header_of, image.content, 0, self._max_pixels))
+        except ApiError as error:
+            if error.status == 400:
+                raise InvalidItem(error.message, item=0) from error
+            raise
+
+
+def content_id_of(digest: bytes, model: Model) -> str:
+    """An id that equal images have under equal weights and preparation, and no others."""
+    recipe = f"{model.weights_fingerprint} {model.dtype} {model.preparation_fingerprint}".encode()
+    return hashlib.sha256(hashlib.sha256(recipe).digest() + digest).hexdigest()

@@ -1,0 +1,182 @@
+"""Chat requests from bodies of JSON and of forms, with the images in them.
+
+Small requests are read where they are; the rest, and all forms, in a worker.
+"""
+
+import asyncio
+import binascii
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import Headers, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+
+from vitwire.wire import Buffer
+from vitwire_gateway.api_errors import ApiError, invalid
+from vitwire_gateway.bodies import parse
+from vitwire_gateway.fairness import Caller
+from vitwire_gateway.images.fetching import too_large
+from vitwire_gateway.openai.chat import Hole, cut, images_of
+from vitwire_gateway.workers import Workers
+
+Kind = Literal["data", "upload", "url"]
+
+UPLOAD_SCHEME = "upload:"
+"""`{"url": "upload:cat"}` names the file of the form's field `cat`."""
+REQUEST_FIELD = "request"
+"""The form's field that has the chat request, as JSON."""
+_CHARSETS = (b"utf-8", b"utf8")
+_SMALL_BYTES = 64 << 10
+"""Bodies that are read at once: no such body takes more than a few milliseconds."""
+_MAX_URL = 8192
+_LONGER_BYTES = 32 << 20
+"""JSON in ASCII takes three times the bytes of UTF-8 at most, and numbers are written out: 1e15 has 18 characters."""
+
+
+class Place(NamedTuple):
+    """The name of an image of a request in errors, and which of the sources it is."""
+
+    param: str
+    source: int
+
+
+class Source(NamedTuple):
+    """An image of a request: its file, its URL, or what is wrong with it."""
+
+    kind: Kind
+    content: Buffer | str | ApiError
+
+
+class ChatRequest(NamedTuple):
+    """A chat request that has been read."""
+
+    pieces: Sequence[Buffer]
+    """Its JSON, cut for `chat.filled`; empty if the engine gets the body as it is."""
+    places: Sequence[Place]
+    """Of its images, in order."""
+    sources: Sequence[Source]
+    """Each once."""
+
+
+class ChatLimits(NamedTuple):
+    """Limits of a chat request, and where it is cut."""
+
+    max_images: int
+    max_image_bytes: int
+    hole: Hole
+
+
+async def read_chat(
+    workers: Workers, caller: Caller, body: bytes, content_type: str, limits: ChatLimits
+) -> ChatRequest:
+    """The request in a body of JSON or of a form. Raises ApiError."""
+    is_form = content_type.lower().startswith("multipart/form-data")
+    if not is_form and len(body) <= _SMALL_BYTES:
+        return chat_of(body, None, limits)
+    max_bytes = 3 * len(body) + _LONGER_BYTES
+    form = content_type if is_form else None
+    pieces, places, sources = await workers.run(caller, chat_of, body, max_bytes, form, limits)
+    return ChatRequest(pieces, [Place(*each) for each in places], [Source(*each) for each in sources])
+
+
+def chat_of(body: bytes, form: str | None, limits: ChatLimits) -> ChatRequest:
+    """The request in a body; `form` is the type of a form. Raises ApiError."""
+    content, files = (body, {}) if form is None else parse_form(form, body, limits.max_images)
+    request = parse(content)
+    found = images_of(request)
+    if len(found) > limits.max_images:
+        text = f"the request has {len(found)} images, the limit is {limits.max_images}"
+        raise invalid(text, "messages", "too_many_images")
+    first: dict[str, str] = {}
+    for each in found:
+        first.setdefault(each.url, each.param)
+    numbers = {url: number for number, url in enumerate(first)}
+    sources = [_source(url, files, limits.max_image_bytes, param) for url, param in first.items()]
+    pieces = cut(request, found, limits.hole) if found else [] if form is None else [content]
+    return ChatRequest(pieces, [Place(each.param, numbers[each.url]) for each in found], sources)
+
+
+def _source(url: str, files: Mapping[str, bytes], max_bytes: int, param: str) -> Source:
+    scheme = url[:8].partition(":")[0].lower()
+    kind: Kind = "data" if scheme == "data" else "upload" if scheme == UPLOAD_SCHEME[:-1] else "url"
+    try:
+        if kind == "url":
+            if len(url) > _MAX_URL:
+                raise invalid(f"the URL exceeds the limit of {_MAX_URL} characters", param, "invalid_image_url")
+            return Source(kind, url)
+        file = decode_data_uri(url, max_bytes, param) if kind == "data" else upload(url, files, param)
+        if len(file) > max_bytes:
+            raise too_large(max_bytes, param)
+    except ApiError as error:
+        return Source(kind, error)
+    return Source(kind, file)
+
+
+def upload(url: str, files: Mapping[str, bytes], param: str) -> bytes:
+    """The uploaded file that an URL names. Raises ApiError if there is none."""
+    name = url[len(UPLOAD_SCHEME) :]
+    if name not in files:
+        raise invalid(f"the request has no uploaded file {name[:64]!r}", param, "invalid_image_url")
+    return files[name]
+
+
+def decode_data_uri(url: str, max_bytes: int, param: str) -> bytes:
+    """The bytes of a `data:` URI in base64. Raises ApiError."""
+    head, comma, payload = url.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise invalid("expected data:image/...;base64,...", param, "invalid_image_url")
+    if len(payload) // 4 * 3 > max_bytes + 2:
+        raise too_large(max_bytes, param)
+    try:
+        return binascii.a2b_base64(payload.encode("ascii"), strict_mode=True)
+    except (binascii.Error, UnicodeEncodeError) as error:
+        raise invalid(f"invalid base64: {error}", param, "invalid_base64") from error
+
+
+class _InMemoryParser(MultiPartParser):
+    """Never writes parts to disk; the body is bounded and in memory already."""
+
+    spool_max_size = 1 << 62
+
+
+def parse_form(content_type: str, body: bytes, max_images: int) -> tuple[bytes, dict[str, bytes]]:
+    """The chat request and the uploaded files of a multipart body, by field name. Raises ApiError.
+
+    Its time is not bounded: call it in a worker, where starlette's parser gets a new event loop.
+    """
+    _, options = parse_options_header(content_type)
+    charset = options.get(b"charset", b"utf-8").strip().lower()
+    if charset not in _CHARSETS:  # Python has codecs that take the square of the length, or decode nothing
+        text = f"Content-Type: charset {charset[:32].decode('latin-1')!r} is not supported, send utf-8"
+        raise invalid(text, None, "invalid_form")
+    return asyncio.run(_parsed(Headers({"content-type": content_type}), body, max_images))
+
+
+async def _parsed(headers: Headers, body: bytes, max_images: int) -> tuple[bytes, dict[str, bytes]]:
+    async def chunks() -> AsyncGenerator[bytes, None]:
+        yield body
+
+    most = max(1, len(body))
+    parser = _InMemoryParser(headers, chunks(), max_files=max_images + 1, max_fields=1, max_part_size=most)
+    try:
+        form = await parser.parse()
+    except (MultiPartException, KeyError, UnicodeDecodeError) as error:
+        text = error.message if isinstance(error, MultiPartException) else f"malformed form: {error}"
+        raise invalid(text, None, "invalid_form") from error
+    files: dict[str, bytes] = {}
+    try:
+        for name, value in form.multi_items():
+            if name in files:
+                raise invalid("the form has this field twice", name, "invalid_form")
+            if isinstance(value, UploadFile):
+                files[name] = await value.read()
+            elif name == REQUEST_FIELD:
+                files[name] = value.encode()
+            else:
+                raise invalid(f"unknown field; the chat request belongs in {REQUEST_FIELD!r}", name, "invalid_form")
+    finally:
+        await form.close()
+    if REQUEST_FIELD not in files:
+        raise invalid(f"the form has no field {REQUEST_FIELD!r} with the chat request", REQUEST_FIELD, "invalid_form")
+    return files.pop(REQUEST_FIELD), files

@@ -1,0 +1,211 @@
+"""The images of one request, and the engine's content parts that take their place."""
+
+import asyncio
+from base64 import b64encode
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+from anyio.to_thread import run_sync
+
+from vitwire import VitwireError
+from vitwire_gateway.api_errors import ApiError, from_encoder
+from vitwire_gateway.fairness import Caller
+from vitwire_gateway.gateway_settings import Mode, RouterSettings
+from vitwire_gateway.images.encoding import Encoder
+from vitwire_gateway.images.fetching import Fetcher, Hold
+from vitwire_gateway.images.image_files import ImageFile
+from vitwire_gateway.metrics import Metrics
+from vitwire_gateway.openai.chat import Hole
+from vitwire_gateway.openai.chat_reading import ChatRequest, Source
+
+K = TypeVar("K")
+T = TypeVar("T")
+Part = dict[str, Any]
+
+_MAX_AT_ONCE = 8
+"""Images of one request that are fetched or encoded at a time."""
+
+
+class Dialect(NamedTuple):
+    """The form in which an engine takes images: `part` makes what `filled` puts into the hole.
+
+    `part` raises VitwireError, or ValueError for a model that the engine has no such input for.
+    """
+
+    hole: Hole
+    part: Callable[[Encoder, ImageFile], Awaitable[Part]]
+
+
+async def _image(encoder: Encoder, image: ImageFile) -> Part:
+    """The image itself, checked."""
+    kind = (await encoder.header(image)).kind
+    name = "jpeg" if kind == "MPO" else kind.lower()  # a camera's JPEG with further pictures
+    return {"url": await run_sync(lambda: f"data:image/{name};base64,{b64encode(image.content).decode()}")}
+
+
+async def _whole_image(encoder: Encoder, image: ImageFile) -> Part:
+    return {"type": "image_url", "image_url": await _image(encoder, image)}
+
+
+UNCHANGED = Dialect("part", _whole_image)
+"""Requests carry the images: the engine encodes them."""
+
+
+def mode_of(settings: RouterSettings) -> Mode:
+    """`--mode`, or the engine's default."""
+    return settings.mode or ("reference" if settings.engine == "sglang" else "inline")
+
+
+def dialect_of(settings: RouterSettings) -> Dialect:
+    """The dialect of `--engine` and `--mode`. Raises ValueError for a mode that the engine does not have."""
+    mode = mode_of(settings)
+    if settings.engine == "sglang":  # which requests embeddings by SGLang's protocol
+        if mode == "inline":
+            raise ValueError("--mode inline: SGLang's chat API takes no embeddings; use --mode reference with SGLang")
+        if settings.on_encoder_failure == "engine":
+            raise ValueError("--on-encoder-failure engine: SGLang requests embeddings itself; leave it out with SGLang")
+        return Dialect("image", _image)
+    from vitwire.integrations.vllm import parts  # noqa: PLC0415  # only for this engine
+
+    async def inline(encoder: Encoder, image: ImageFile) -> Part:
+        content_id, embedding, model = await encoder.encode(image)
+        return await run_sync(lambda: parts.unencoded_image_part(embedding, model, uuid=content_id))
+
+    async def reference(encoder: Encoder, image: ImageFile) -> Part:
+        content_id, grid, model = await encoder.store(image)
+        return parts.reference_part(grid, model, content_id)
+
+    return Dialect("part", inline if mode == "inline" else reference)
+
+
+class Loaded(NamedTuple):
+    """The image files of a request."""
+
+    files: Mapping[bytes, tuple[ImageFile, str]]
+    """By digest, with the name of the first place in errors."""
+    order: Sequence[bytes]
+    """The digest of each image of the request."""
+    until: float
+    """When all images must be encoded, on the loop's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Turns images of requests into content parts."""
+
+    settings: RouterSettings
+    encoder: Encoder
+    fetcher: Fetcher
+    dialect: Dialect
+    metrics: Metrics
+    hold: Hold = lambda _: None
+    """Takes memory for bytes of the request."""
+
+    def serving(self, caller: Caller, metadata: Mapping[str, str], hold: Hold) -> "Images":
+        """The same for a request, with metadata for the encoder's logs and traces."""
+        return replace(self, encoder=self.encoder.serving(caller, metadata), hold=hold)
+
+    async def load(self, request: ChatRequest) -> Loaded:
+        """The image files of a request. Raises ApiError."""
+        until = asyncio.get_running_loop().time() + self.settings.encode_seconds
+        params: dict[int, str] = {}
+        for place in request.places:
+            params.setdefault(place.source, place.param)
+        try:
+            async with asyncio.timeout_at(until):
+                images = await _each(lambda key: self._load(request.sources[key], params[key]), params)
+        except TimeoutError as error:
+            text = f"the images took longer than {self.settings.encode_seconds:g} s"
+            raise ApiError(504, text, "images_timeout") from error
+        files: dict[bytes, tuple[ImageFile, str]] = {}
+        for key, image in images.items():
+            files.setdefault(image.digest, (image, params[key]))
+        return Loaded(files, [images[place.source].digest for place in request.places], until)
+
+    async def parts(self, loaded: Loaded) -> list[Part]:
+        """The engine's part for each image of the request, in order. Raises ApiError."""
+        until = min(loaded.until, asyncio.get_running_loop().time() + self.settings.encoder_wait)
+        try:
+            async with asyncio.timeout_at(until):
+                return await self._parts(loaded, self.dialect)
+        except TimeoutError as error:
+            raise ApiError(504, "the encoder did not answer in time", "encoder_timeout") from error
+
+    async def unchanged(self, loaded: Loaded) -> list[Part]:
+        """The same with the images themselves, for the engine to encode. Raises ApiError."""
+        return await self._parts(loaded, UNCHANGED)
+
+    async def check_stored(self, loaded: Loaded, *, still: bool) -> None:
+        """Wait until the encoder has stored what it accepted. Raises ApiError if it fails, or with `still` lost it."""
+        for image, param in loaded.files.values():
+            with _naming(param):
+                await self.encoder.check_stored(image, still=still)
+
+    async def _parts(self, loaded: Loaded, dialect: Dialect) -> list[Part]:
+        async def part(digest: bytes) -> Part:
+            image, param = loaded.files[digest]
+            with _naming(param):
+                part = await dialect.part(self.encoder, image)
+            self.hold(size_of(part))
+            return part
+
+        parts = await _each(part, loaded.files)
+        return [parts[digest] for digest in loaded.order]
+
+    async def _load(self, source: Source, param: str) -> ImageFile:
+        image = source.content
+        try:
+            if isinstance(image, ApiError):
+                raise image
+            if isinstance(image, str):
+                image = await self.fetcher.fetch(image, param, self.hold)
+            else:
+                self.hold(len(image))
+        except ApiError:
+            self.metrics.images.labels(source.kind, "refused").inc()
+            raise
+        self.metrics.images.labels(source.kind, "loaded").inc()
+        return await run_sync(ImageFile.of, image)
+
+
+@contextmanager
+def _naming(param: str) -> Iterator[None]:
+    """Errors of the encoder in the block become errors of the image `param`."""
+    try:
+        yield
+    except VitwireError as error:
+        raise from_encoder(error, param) from error
+    except ValueError as error:
+        raise ApiError(502, f"the engine has no input for this model's images: {error}", "unsupported_model") from error
+
+
+async def _each(work: Callable[[K], Coroutine[None, None, T]], keys: Iterable[K]) -> dict[K, T]:
+    """The results by key, a few at a time; the first error cancels the rest."""
+    slots = asyncio.Semaphore(_MAX_AT_ONCE)
+
+    async def one(key: K) -> T:
+        async with slots:
+            return await work(key)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = {key: group.create_task(one(key)) for key in keys}
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return {key: task.result() for key, task in tasks.items()}
+
+
+def size_of(part: Part) -> int:
+    """Bytes of a part, hardly less than it has as JSON."""
+    return sum(map(len, _strings(part)))
+
+
+def _strings(part: object) -> Iterable[Sized]:
+    """The strings of a part, encoded or not, and its lists of numbers, which are short."""
+    if isinstance(part, dict):
+        for value in part.values():
+            yield from _strings(value)
+    elif isinstance(part, Sized):
+        yield part

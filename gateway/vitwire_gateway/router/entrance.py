@@ -1,0 +1,111 @@
+"""Which requests are let in: by their key, and by how many there are and how many bytes they hold."""
+
+import hashlib
+import hmac
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from starlette.requests import Request
+
+from vitwire_gateway.api_errors import ApiError, overloaded
+from vitwire_gateway.fairness import Budget, Caller, Holding, host_name
+from vitwire_gateway.gateway_settings import RouterSettings
+from vitwire_gateway.images.image_files import opened_regular
+from vitwire_gateway.metrics import Metrics
+
+_MAX_KEY_BYTES = 16 << 20
+
+
+class ApiKeys:
+    """The keys in a file, one per line; `#` starts a comment line. The file is read again when it changes."""
+
+    def __init__(self, file: Path) -> None:
+        """Raises OSError or ValueError for a file without keys."""
+        self._file = file
+        self._seen: tuple[int, int, int] | None = None
+        self._digests: list[bytes] = []
+        self._refresh()
+
+    def check(self, authorization: str | None) -> str:
+        """A name for the caller by its key, which it does not reveal. Raises ApiError for none of the keys."""
+        with suppress(OSError, ValueError):  # a file that cannot be used leaves the keys as they are
+            self._refresh()
+        scheme, _, key = (authorization or "").partition(" ")
+        digest = _digest(key.strip())
+        # All are compared, so that the time taken says nothing about which one was close.
+        found = [hmac.compare_digest(digest, each) for each in self._digests]
+        if scheme.lower() != "bearer" or not any(found):
+            message = "the API key is missing or wrong: send Authorization: Bearer KEY"
+            raise ApiError(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
+        return digest.hex()
+
+    def _refresh(self) -> None:
+        stat = self._file.stat()
+        version = stat.st_mtime_ns, stat.st_size, stat.st_ino
+        if version != self._seen:
+            self._digests = [_digest(key) for key in read_keys(self._file)]
+            self._seen = version
+
+
+def read_keys(file: Path) -> list[str]:
+    """The keys in a regular file. Raises OSError, or ValueError if it has none or is larger than 16 MiB."""
+    with open(file, "rb", opener=opened_regular) as opened:  # Path.open has no opener
+        content = opened.read(_MAX_KEY_BYTES + 1)
+    if len(content) > _MAX_KEY_BYTES:
+        raise ValueError(f"{file} is larger than {_MAX_KEY_BYTES} bytes")
+    lines = (line.strip() for line in content.decode().splitlines())
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ValueError(f"{file} has no keys: expected one per line")
+    return keys
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+class Ticket(NamedTuple):
+    """A request that was let in."""
+
+    caller: Caller
+    place: Holding
+    """Takes 1 once the request's body has arrived. Raises ApiError if there are too many."""
+    bytes: Holding
+    """Of body and images. Raises ApiError if the router has none left."""
+
+
+class Admission:
+    """The limits that all requests share; used by the event loop only."""
+
+    def __init__(self, settings: RouterSettings, metrics: Metrics) -> None:
+        """Raises OSError or ValueError for a file without keys."""
+
+        def refused(reason: str, message: str) -> ApiError:
+            metrics.rejected.labels(reason).inc()
+            return overloaded(message, "router_overloaded")
+
+        many = "as many requests are in flight already as may be, or as one caller may have"
+        much = "the router holds as many bytes of requests as it may"
+        self.is_draining = False
+        """Readiness reports so, though requests are still let in."""
+        self.keys = ApiKeys(settings.api_keys_file) if settings.api_keys_file else None
+        self.bytes = Budget(settings.max_buffered_bytes, lambda: refused("bytes", much))
+        self._requests = Budget(settings.max_requests, lambda: refused("requests", many))
+        metrics.inflight.set_function(lambda: self._requests.used)
+        metrics.buffered.set_function(lambda: self.bytes.used)
+
+    @asynccontextmanager
+    async def admitted(self, request: Request) -> AsyncGenerator[Ticket, None]:
+        """A request for the time of the block; it holds nothing until its body arrives.
+
+        Raises ApiError for a wrong key, and at once if there are too many in flight.
+        """
+        if self.keys:
+            name = self.keys.check(request.headers.get("authorization"))
+        else:
+            name = host_name(request.client.host) if request.client else ""
+        self._requests.check(name)
+        async with self._requests.holding(name) as place, self.bytes.holding(name) as held:
+            yield Ticket(Caller.of(name), place, held)

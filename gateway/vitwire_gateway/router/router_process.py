@@ -1,0 +1,178 @@
+"""The process of the router: its ASGI application, logs, signals, listening and draining."""
+
+import asyncio
+import json
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from types import FrameType
+
+import httpx2
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from vitwire import AsyncClient
+from vitwire_gateway.gateway_settings import RouterSettings
+from vitwire_gateway.images.encoding import Encoder, Recent
+from vitwire_gateway.images.fetching import Fetcher
+from vitwire_gateway.listening import configured, listening
+from vitwire_gateway.metrics import Metrics
+from vitwire_gateway.openai.content_parts import Images, dialect_of, mode_of
+from vitwire_gateway.router.endpoint import Endpoint
+from vitwire_gateway.router.entrance import Admission, read_keys
+from vitwire_gateway.router.llm_engine import Engine
+from vitwire_gateway.router.routing import Router
+from vitwire_gateway.workers import Workers, memory_for
+
+logger = logging.getLogger("vitwire.router")
+
+_CHAT = "/v1/chat/completions"
+_PROBE_SECONDS = 2.0
+_KEPT_SECONDS = 1.0
+"""For how long an answer is kept, so that probes of many balancers cost one."""
+_KEEP_ALIVE_SECONDS = 75
+"""Longer than callers keep idle connections, so that they close them, never in the middle of a request."""
+
+
+def _application(settings: RouterSettings, metrics: Metrics, admission: Admission) -> Starlette:
+    """The application. Raises ValueError for settings, and OSError for files, that cannot be used."""
+    client = AsyncClient(
+        settings.target,
+        tls=settings.credentials(),
+        token=settings.token,
+        max_retries=settings.encoder_retries,
+        affinity=True,  # an image goes to the replica that has it cached, where others fetch its embedding too
+    )
+    engine, fetcher = Engine(settings), Fetcher(settings)
+    memory = memory_for(settings.max_image_pixels, settings.max_body_bytes)
+    workers = Workers("vitwire_gateway.openai.chat_reading", memory)
+    encoder = Encoder(client, workers, settings.max_image_pixels, settings.max_encoding, settings.encoder_wait)
+    images = Images(settings, encoder, fetcher, dialect_of(settings), metrics)
+    engine_key = read_keys(settings.engine_api_key_file)[0] if settings.engine_api_key_file else None
+    router = Router(settings, metrics, engine, images, bool(admission.keys or engine_key), engine_key)
+
+    async def readiness() -> dict[str, str]:
+        probe = encoder.probe(_PROBE_SECONDS, needs_cache=settings.mode == "reference")
+        of_encoder, of_engine = await asyncio.gather(probe, engine.probe())
+        status = "ready" if of_encoder == "SERVING" and of_engine == "ok" else "not ready"
+        return {"status": status, "encoder": of_encoder, "engine": of_engine}
+
+    recent = Recent(readiness, _KEPT_SECONDS)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
+        async with AsyncExitStack() as stack:
+            for close in (client.close, engine.close, fetcher.close, workers.close):
+                stack.push_async_callback(close)
+            yield
+
+    async def health(_: Request) -> Response:
+        report = await recent.get() | ({"status": "draining"} if admission.is_draining else {})
+        return Response(json.dumps(report), 200 if report["status"] == "ready" else 503, media_type="application/json")
+
+    async def alive(_: Request) -> Response:
+        return PlainTextResponse("alive")
+
+    async def page(_: Request) -> Response:
+        return Response(metrics.page(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    routes = [
+        Route("/health", health),
+        Route("/healthz", health),
+        Route("/livez", alive),
+        Route("/metrics", page),
+        Route(_CHAT, Endpoint("chat", router.chat, settings, admission, metrics)),
+        Route("/{path:path}", Endpoint("proxied", router.proxied, settings, admission, metrics)),
+    ]
+    app = Starlette(routes=routes, lifespan=lifespan)
+    app.router.redirect_slashes = False
+    return app
+
+
+class _Server(uvicorn.Server):
+    """Announces its port.
+
+    At SIGTERM, SIGINT or SIGHUP it reports that it is not ready, then drains; the second ends it.
+    """
+
+    def __init__(self, config: uvicorn.Config, admission: Admission, lame_duck_seconds: float) -> None:
+        super().__init__(config)
+        self._admission = admission
+        self._lame_duck_seconds = lame_duck_seconds
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_ending = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            self._loop.add_signal_handler(signal.SIGHUP, self._hang_up)
+        await super().startup(sockets)
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        logger.info("listening on %s:%d", host, port)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  # the base's signature
+        if self._loop is None or self._is_ending:
+            self.should_exit = self.force_exit = True
+            return
+        self._is_ending = True
+        self._loop.call_soon_threadsafe(self._drain)
+
+    def _hang_up(self) -> None:
+        """The terminal was closed, which may come as several signals."""
+        if not self._is_ending:
+            self.handle_exit(signal.SIGHUP, None)
+
+    def _drain(self) -> None:
+        logger.info("draining")
+        self._admission.is_draining = True
+        asyncio.get_running_loop().call_later(self._lame_duck_seconds, self._stop)
+
+    def _stop(self) -> None:
+        self._admission.bytes.drain()
+        self.should_exit = True
+
+
+class _JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def serve(settings: RouterSettings) -> None:
+    """Serve until a signal. Raises ValueError or OSError for settings that cannot be used."""
+    handler = logging.StreamHandler(sys.stderr)
+    form = "%(asctime)s %(levelname)s %(message)s"
+    handler.setFormatter(_JsonLines() if settings.log_format == "json" else logging.Formatter(form))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logger.setLevel(settings.log_level.upper())
+    metrics = Metrics()
+    admission = Admission(settings, metrics)
+    app = _application(settings, metrics, admission)
+    engine = httpx2.URL(settings.engine_url).netloc.decode()  # without a password
+    logger.info("encoder %s, engine %s at %s, mode %s", settings.target, settings.engine, engine, mode_of(settings))
+    config = configured(
+        app,
+        settings.stall_seconds,
+        settings.drain_seconds,
+        lifespan="on",
+        h11_max_incomplete_event_size=settings.max_header_bytes,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+    )
+    with listening(settings.host, settings.port) as listener:
+        _Server(config, admission, settings.lame_duck_seconds).run(sockets=[listener])
+    logger.info("ended")

@@ -1,0 +1,141 @@
+"""The way of admitted requests: their images become embeddings, and the engine answers."""
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from anyio.to_thread import run_sync
+
+from vitwire_gateway.api_errors import ApiError
+from vitwire_gateway.bodies import read_body
+from vitwire_gateway.gateway_settings import RouterSettings
+from vitwire_gateway.metrics import FALLBACKS, Metrics
+from vitwire_gateway.openai.chat import Filled, filled
+from vitwire_gateway.openai.chat_reading import ChatLimits, ChatRequest, read_chat
+from vitwire_gateway.openai.content_parts import Images, Part, size_of
+from vitwire_gateway.router.endpoint import Exchange
+from vitwire_gateway.router.entrance import Ticket
+from vitwire_gateway.router.llm_engine import Engine, forwarded, is_of_events
+
+logger = logging.getLogger("vitwire.router")
+
+_PROXIED = ("/v1", "/tokenize", "/detokenize", "/version", "/pooling", "/classify", "/score", "/rerank")
+"""Paths that are passed on, with those under them: the engine's API, not its administration."""
+Check = Callable[[bool], Awaitable[None]]
+"""Called before a response that may lack images is passed on; with whether it is an error. Raises ApiError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Answers chat requests and passes others on."""
+
+    settings: RouterSettings
+    metrics: Metrics
+    engine: Engine
+    images: Images
+    drops_authorization: bool
+    """The caller's key is for the router alone."""
+    engine_key: str | None
+    """Sent in place of the caller's key."""
+
+    async def chat(self, exchange: Exchange, ticket: Ticket) -> None:
+        """A chat completion: its images become embeddings."""
+        if exchange.request.method != "POST":
+            raise ApiError(405, "expected POST", "method_not_allowed", headers={"allow": "POST"})
+        if exchange.request.headers.get("content-encoding", "identity") != "identity":
+            raise ApiError(415, "a compressed body is not supported", "unsupported_encoding")
+        body = await self._body(exchange, ticket)
+        await exchange.unless_disconnected(self._chat(exchange, ticket, body))
+
+    async def proxied(self, exchange: Exchange, ticket: Ticket) -> None:
+        """Any other request: it and its response pass as they are."""
+        path = exchange.request.scope["path"]
+        is_proxied = any(path == each or path.startswith(f"{each}/") for each in _PROXIED)
+        if not is_proxied or any(part in (".", "..") for part in path.split("/")):
+            raise ApiError(404, f"the router has no path {path}", "unknown_path")
+        body = await self._body(exchange, ticket)
+        await exchange.unless_disconnected(self._forward(exchange, body))
+
+    async def _body(self, exchange: Exchange, ticket: Ticket) -> bytes:
+        settings = self.settings
+        with self._timed("receive"):
+            body = await read_body(exchange.request, ticket.bytes, settings.max_body_bytes, settings.body_seconds)
+        ticket.place.take(1)
+        return body
+
+    async def _chat(self, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
+        exchange.stage = "images"
+        images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take)
+        limits = ChatLimits(self.settings.max_images, self.settings.max_image_bytes, images.dialect.hole)
+        content_type = exchange.request.headers.get("content-type", "")
+        request = await read_chat(images.encoder.workers, ticket.caller, body, content_type, limits)
+        exchange.images = len(request.places)
+        if request.places:
+            await self._with_images(exchange, ticket, images, request)
+            return
+        if request.pieces:  # of a form
+            body = b"".join(request.pieces)
+            ticket.bytes.take(len(body))
+        await self._forward(exchange, body, as_json=True)
+
+    async def _with_images(self, exchange: Exchange, ticket: Ticket, images: Images, request: ChatRequest) -> None:
+        async def forward(parts: Sequence[Part], check: Check | None = None) -> None:
+            limit = self.settings.max_buffered_bytes
+            if (needed := sum(map(size_of, parts))) > limit:  # equal images are held once, and sent in each place
+                text = f"the engine would get {needed} bytes for the images of this request, the limit is {limit}"
+                raise ApiError(413, text, "request_too_large")
+            body = await run_sync(filled, request.pieces, parts)
+            ticket.bytes.take(body.held)
+            await self._forward(exchange, body, as_json=True, check=check)
+
+        try:
+            async with images.encoder.storing():
+                with self._timed("images"):
+                    loaded = await images.load(request)
+                    parts = await images.parts(loaded)
+                await forward(parts, lambda failed: images.check_stored(loaded, still=failed))
+                return
+        except ApiError as error:  # of the encoder only before the response has begun
+            reason = error.code.removeprefix("encoder_")
+            if self.settings.on_encoder_failure == "error" or reason == error.code or reason not in FALLBACKS:
+                raise
+            logger.warning("request %s: the engine encodes the images: %s", exchange.request_id, error)
+            self.metrics.fallbacks.labels(reason).inc()
+        exchange.stage = "images"
+        await forward(await images.unchanged(loaded))
+
+    async def _forward(
+        self,
+        exchange: Exchange,
+        body: bytes | Filled,
+        *,
+        as_json: bool = False,
+        check: Check | None = None,
+    ) -> None:
+        """Send the request to the engine, and its response to the caller."""
+        exchange.stage = "engine"
+        request = exchange.request
+        changed: dict[bytes, bytes | None] = {b"x-request-id": exchange.request_id.encode()}
+        if as_json:
+            changed[b"content-type"] = b"application/json"
+        if self.engine_key:
+            changed[b"authorization"] = f"Bearer {self.engine_key}".encode()
+        elif self.drops_authorization:
+            changed[b"authorization"] = None
+        headers = forwarded(request.headers.raw, without=changed)
+        headers += [(name, value) for name, value in changed.items() if value is not None]
+        began = time.perf_counter()
+        async with self.engine.send(request.method, exchange.target, headers, body) as response:
+            has_failed = response.status_code >= 500
+            if check and (has_failed or is_of_events(response)):
+                await check(has_failed)
+            self.metrics.seconds.labels("engine").observe(time.perf_counter() - began)
+            await exchange.relay(response)
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.metrics.seconds.labels(stage).observe(time.perf_counter() - began)

@@ -1,0 +1,145 @@
+"""The process of `vitwire sglang-encoder`: an adapter behind an HTTP and a gRPC port."""
+
+import asyncio
+import ipaddress
+import logging
+import signal
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+
+import httpx2
+import uvicorn
+
+from vitwire import AsyncClient, VitwireError
+from vitwire.cli._connection import warn
+from vitwire_gateway.fairness import Budget
+from vitwire_gateway.gateway_settings import SglangSettings
+from vitwire_gateway.images.encoding import Encoder
+from vitwire_gateway.images.fetching import Fetcher
+from vitwire_gateway.listening import configured, listening
+from vitwire_gateway.sglang.adapter import MAX_ENCODING, Adapter
+from vitwire_gateway.sglang.media import Media
+from vitwire_gateway.sglang.posted import refused
+from vitwire_gateway.sglang.pushing import Pusher
+from vitwire_gateway.sglang.services import grpc_server, http_app
+from vitwire_gateway.workers import Workers, memory_for
+
+logger = logging.getLogger("vitwire.sglang")
+
+_BODIES = 2 << 30
+"""Bytes of all bodies held at a time."""
+_RETRY_SECONDS = 5.0
+_TIMEOUT_SECONDS = 5.0
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers; `_serve` has them for both servers."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(settings: SglangSettings) -> None:
+    """Serve until SIGTERM, SIGINT or SIGHUP. Raises OSError for a taken port, or ValueError for wrong settings."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
+    logger.setLevel(settings.log_level.upper())
+    asyncio.run(_serve(settings))
+
+
+async def _serve(settings: SglangSettings) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    pixels = settings.max_image_pixels
+    workers = Workers("vitwire_gateway.sglang.posted", memory_for(pixels, settings.max_body_bytes))
+    fetcher = Fetcher(settings)
+    media = Media(settings, fetcher)
+    pusher = Pusher(settings.send_seconds, tuple(map(ipaddress.ip_network, settings.receiver_network)))
+    tls, token, timeout = settings.credentials(), settings.token, settings.timeout
+    async with AsyncExitStack() as stack:
+        stack.callback(pusher.close)
+        client = await stack.enter_async_context(AsyncClient(settings.target, tls=tls, token=token, timeout=timeout))
+        adapter = Adapter(settings, Encoder(client, workers, pixels, MAX_ENCODING), media, pusher)
+        for close in (fetcher.close, workers.close, adapter.close):
+            stack.push_async_callback(close)
+        addresses = []
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        if settings.grpc_port >= 0:
+            addresses.append(f"grpc://{host}:{await _serve_grpc(adapter, workers, settings, stack)}")
+        if settings.port >= 0:
+            addresses.append(f"http://{host}:{await _serve_http(adapter, workers, settings, stack)}")
+        await stack.enter_async_context(_registered(settings))
+        warn(f"listening on {', '.join(addresses)}")
+        try:
+            model = await client.model()
+            width = model.embedding_width  # so that a language server of another model is noticed
+            logger.info("serving %s (%s): vectors of %d, %s", model.model_id, model.model_type, width, model.dtype)
+        except VitwireError as error:
+            logger.warning("Vitwire does not answer yet: %s", error)
+        await stop.wait()
+
+
+async def _serve_grpc(adapter: Adapter, workers: Workers, settings: SglangSettings, stack: AsyncExitStack) -> int:
+    server = grpc_server(adapter, workers, settings)
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    try:
+        port = server.add_insecure_port(f"{host}:{settings.grpc_port}")
+    except RuntimeError as error:  # gRPC's only sign of it
+        raise OSError(f"gRPC cannot listen on {settings.host}:{settings.grpc_port}") from error
+    await server.start()
+    stack.push_async_callback(server.stop, settings.drain_seconds)
+    return int(port)
+
+
+async def _serve_http(adapter: Adapter, workers: Workers, settings: SglangSettings, stack: AsyncExitStack) -> int:
+    listener = listening(settings.host, settings.port)
+    bodies = Budget(_BODIES, lambda: refused("the requests in flight are too large together", 503))
+    app = http_app(adapter, workers, bodies, settings)
+    limit, seconds = 4 * settings.max_requests, max(1.0, settings.drain_seconds)
+    server = _HttpServer(configured(app, settings.send_seconds, seconds, lifespan="off", limit_concurrency=limit))
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+
+    async def end() -> None:
+        bodies.drain()
+        server.should_exit = True
+        await task
+
+    stack.push_async_callback(end)
+    return int(listener.getsockname()[1])
+
+
+@asynccontextmanager
+async def _registered(settings: SglangSettings) -> AsyncGenerator[None, None]:
+    """This encoder's address in language servers of SGLang without `--encoder-urls`, for the time of the block."""
+    urls = [url.rstrip("/") for url in settings.register]
+    async with httpx2.AsyncClient(timeout=_TIMEOUT_SECONDS) as client:
+
+        async def call(method: str, url: str) -> str:
+            """Returns what went wrong; empty if nothing did."""
+            try:
+                response = await client.request(method, url, json={"url": settings.advertise})
+                response.raise_for_status()
+            except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+                return str(error) or type(error).__name__
+            return ""
+
+        async def register(url: str) -> None:
+            while error := await call("POST", f"{url}/register_encoder_url"):
+                logger.info("%s does not register this encoder yet: %s", url, error)
+                await asyncio.sleep(_RETRY_SECONDS)
+            logger.info("registered as %s with %s", settings.advertise, url)
+
+        async def unregister(url: str) -> None:
+            if error := await call("DELETE", f"{url}/unregister_encoder_url"):
+                logger.warning("%s did not unregister this encoder: %s", url, error)
+
+        tasks = [asyncio.create_task(register(url)) for url in urls]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*map(unregister, urls))

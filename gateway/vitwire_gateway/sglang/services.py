@@ -1,0 +1,153 @@
+"""SGLang's encoder protocol over HTTP and gRPC.
+
+Language servers speak HTTP unless SGLANG_ENCODER_MM_RECEIVER_MODE=grpc, which is `sglang.grpc.encoder.SglangEncoder`
+with gRPC's health service.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn
+from urllib.parse import unquote
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from smg_grpc_proto import sglang_encoder_pb2 as pb
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from vitwire_gateway.api_errors import ApiError
+from vitwire_gateway.bodies import read_body
+from vitwire_gateway.fairness import Budget, Caller, host_name
+from vitwire_gateway.gateway_settings import SglangSettings
+from vitwire_gateway.sglang.adapter import Adapter
+from vitwire_gateway.sglang.posted import Kind, read
+from vitwire_gateway.workers import Workers
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_BODY_SECONDS = 60.0
+_SERVICE = pb.DESCRIPTOR.services_by_name["SglangEncoder"].full_name
+_SERVICES = ("", _SERVICE)
+_WATCH_SECONDS = 5.0
+_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
+    501: grpc.StatusCode.UNIMPLEMENTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+
+def http_app(adapter: Adapter, workers: Workers, bodies: Budget, settings: SglangSettings) -> Starlette:
+    """The ASGI application; `bodies` counts the bytes of bodies until their requests end."""
+
+    async def health(_: Request) -> Response:
+        return Response(status_code=200 if await adapter.is_healthy() else 503)
+
+    def post(path: str, kind: Kind) -> Route:
+        async def endpoint(request: Request) -> Response:
+            caller = Caller.of(host_name(request.client.host) if request.client else "")
+            req_id = None
+            try:
+                async with bodies.holding(caller.name) as holding:
+                    body = await read_body(request, holding, settings.max_body_bytes, _BODY_SECONDS)
+                    posted = await read(workers, caller, body, "json", kind)
+                    del body
+                    req_id = posted.req_id
+                    await adapter.serve(posted, caller, holding)
+            except ApiError as error:
+                # As SGLang's encoder reports it, in ASCII, as JSON strings can be invalid Unicode.
+                answer = {"status": "error", "message": str(error), "req_id": req_id}
+                return Response(json.dumps(answer), error.status, media_type="application/json")
+            except ClientDisconnect:
+                return Response(status_code=499)
+            return JSONResponse(None)
+
+        return Route(path, endpoint, methods=["POST"])
+
+    return Starlette(
+        routes=[
+            post("/encode", "part"),
+            post("/scheduler_receive_url", "registration"),
+            post("/scheduler_receive_meta_data", "other"),
+            post("/send", "other"),
+            Route("/health", health),
+            Route("/health_generate", health),
+        ]
+    )
+
+
+def grpc_server(adapter: Adapter, workers: Workers, settings: SglangSettings) -> grpc.aio.Server:
+    """A server without ports yet. It gets messages as bytes, as those that take long to read are read in workers."""
+
+    async def answered(body: bytes, kind: Kind, context: Context) -> None:
+        caller = Caller.of(_host(context.peer()))
+        try:
+            await adapter.serve(await read(workers, caller, body, "message", kind), caller)
+        except ApiError as error:
+            await context.abort(_CODES.get(error.status, grpc.StatusCode.INTERNAL), str(error))
+
+    async def encode(body: bytes, context: Context) -> pb.EncodeResponse:
+        await answered(body, "part", context)
+        return pb.EncodeResponse()
+
+    async def register(body: bytes, context: Context) -> pb.SchedulerReceiveUrlResponse:
+        await answered(body, "registration", context)
+        return pb.SchedulerReceiveUrlResponse()
+
+    async def refuse(_: bytes, context: Context) -> NoReturn:
+        message = "Send is for transfers by Mooncake; this encoder sends embeddings over ZMQ"
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
+
+    options = [("grpc.max_receive_message_length", settings.max_body_bytes), ("grpc.so_reuseport", 0)]
+    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=4 * settings.max_requests)
+    calls = {"Encode": encode, "SchedulerReceiveUrl": register, "Send": refuse}
+    handlers: dict[str, Any] = {
+        name: grpc.unary_unary_rpc_method_handler(call, response_serializer=lambda answer: answer.SerializeToString())
+        for name, call in calls.items()
+    }
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(_SERVICE, handlers)])
+    health_pb2_grpc.add_HealthServicer_to_server(_Health(adapter), server)
+    return server
+
+
+class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated without types
+    """Serving while Vitwire is."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+
+    async def Check(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        if request.service not in _SERVICES:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
+        return await self._state()
+
+    async def Watch(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, _: Context
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        if request.service not in _SERVICES:
+            yield health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+            return
+        last = None
+        while True:
+            state = await self._state()
+            if state != last:
+                yield state
+            last = state
+            await asyncio.sleep(_WATCH_SECONDS)
+
+    async def _state(self) -> health_pb2.HealthCheckResponse:
+        states = health_pb2.HealthCheckResponse
+        healthy = await self._adapter.is_healthy()
+        return states(status=states.SERVING if healthy else states.NOT_SERVING)
+
+
+def _host(peer: str) -> str:
+    """The caller's name; peers are `ipv4:10.0.0.1:5000`, `ipv6:%5Bfd00::1%5D:5000` or `unix:...`."""
+    kind, _, address = unquote(peer).partition(":")
+    return host_name(address.rpartition(":")[0].strip("[]")) if kind in ("ipv4", "ipv6") else kind

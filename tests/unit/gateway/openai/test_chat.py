@@ -1,0 +1,236 @@
+"""Chat requests: their images, what is put in their place, forms and data URIs."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vitwire.integrations.vllm.tensors import TorchFile, torch_base64
+from vitwire_gateway.api_errors import ApiError
+from vitwire_gateway.bodies import parse
+from vitwire_gateway.openai.chat import Hole, cut, filled, images_of
+from vitwire_gateway.openai.chat_reading import decode_data_uri, parse_form, upload
+
+
+def chat(*parts: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": list(parts)}]}
+
+
+def image(url: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": url}
+
+
+def rewritten(request: Any, *parts: dict[str, Any], hole: Hole = "part") -> Any:
+    return json.loads(b"".join(filled(cut(request, images_of(request), hole), parts)))
+
+
+def test_rows_are_encoded_as_the_request_is_sent() -> None:
+    first, second = (np.full((3, 1 << 18), value, "<u2") for value in (1, 2))
+    request = chat(image("data:x"), {"type": "text", "text": "t"}, image("data:y"))
+    files = [TorchFile(each, "bfloat16") for each in (first, second)]
+    parts = [{"type": "image_embeds", "image_embeds": {"rows": file, "n": [1, 2]}, "uuid": "u"} for file in files]
+    body = filled(cut(request, images_of(request), "part"), parts)
+    assert body.held < 1 << 10 < 1 << 20 < len(body)
+    sent = list(body)
+    assert (max(map(len, sent)) <= 1 << 19, sum(map(len, sent))) == (True, len(body))
+    content = json.loads(b"".join(sent))["messages"][1]["content"]
+    assert [content[at]["image_embeds"]["rows"] for at in (0, 2)] == [
+        torch_base64(each, "bfloat16") for each in (first, second)
+    ]
+    assert content[2]["image_embeds"]["n"] == [1, 2]
+    assert b"".join(body) == b"".join(sent)  # a request that is sent again
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        image({"url": "data:x", "detail": "low"}),
+        image("data:x"),
+        {"type": "input_image", "image_url": "data:x"},
+        {"image_url": {"url": "data:x"}},
+        {"type": "text", "image_url": "data:x", "uuid": "u"},  # vLLM reads it as an image
+    ],
+)
+def test_images_are_found_in_every_form(part: dict[str, Any]) -> None:
+    (ref,) = images_of(chat({"type": "text", "text": "t"}, part))
+    assert (ref.url, ref.param) == ("data:x", "messages[1].content[1].image_url")
+
+
+@pytest.mark.parametrize(
+    ("part", "param", "reason"),
+    [
+        (image({}), "messages[1].content[0].image_url.url", "string"),
+        (image({"url": 5}), "messages[1].content[0].image_url.url", "string"),
+        (image({"url": ""}), "messages[1].content[0].image_url.url", "string"),
+        (image(None), "messages[1].content[0].image_url", "nothing"),
+        (image([]), "messages[1].content[0].image_url", "list"),
+        ({"type": "image_url"}, "messages[1].content[0].image_url", "nothing"),
+        ({"image_url": None, "uuid": "cached"}, "messages[1].content[0].image_url", "nothing"),
+    ],
+)
+def test_malformed_parts_are_named(part: dict[str, Any], param: str, reason: str) -> None:
+    with pytest.raises(ApiError, match=reason) as caught:
+        images_of(chat(part))
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert json.loads(caught.value.body)["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "request_", [{}, {"messages": "x"}, {"messages": [1, {"content": "x"}, {"content": [1, "x", {"type": "text"}]}]}]
+)
+def test_what_is_no_image_is_left_to_the_engine(request_: dict[str, Any]) -> None:
+    assert images_of(request_) == []
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"a": NaN}', b"\xff", b'"x"', b"[" * 100_000, b'{"a":' * 100_000])
+def test_invalid_json(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse(body)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+def test_values_are_bounded_before_they_are_read() -> None:
+    """64 MiB of empty objects would take 2 GB and block the event loop for seconds."""
+    with pytest.raises(ApiError, match="more than 1000000 values"):
+        parse(b'{"messages":[' + b"{}," * 500_000 + b"{}]}")
+    parse(json.dumps(chat(image("data:image/png;base64," + "A" * 10_000_000))).encode())
+
+
+def test_all_else_is_kept() -> None:
+    original = chat({"type": "text", "text": "ü\ud800"}, image({"url": "data:x"}) | {"cache_control": 1, "uuid": "u"})
+    original |= {"seed": 2**70, "n": 0.1, "x": {"y": [None, True]}}
+    request = parse(json.dumps(original).encode())
+    (ref,) = images_of(request)
+    changed = rewritten(request, {"type": "image_embeds", "image_embeds": "E", "uuid": "mine"})
+    expected = json.loads(json.dumps(original))
+    expected["messages"][1]["content"][1] = {
+        "cache_control": 1, "type": "image_embeds", "image_embeds": "E", "uuid": "mine",
+    }  # fmt: skip
+    assert changed == expected
+    assert images_of(request) == [ref], "the request itself stays as it is"
+
+
+def test_fields_of_the_image_stay_where_it_passes_on() -> None:
+    request = chat(image({"url": "upload:a", "detail": "low"}))
+    changed = rewritten(request, {"url": "data:x"}, hole="image")
+    assert changed["messages"][1]["content"] == [image({"url": "data:x", "detail": "low"})]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["messages", "content", "type", "image_url", "url", "uuid", "x"]), inner)
+    ),
+    max_leaves=30,
+)
+
+
+@settings(max_examples=40)
+@given(JSON, JSON)
+def test_any_json_is_refused_or_kept(content: Any, other: Any) -> None:
+    request = parse(json.dumps({"messages": [other, {"content": content}], "other": other}).encode())
+    try:
+        refs = images_of(request)
+    except ApiError as error:
+        assert (error.status, error.param is not None) == (400, True)
+        return
+    if refs:
+        assert images_of(rewritten(request, *({"type": "embeds"} for _ in refs))) == []
+
+
+def test_numbers_that_json_has_not() -> None:
+    request = parse(json.dumps(chat(image("data:x"))).replace('"m"', "1e999").encode())
+    with pytest.raises(ApiError, match="cannot be sent"):
+        rewritten(request, {})
+
+
+@pytest.mark.parametrize(
+    ("url", "code"),
+    [
+        ("data:image/png;base64,%%%%", "invalid_base64"),
+        ("data:image/png;base64,QUJ", "invalid_base64"),
+        ("data:image/png;base64,QUJD QUJD", "invalid_base64"),
+        ("data:image/png;base64,ÄÄÄÄ", "invalid_base64"),
+        ("data:image/png,QUJD", "invalid_image_url"),
+        ("data:image/png;base64", "invalid_image_url"),
+        ("data:image/png;base64," + "QUJD" * 100, "image_too_large"),
+    ],
+)
+def test_bad_data_uris(url: str, code: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        decode_data_uri(url, 100, "p")
+    assert caught.value.code == code
+
+
+def test_data_uris() -> None:
+    assert decode_data_uri("data:image/png;base64,QUJD", 3, "p") == b"ABC"
+    assert decode_data_uri("DATA:;charset=x;BASE64,QQ==", 3, "p") == b"A"
+
+
+def form(*fields: tuple[str, str | None, bytes]) -> tuple[str, bytes]:
+    body = b""
+    for name, filename, content in fields:
+        file = f'; filename="{filename}"' if filename else ""
+        body += f'--B\r\nContent-Disposition: form-data; name="{name}"{file}\r\n\r\n'.encode() + content + b"\r\n"
+    return "multipart/form-data; boundary=B", body + b"--B--\r\n"
+
+
+def test_forms() -> None:
+    big = bytes(range(256)) * 8192
+    kind, body = form(("request", None, b"{}"), ("cat", "c.jpg", big))
+    request, files = parse_form(kind, body, 4)
+    assert (request, files) == (b"{}", {"cat": big})
+    assert upload("upload:cat", files, "p") == big
+    with pytest.raises(ApiError, match="no uploaded file 'dog'"):
+        upload("upload:dog", files, "p")
+    assert parse_form(*form(("request", "r.json", b"{}")), 0) == (b"{}", {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ([("cat", "c", b"x")], "no field 'request'"),
+        ([("request", None, b"{}"), ("other", None, b"x")], "Too many fields"),
+        ([("other", None, b"x")], "unknown field"),
+        ([("request", "r", b"{}"), ("a", "1", b"x"), ("a", "2", b"y")], "twice"),
+        ([("request", "r", b"{}"), ("request", None, b"{}")], "twice"),
+        ([("request", None, b"{}"), *((each, "f", b"x") for each in "abcdefghi")], "Too many files"),
+    ],
+)
+def test_bad_forms(fields: list[tuple[str, str | None, bytes]], reason: str) -> None:
+    with pytest.raises(ApiError, match=reason) as caught:
+        parse_form(*form(*fields), 4)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"--B", b"garbage", b"--B\r\n\r\n\r\n--B--", b"--B\r\nContent-Disp\xff: \r\n\r\n"]
+)
+@pytest.mark.parametrize("kind", ["multipart/form-data; boundary=B", "multipart/form-data"])
+def test_broken_forms(body: bytes, kind: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_form(kind, body, 4)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "charset", ["punycode", "undefined", "idna", "utf-7", "utf-16", "zip", "no-such", '"latin-1"', ""]
+)
+def test_forms_are_in_utf8_only(charset: str) -> None:
+    """Of Python's codecs, some take the square of the length, and some fail."""
+    kind, body = form(("request", None, b"{}"))
+    with pytest.raises(ApiError, match="is not supported, send utf-8") as caught:
+        parse_form(f"{kind}; charset={charset}", body, 4)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_form")
+    for accepted in ("utf-8", "UTF8", '"utf-8"'):
+        assert parse_form(f"{kind}; charset={accepted}", body, 4)[0] == b"{}"
+
+
+def test_integers_are_bounded() -> None:
+    assert parse(b'{"seed": -%d}' % 10**398)["seed"] == -(10**398)
+    with pytest.raises(ApiError, match="an integer of 401 digits, the limit is 400"):
+        parse(b'{"seed": %d}' % 10**400)

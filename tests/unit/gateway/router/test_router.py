@@ -1,0 +1,117 @@
+"""Parts of the router that need no network: keys, headers, settings."""
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from vitwire.cli._app import app
+from vitwire_gateway.api_errors import ApiError
+from vitwire_gateway.gateway_settings import RouterSettings
+from vitwire_gateway.router.entrance import ApiKeys
+from vitwire_gateway.router.llm_engine import forwarded
+
+
+def test_keys_are_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# a comment\nfirst\n\nsecond\n")
+    keys = ApiKeys(file)
+    keys.check("Bearer first")
+    keys.check("bearer second")
+    for wrong in (None, "", "Bearer", "Bearer third", "Basic first", "first", "Bearer # a comment", "Bearer \udcff"):
+        with pytest.raises(ApiError) as caught:
+            keys.check(wrong)
+        assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
+    file.write_text("third key changed\n")
+    keys.check("Bearer third key changed")
+    with pytest.raises(ApiError):
+        keys.check("Bearer first")
+    file.unlink()
+    keys.check("Bearer third key changed")
+    os.mkfifo(file)
+    keys.check("Bearer third key changed")
+    with pytest.raises(OSError, match="not a regular file"):
+        ApiKeys(file)
+    file.unlink()
+    with pytest.raises(FileNotFoundError):
+        ApiKeys(file)
+
+
+def test_headers_of_one_connection_stay_there() -> None:
+    headers = [(b"connection", b"close, X-Private"), (b"x-private", b"1"), (b"te", b"trailers"), (b"host", b"a"),
+               (b"transfer-encoding", b"chunked"), (b"content-length", b"5"), (b"traceparent", b"00-1"),
+               (b"x-twice", b"1"), (b"x-twice", b"2")]  # fmt: skip
+    assert forwarded(headers) == [(b"traceparent", b"00-1"), (b"x-twice", b"1"), (b"x-twice", b"2")]
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"engine_url": "vllm:8000"}, "--engine-url"),
+        ({"engine_url": "http://vllm:8000/v1/"}, "--engine-url"),
+        ({"engine_url": "http://["}, "--engine-url"),
+        ({"engine_url": "http://vllm:99999"}, "--engine-url"),
+        ({"engine_url": "http://user:secret@vllm"}, "--engine-url"),
+        ({"engine_url": "http://:8000"}, "--engine-url"),
+        ({"cert": Path("c")}, "--cert"),
+        ({"max_image_bytes": 2 << 30}, "--max-image-bytes"),
+    ],
+)
+def test_bad_settings(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        RouterSettings(**values)
+
+
+def test_every_flag_is_an_environment_variable() -> None:
+    flags = CliRunner().invoke(app, ["router", "--help"], env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"}).output
+    for setting in fields(RouterSettings):
+        assert f"--{setting.name.replace('_', '-')}" in flags
+        assert f"VITWIRE_ROUTER_{setting.name.upper()}" in flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--engine=sglang", "--mode=inline"], "--mode inline: SGLang"),
+        (["--engine-url=vllm"], "--engine-url"),
+        (["--allow-image-host=http://x"], "--allow-image-host"),
+        (["--allow-image-network=x"], "--allow-image-network"),
+        (["--api-keys-file=/nowhere"], "/nowhere"),
+        (["--target=http://x"], "is a URL"),
+        (["--ca=/nowhere"], "/nowhere"),
+        (["--engine-ca=/nowhere"], "/nowhere"),
+        ([f"--engine-ca={__file__}"], "no certificates in PEM"),
+        (["--token=\n"], "the token has characters"),
+    ],
+)
+def test_wrong_flags_end_it_with_a_line(flags: list[str], reason: str) -> None:
+    done = CliRunner().invoke(app, ["router", "--port=0", *flags])
+    assert (done.exit_code, len(done.stderr.splitlines())) == (1, 1)
+    assert reason in done.stderr
+
+
+def test_the_extra_is_named() -> None:
+    main = "import sys; sys.modules['starlette'] = None; from vitwire.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", main, "router"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "vitwire: starlette is not installed; in a checkout of Vitwire: pip install '.[router]'\n",
+    )
+
+
+def test_a_taken_port_and_a_misspelt_variable_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VITWIRE_ROUTER_MAX_IMAGE", "3")
+    monkeypatch.setenv("VITWIRE_ROUTER_MAX_IMAGES", "3")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = CliRunner().invoke(app, ["router", f"--port={port}"])
+    assert done.exit_code == 1
+    ignored, *_, last = done.stderr.splitlines()
+    assert ignored == "vitwire: ignored: VITWIRE_ROUTER_MAX_IMAGE is not a setting of the router"
+    assert last.startswith(f"vitwire: --host 127.0.0.1 --port {port}: cannot listen: Address already in use")
