@@ -124,10 +124,9 @@ def _serve_edge() -> NoReturn:
 
     from vitwire.shared.allocator import tune  # noqa: PLC0415 - as above
     from vitwire_server.process.edge import serve_edge  # noqa: PLC0415 - as above
-    from vitwire_server.process.inheritance import Inherited  # noqa: PLC0415 - as above
 
     async def run() -> NoReturn:
-        _leave(await with_heartbeat(heartbeat, serve_edge(Inherited.take())))
+        _leave(await with_heartbeat(heartbeat, serve_edge()))
 
     tune()
     asyncio.run(run())

@@ -2,19 +2,18 @@
 
 import asyncio
 import logging
+import os
 import pickle
 import socket
+from typing import NamedTuple
 
 from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.core.errors import Unavailable
 from vitwire_server.core.health import Health, State
-from vitwire_server.core.models import ModelCard
 from vitwire_server.observe.logs import configure_logs
 from vitwire_server.observe.metrics.edges import edge_metrics
-from vitwire_server.process.descriptors import raise_limit
-from vitwire_server.process.fronts import LocalFront
-from vitwire_server.process.inheritance import Inherited
-from vitwire_server.process.signals import STOPPING
+from vitwire_server.process.front import LocalFront
+from vitwire_server.process.system import STOPPING, raise_limit
 from vitwire_server.sessions.arena import Arena
 from vitwire_server.sessions.link import Link
 from vitwire_server.sessions.messages import (
@@ -22,31 +21,49 @@ from vitwire_server.sessions.messages import (
     FROM_ENGINE,
     Beat,
     Configure,
-    Describe,
+    Control,
     Drain,
     Drained,
-    Fault,
-    Placed,
-    Reply,
-    Rows,
     Serve,
     Show,
-    Spare,
     Started,
-    Stop,
     ToEngine,
     ToRpc,
-    unpickled,
+    ToSession,
 )
 from vitwire_server.sessions.remote import RemoteSessions
 
 _log = logging.getLogger(__name__)
 _SILENT = "the engine's process does not respond"
 _SILENT_SECONDS = 10.0
+_VARIABLE = "VITWIRE_EDGE"
 
 
-async def serve_edge(inherited: Inherited) -> int:
+class Inherited(NamedTuple):
+    """Descriptors, and what belongs to them."""
+
+    link: int
+    arena: int
+    arena_bytes: int
+    number: int
+    """Of this edge."""
+    edges: int
+    """Number of edges."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variable that an edge reads it from."""
+        return {_VARIABLE: ",".join(map(str, self))}
+
+    @classmethod
+    def take(cls) -> "Inherited":
+        """What this process inherited, removed from the environment. Raises KeyError in other processes."""
+        return cls(*map(int, os.environ.pop(_VARIABLE).split(",")))
+
+
+async def serve_edge() -> int:
     """Speak gRPC until the engine's process sends Stop; returns the exit code."""
+    inherited = Inherited.take()
     for number in STOPPING:  # init systems signal all processes; the engine's process drains us
         asyncio.get_running_loop().add_signal_handler(number, lambda: None)
     raise_limit()
@@ -61,7 +78,7 @@ class _Edge:
         self._arena = arena
         self._edges = edges
         self._health = Health()
-        self._control: asyncio.Queue[Configure | Serve | Describe | Show | Drain | Stop | None] = asyncio.Queue()
+        self._control: asyncio.Queue[Control | None] = asyncio.Queue()
         self._link: Link[ToRpc, ToEngine]
         self._sessions: RemoteSessions | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -77,7 +94,7 @@ class _Edge:
         watching = asyncio.create_task(self._watch_engine())
         front: LocalFront | None = None
         try:
-            while isinstance(message := await self._control.get(), Configure | Serve | Describe | Show | Drain):
+            while isinstance(message := await self._control.get(), Configure | Serve | Show | Drain):
                 if isinstance(message, Configure):
                     front = await self._start(message)
                     if front is None:
@@ -98,7 +115,7 @@ class _Edge:
         self._silent = 0.0
         if isinstance(message, Beat):
             return
-        if isinstance(message, Reply | Rows | Placed | Fault | Spare):
+        if isinstance(message, ToSession):
             if self._sessions:
                 self._sessions.receive(message)
         else:
@@ -141,14 +158,15 @@ class _Edge:
         self._link.send(Started(fault))
         return front
 
-    async def _handle(self, front: LocalFront, message: Serve | Describe | Show | Drain) -> None:
+    async def _handle(self, front: LocalFront, message: Serve | Show | Drain) -> None:
         match message:
             case Serve():
                 card, footprints = pickle.loads(message.model)  # noqa: S301 - as above
-                self._sessions = RemoteSessions(self._link, self._arena, message.digest_seed)
-                front.serve(card, footprints, self._sessions)
-            case Describe():
-                front.describe(unpickled(message.card, ModelCard))
+                if self._sessions:
+                    front.describe(card)
+                else:
+                    self._sessions = RemoteSessions(self._link, self._arena, message.digest_seed)
+                    front.serve(card, footprints, self._sessions)
             case Show():
                 self._health.follow(State(message.state), message.reason)
                 await front.show()

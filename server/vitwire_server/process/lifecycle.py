@@ -7,7 +7,7 @@ from threading import Thread
 
 from vitwire.shared.allocator import trim
 from vitwire_server.core.health import Health, State
-from vitwire_server.process.fronts import Front
+from vitwire_server.process.front import Front
 from vitwire_server.scheduling.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)

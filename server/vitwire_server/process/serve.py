@@ -28,14 +28,12 @@ from vitwire_server.observe.logs import plain_line
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.metrics.edges import EdgeMetrics
 from vitwire_server.process import delivery, preparing
-from vitwire_server.process.descriptors import metrics_connections, raise_limit
-from vitwire_server.process.edges import EdgeFront
-from vitwire_server.process.fronts import Front, LocalFront
+from vitwire_server.process.edge_front import EdgeFront
+from vitwire_server.process.front import Front, LocalFront
 from vitwire_server.process.learning import check_state_dir
 from vitwire_server.process.lifecycle import EngineThread, Lifecycle
 from vitwire_server.process.loading import LoadedModel, load_model
-from vitwire_server.process.signals import on_signals
-from vitwire_server.process.threads import in_daemon_thread, read_at_start
+from vitwire_server.process.system import in_daemon_thread, metrics_connections, on_signals, raise_limit, read_at_start
 from vitwire_server.rpc.server import bracketed
 from vitwire_server.runtime.ladders.learning import LadderLearner
 from vitwire_server.scheduling.admission import Admission

@@ -11,7 +11,7 @@ from vitwire_server.config import host
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.observe.logs import configure_logs, plain_line
 from vitwire_server.process.children import ChildProcess, Launch, StartFailed
-from vitwire_server.process.signals import on_signals
+from vitwire_server.process.system import on_signals
 
 _GRACE_SECONDS = 30.0
 """Extra time to drain, beyond the lame duck and drain settings, before processes are killed."""

@@ -9,27 +9,27 @@ import numpy as np
 from vitwire_server.core.errors import EncoderError, Unavailable
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.sessions.arena import Arena
-from vitwire_server.sessions.forms import ItemForm, consumer_form_of, form_of
 from vitwire_server.sessions.link import Link
 from vitwire_server.sessions.messages import (
     Admit,
     Ask,
     Close,
+    Done,
     Fault,
     Find,
     Open,
-    Placed,
     Queue,
     Release,
     Reply,
+    Requests,
     Reserve,
-    Rows,
     Spare,
     Submit,
     ToEngine,
     ToRpc,
+    ToSession,
     encoded_of,
-    placed_of,
+    form_of,
     unpickled,
 )
 from vitwire_server.sessions.session import Fail, Opening, Settle
@@ -56,42 +56,27 @@ class RemoteSessions:
         """See Sessions."""
         session = next(self._numbers)
         self._open[session] = settle, fail
-        self.link.send(
-            Open(
-                session,
-                opening.principal,
-                opening.caller,
-                opening.deadline,
-                int(opening.priority),
-                opening.request_id,
-                consumer_form_of(opening.consumer) if opening.consumer else None,
-            )
-        )
+        self.link.send(Open(session, opening))
         return RemoteSession(self, session)
 
-    def receive(self, message: Reply | Rows | Placed | Fault | Spare) -> None:
+    def receive(self, message: ToSession) -> None:
         """Handle a message of the engine."""
-        if isinstance(message, Spare):
-            self._spares.append(message)
-            return
-        if isinstance(message, Reply):
-            future = self._replies.pop(message.number, None)
-            if future is None or future.done():  # the RPC was cancelled
-                return
-            if message.error:
-                future.set_exception(unpickled(message.error, EncoderError))
-            else:
-                future.set_result(message.offsets)
-            return
-        if message.session not in self._open:
-            return
-        settle, _ = self._open[message.session]
-        if isinstance(message, Fault):
-            settle(message.key, unpickled(message.error, EncoderError))
-        elif isinstance(message, Placed):
-            settle(message.key, placed_of(message))
-        else:
-            settle(message.key, encoded_of(message, self.arena.view(message.offset, message.nbytes).toreadonly()))
+        match message:
+            case Spare():
+                self._spares.append(message)
+            case Reply():
+                future = self._replies.pop(message.number, None)
+                if future is None or future.done():  # the RPC was cancelled
+                    return
+                if message.error:
+                    future.set_exception(unpickled(message.error, EncoderError))
+                else:
+                    future.set_result(message.offsets)
+            case Fault() if message.session in self._open:
+                self._open[message.session][0](message.key, unpickled(message.error, EncoderError))
+            case Done() if message.session in self._open:
+                rows = self.arena.view(message.offset, message.nbytes).toreadonly()
+                self._open[message.session][0](message.key, encoded_of(message, rows))
 
     def lost(self, fault: Exception) -> None:
         """The engine's process is gone or silent: every RPC that works with it, now or later, ends with `fault`."""
@@ -138,7 +123,7 @@ class RemoteSessions:
         if self._fault:
             raise Unavailable(str(self._fault))
 
-    async def request(self, message: Reserve | Admit | Find | Queue | Submit | Ask) -> list[int]:
+    async def request(self, message: Requests) -> list[int]:
         """The engine's reply. Raises EncoderError."""
         self.check(message.session)
         future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
@@ -165,18 +150,14 @@ class RemoteSession:
     async def reserve(self, key: int, item: Item) -> memoryview:
         """See Session."""
         engine = self._engine
-        form = form_of(item)
-        assert isinstance(form, ItemForm)
-        (offset,) = await engine.request(Reserve(engine.number(), self._session, key, form))
+        (offset,) = await engine.request(Reserve(engine.number(), self._session, key, form_of(item)))
         self._reserved.add(key)
         return engine.arena.view(offset, item.nbytes)
 
     async def answer(self, key: int, item: Item, digest: bytes) -> bool:
         """See Session."""
         engine = self._engine
-        form = form_of(item)
-        assert isinstance(form, ItemForm)
-        return bool(await engine.request(Find(engine.number(), self._session, key, form, digest)))
+        return bool(await engine.request(Find(engine.number(), self._session, key, form_of(item), digest)))
 
     async def submit(self, items: Mapping[int, Item | CacheLookup], digests: Mapping[int, bytes]) -> None:
         """See Session."""
@@ -197,11 +178,7 @@ class RemoteSession:
         ready = {key: item for key, item in items.items() if isinstance(item, Item)}
         self._reserved.difference_update(ready)
         if ready:
-            regions = {
-                key: (item.region.offset, item.region.nbytes, item.on_device)
-                for key, item in ready.items()
-                if item.region
-            }
+            regions = {key: (item.region, item.on_device) for key, item in ready.items() if item.region}
             await engine.request(Queue(engine.number(), self._session, list(ready), dict(digests), regions))
 
     async def forecast(self, tokens: int) -> float:
@@ -224,7 +201,7 @@ class RemoteSession:
         for offset, item in zip(blocks, items.values(), strict=True):
             for at, part in _parts(offset, item):
                 engine.arena.array(at, len(part))[:] = part
-        forms = {key: form for key, item in items.items() if isinstance(form := form_of(item), ItemForm)}
+        forms = {key: form_of(item) for key, item in items.items()}
         await engine.request(Submit(engine.number(), self._session, forms, list(blocks), dict(digests)))
 
 

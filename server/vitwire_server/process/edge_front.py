@@ -5,7 +5,6 @@ import logging
 import pickle
 import socket
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -16,7 +15,7 @@ from vitwire_server.core.models import ModelCard
 from vitwire_server.observe.metrics.edges import EdgeMetrics
 from vitwire_server.observe.metrics.processes import ProcessMetrics
 from vitwire_server.process.children import ChildProcess, Launch, StartFailed
-from vitwire_server.process.inheritance import Inherited
+from vitwire_server.process.edge import Inherited
 from vitwire_server.rpc.addresses import PortReservation, raise_if_socket_unusable
 from vitwire_server.sessions.arena import ArenaMemory
 from vitwire_server.sessions.host import SessionHost, not_ready
@@ -27,7 +26,6 @@ from vitwire_server.sessions.messages import (
     FROM_RPC,
     Beat,
     Configure,
-    Describe,
     Drain,
     Drained,
     Serve,
@@ -43,29 +41,7 @@ _STOP_SECONDS = 5.0
 _DRAIN_MARGIN = 5.0
 
 
-@dataclass(slots=True)
-class _EdgeLaunch(Launch):
-    """One start of an edge: its end of the link is closed here once it was inherited."""
-
-    end: socket.socket | None = None
-    on_start: Callable[[int], None] = lambda _: None
-    on_end: Callable[[], None] = lambda: None
-
-    def release(self) -> None:
-        """See Launch."""
-        if self.end:
-            self.end.close()
-
-    def started(self, pid: int) -> None:
-        """See Launch."""
-        self.on_start(pid)
-
-    def ended(self) -> None:
-        """See Launch."""
-        self.on_end()
-
-
-class _Edge:
+class _SupervisedEdge:
     """One edge, over all its restarts. The memory it uses is reclaimed only once its process has ended."""
 
     def __init__(self, front: "EdgeFront", index: int) -> None:
@@ -95,7 +71,7 @@ class _Edge:
         front = self._front
         if front.model and front.sessions and self._link:
             self._host = SessionHost(front.sessions, front.memory, self._link)
-            self._link.send(Serve(front.model, front.sessions.digest_seed))
+            self._link.send(front.model)
 
     def _launch(self) -> Launch:
         front = self._front
@@ -103,13 +79,13 @@ class _Edge:
         arena = front.memory.arena
         descriptors = (other.fileno(), arena.descriptor)
         inheritance = Inherited(*descriptors, arena.size, self._index, len(front.edges)).environment
-        return _EdgeLaunch(
+        return Launch(
             (sys.executable, "-P", "-m", "vitwire_server", "edge"),
             {**inheritance, **front.metrics.environment},
             descriptors,
-            end=other,
-            on_start=lambda pid: self._started(pid, own),
-            on_end=lambda: self._ended(own),
+            release=other.close,
+            started=lambda pid: self._started(pid, own),
+            ended=lambda: self._ended(own),
         )
 
     def _started(self, pid: int, end: socket.socket) -> None:
@@ -158,9 +134,8 @@ class _Edge:
                 self.drained.set()
             case _ if self._host:
                 self._host.receive(message)
-            case _:
-                if reply := not_ready(message):
-                    self.send(reply)
+            case _ if reply := not_ready(message):
+                self.send(reply)
 
 
 @dataclass(slots=True)
@@ -174,9 +149,9 @@ class EdgeFront:
     processes: ProcessMetrics
     count: int
     port: int = 0
-    edges: list[_Edge] = field(default_factory=list)
-    model: bytes = b""
-    """Pickled card and footprints, once the model is loaded."""
+    edges: list[_SupervisedEdge] = field(default_factory=list)
+    model: Serve | None = None
+    """Once the model is loaded."""
     footprints: Footprints | None = None
     sessions: LocalSessions | None = None
     fault: str = ""
@@ -198,7 +173,7 @@ class EdgeFront:
                 raise OSError(f"cannot listen on {settings.unix_socket}: {error}") from error
         self._reservation = PortReservation(settings.host, settings.port)
         self.port = self._reservation.port
-        self.edges += [_Edge(self, index) for index in range(self.count)]
+        self.edges += [_SupervisedEdge(self, index) for index in range(self.count)]
         self._beating = asyncio.create_task(self._beat())
         self.processes.expect(edge.child.label for edge in self.edges)
         self._running = [asyncio.create_task(edge.child.keep_running(self._stopping)) for edge in self.edges]
@@ -223,17 +198,17 @@ class EdgeFront:
 
     def serve(self, card: ModelCard, footprints: Footprints, sessions: LocalSessions) -> None:
         """The model is loaded: accept RPCs."""
-        self.footprints = footprints
-        self.model = pickle.dumps((card, footprints))
-        self.sessions = sessions
+        self.model = Serve(pickle.dumps((card, footprints)), sessions.digest_seed)
+        self.footprints, self.sessions = footprints, sessions
         for edge in self.edges:
             edge.serve()
 
     def describe(self, card: ModelCard) -> None:
         """See Front."""
-        self.model = pickle.dumps((card, self.footprints))
+        assert self.sessions, "the model is loaded"
+        self.model = Serve(pickle.dumps((card, self.footprints)), self.sessions.digest_seed)
         for edge in self.edges:
-            edge.send(Describe(pickle.dumps(card)))
+            edge.send(self.model)
 
     def state(self) -> Show:
         """The server's state as it is sent."""
