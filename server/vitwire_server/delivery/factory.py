@@ -14,8 +14,7 @@ from typing import NoReturn
 
 from vitwire.shared.agents import load
 from vitwire_server.delivery.messages import MAX_MESSAGE, TO_FACTORY, End
-from vitwire_server.delivery.sandbox import dies_with
-from vitwire_server.delivery.sender import serve
+from vitwire_server.delivery.sender import dies_with, serve
 
 _REAPING_SECONDS = 1.0
 
