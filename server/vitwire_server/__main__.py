@@ -109,9 +109,9 @@ def _serve(words: list[str]) -> int:
 
 
 def _completion(words: list[str]) -> int:
-    from vitwire_server.config.completion import main as completion  # noqa: PLC0415 - each command loads what it needs
+    from vitwire_server.config.command_line import complete  # noqa: PLC0415 - each command loads what it needs
 
-    return completion(words)
+    return complete(words)
 
 
 def _serve_edge() -> NoReturn:

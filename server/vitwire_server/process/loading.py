@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from vitwire_server.config.flags import MAX_MESSAGE_BYTES
+from vitwire_server.config.service_flags import MAX_MESSAGE_BYTES
 from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.costs import ASSUMED, ASSUMED_ON_HOST
