@@ -17,24 +17,11 @@ from vitwire_server.observe.metrics.processes import ProcessMetrics
 from vitwire_server.process.children import ChildProcess, Launch, StartFailed
 from vitwire_server.process.edge import Inherited
 from vitwire_server.rpc.addresses import PortReservation, raise_if_socket_unusable
+from vitwire_server.sessions import messages
 from vitwire_server.sessions.arena import ArenaMemory
 from vitwire_server.sessions.host import SessionHost, not_ready
 from vitwire_server.sessions.link import Link
 from vitwire_server.sessions.local import LocalSessions
-from vitwire_server.sessions.messages import (
-    BEAT_SECONDS,
-    FROM_RPC,
-    Beat,
-    Configure,
-    Drain,
-    Drained,
-    Serve,
-    Show,
-    Started,
-    Stop,
-    ToEngine,
-    ToRpc,
-)
 
 _log = logging.getLogger(__name__)
 _STOP_SECONDS = 5.0
@@ -48,7 +35,7 @@ class _SupervisedEdge:
         self._front = front
         self._index = index
         self._pid = 0
-        self._link: Link[ToEngine, ToRpc] | None = None
+        self._link: Link[messages.ToEngine, messages.ToRpc] | None = None
         self._host: SessionHost | None = None
         self._connecting: asyncio.Task[None] | None = None
         self.listening = asyncio.Event()
@@ -61,7 +48,7 @@ class _SupervisedEdge:
             json_lines=settings.log_format == "json",
         )
 
-    def send(self, message: ToRpc) -> None:
+    def send(self, message: messages.ToRpc) -> None:
         """Send a message to the process, if there is one."""
         if self._link:
             self._link.send(message)
@@ -95,12 +82,12 @@ class _SupervisedEdge:
 
     async def _connect(self, end: socket.socket) -> None:
         front = self._front
-        link: Link[ToEngine, ToRpc] = await Link.over(end, FROM_RPC, self._receive)
+        link: Link[messages.ToEngine, messages.ToRpc] = await Link.over(end, messages.FROM_RPC, self._receive)
         self._link = link
         settings = front.settings
         if self._index:  # one process serves the socket: the kernel spreads no connections over those of a path
             settings = settings.model_copy(update={"unix_socket": None})
-        link.send(Configure(pickle.dumps(settings), front.port))
+        link.send(messages.Configure(pickle.dumps(settings), front.port))
         link.send(front.state())
         self.serve()
         if front.draining:
@@ -122,15 +109,15 @@ class _SupervisedEdge:
             self._front.processes.ended(self.child.label)
             self._pid = 0
 
-    def _receive(self, message: ToEngine) -> None:
+    def _receive(self, message: messages.ToEngine) -> None:
         match message:
-            case Started():
+            case messages.Started():
                 if message.fault:
                     self._front.fault = message.fault
                 else:
                     self.child.mark_ready()
                     self.listening.set()
-            case Drained():
+            case messages.Drained():
                 self.drained.set()
             case _ if self._host:
                 self._host.receive(message)
@@ -140,7 +127,7 @@ class _SupervisedEdge:
 
 @dataclass(slots=True)
 class EdgeFront:
-    """See Front. Keeps the edges running, and connects them with the engine."""
+    """As LocalFront, by edges. Keeps them running, and connects them with the engine."""
 
     settings: ServeSettings
     health: Health
@@ -150,13 +137,13 @@ class EdgeFront:
     count: int
     port: int = 0
     edges: list[_SupervisedEdge] = field(default_factory=list)
-    model: Serve | None = None
+    model: messages.Serve | None = None
     """Once the model is loaded."""
     footprints: Footprints | None = None
     sessions: LocalSessions | None = None
     fault: str = ""
     """Why an edge could not listen."""
-    draining: Drain | None = None
+    draining: messages.Drain | None = None
     """Sent to edges that are started during the drain as well."""
     _running: list[asyncio.Task[bool]] = field(default_factory=list)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -164,7 +151,7 @@ class EdgeFront:
     _beating: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
-        """See Front."""
+        """See LocalFront."""
         settings = self.settings
         if settings.unix_socket:
             try:
@@ -187,9 +174,9 @@ class EdgeFront:
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(BEAT_SECONDS)
+            await asyncio.sleep(messages.BEAT_SECONDS)
             for edge in self.edges:
-                edge.send(Beat())
+                edge.send(messages.Beat())
 
     async def _all_listening(self) -> bool:
         for edge in self.edges:
@@ -198,37 +185,37 @@ class EdgeFront:
 
     def serve(self, card: ModelCard, footprints: Footprints, sessions: LocalSessions) -> None:
         """The model is loaded: accept RPCs."""
-        self.model = Serve(pickle.dumps((card, footprints)), sessions.digest_seed)
+        self.model = messages.Serve(pickle.dumps((card, footprints)), sessions.digest_seed)
         self.footprints, self.sessions = footprints, sessions
         for edge in self.edges:
             edge.serve()
 
     def describe(self, card: ModelCard) -> None:
-        """See Front."""
+        """See LocalFront."""
         assert self.sessions, "the model is loaded"
-        self.model = Serve(pickle.dumps((card, self.footprints)), self.sessions.digest_seed)
+        self.model = messages.Serve(pickle.dumps((card, self.footprints)), self.sessions.digest_seed)
         for edge in self.edges:
             edge.send(self.model)
 
-    def state(self) -> Show:
+    def state(self) -> messages.Show:
         """The server's state as it is sent."""
-        return Show(self.health.state.value, self.health.reason)
+        return messages.Show(self.health.state.value, self.health.reason)
 
     async def show(self) -> None:
-        """See Front."""
+        """See LocalFront."""
         for edge in self.edges:
             edge.send(self.state())
 
     async def watch(self) -> None:
-        """See Front."""
+        """See LocalFront."""
         done, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             if error := task.exception():
                 _log.error("%s", error, exc_info=None if isinstance(error, StartFailed | OSError) else error)
 
     async def drain(self, seconds: float) -> None:
-        """See Front."""
-        self.draining = Drain(seconds)
+        """See LocalFront."""
+        self.draining = messages.Drain(seconds)
         for edge in self.edges:
             edge.drained.clear()
             edge.send(self.draining)
@@ -237,14 +224,14 @@ class EdgeFront:
                 await asyncio.gather(*(edge.drained.wait() for edge in self.edges if edge.child.pid))
 
     async def stop(self) -> None:
-        """See Front."""
+        """See LocalFront."""
         if self._stopping.is_set():
             return
         self._stopping.set()
         if self._beating:
             self._beating.cancel()
         for edge in self.edges:
-            edge.send(Stop())
+            edge.send(messages.Stop())
         if self._running:
             _, alive = await asyncio.wait(self._running, timeout=_STOP_SECONDS)
             for task in alive:

@@ -93,7 +93,7 @@ async def serve(settings: ServeSettings) -> int:
             pages.start()
         metrics_at = f"on {bracketed(settings.metrics_host)}:{pages.port}" if pages else "off"
         _print(plain_line(f"listening on {bracketed(settings.host)}:{port}, metrics {metrics_at}", settings.log_format))
-        return await _Server(settings, metrics, front, Lifecycle(health, front), memory, trace, stopping).run()
+        return await _Server(settings, metrics, front, Lifecycle(health, front.show), memory, trace, stopping).run()
 
 
 @dataclass(frozen=True, slots=True)

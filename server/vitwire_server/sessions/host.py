@@ -12,32 +12,11 @@ from vitwire_server.core.errors import EncoderError, Overloaded, Unavailable
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.reports import Encoded, Outcome
 from vitwire_server.scheduling.tickets import Priority
+from vitwire_server.sessions import messages
 from vitwire_server.sessions.arena import ArenaMemory
 from vitwire_server.sessions.link import Link
 from vitwire_server.sessions.local import LocalSession, LocalSessions
-from vitwire_server.sessions.messages import (
-    Admit,
-    Ask,
-    Close,
-    Done,
-    Fault,
-    Find,
-    OfSession,
-    Open,
-    Queue,
-    Release,
-    Reply,
-    Request,
-    Requests,
-    Reserve,
-    Spare,
-    Submit,
-    ToEngine,
-    ToRpc,
-    item_of,
-    pickled,
-    received,
-)
+from vitwire_server.sessions.messages import item_of, pickled, received
 
 _SPARES, _SPARE_BYTES = 4, 1 << 20
 """Spare blocks of a process, and the size of each."""
@@ -82,7 +61,9 @@ class _Open:
 class SessionHost:
     """Runs the sessions of one process of RPCs. `close` ends all of them, which gives back what they hold."""
 
-    def __init__(self, engine: LocalSessions, memory: ArenaMemory, link: Link[ToEngine, ToRpc]) -> None:
+    def __init__(
+        self, engine: LocalSessions, memory: ArenaMemory, link: Link[messages.ToEngine, messages.ToRpc]
+    ) -> None:
         self._engine = engine
         self._memory = memory
         self._link = link
@@ -92,19 +73,19 @@ class SessionHost:
         self._copies: WeakValueDictionary[int, _Copy] = WeakValueDictionary()
         """Copies that are being read, by the identity of their source."""
 
-    def receive(self, message: OfSession) -> None:
+    def receive(self, message: messages.OfSession) -> None:
         """Handle a message of the process."""
         match message:
-            case Open():
+            case messages.Open():
                 self._open(message)
-            case Release():
+            case messages.Release():
                 self._sessions[message.session].release(message.key)
-            case Close():
+            case messages.Close():
                 self._sessions.pop(message.session).close()
             case _:
                 opened = self._sessions[message.session]
                 self._reply(opened, message.number, self._attempt(opened, message))
-                if isinstance(message, Submit):
+                if isinstance(message, messages.Submit):
                     self._grant()
 
     def close(self) -> None:
@@ -114,7 +95,7 @@ class SessionHost:
         for opened in sessions.values():
             opened.close()
 
-    def _open(self, message: Open) -> None:
+    def _open(self, message: messages.Open) -> None:
         number = message.session
 
         def settle(key: int, outcome: Outcome) -> None:
@@ -124,34 +105,34 @@ class SessionHost:
                     return
                 except EncoderError as error:
                     outcome = error
-            self._link.send(Fault(number, key, pickled(outcome)))
+            self._link.send(messages.Fault(number, key, pickled(outcome)))
 
         opening = message.opening
         self._sessions[number] = _Open(self._engine.open(opening, settle, _cannot_fail), opening.priority)
         self._grant()
 
-    def _attempt(self, opened: _Open, message: Requests) -> Callable[[], list[int] | None]:
+    def _attempt(self, opened: _Open, message: messages.Requests) -> Callable[[], list[int] | None]:
         """Does what is requested and returns the offsets to reply, or None while the session holds what is missing."""
         match message:
-            case Reserve(key=key):
+            case messages.Reserve(key=key):
                 reserved = item_of(message.item)
                 return lambda: self._reserve(opened, key, reserved)
-            case Admit():
+            case messages.Admit():
                 items = {key: received(form) for key, form in message.items.items()}
                 return lambda: self._admit(opened, items)
-            case Find(key=key, digest=digest):
+            case messages.Find(key=key, digest=digest):
                 sought = item_of(message.item)
                 return lambda: _find(opened, key, sought, digest)
-            case Queue():
+            case messages.Queue():
                 return lambda: _queue(opened, message)
-            case Submit(digests=digests):
+            case messages.Submit(digests=digests):
                 blocks = [self._spares.pop(offset) for offset in message.blocks]
                 submitted = {}
                 for (key, form), block in zip(message.items.items(), blocks, strict=True):
                     item = item_of(form)
                     submitted[key] = item.filled(block[: item.nbytes])
                 return lambda: _submit(opened, submitted, digests)
-            case Ask(tokens=tokens):
+            case messages.Ask(tokens=tokens):
                 return lambda: [int(1e6 * self._engine.intake.forecast(opened.priority, tokens))]
 
     def _reply(self, opened: _Open, number: int, attempt: Callable[[], list[int] | None]) -> None:
@@ -159,12 +140,12 @@ class SessionHost:
         try:
             offsets = attempt()
         except EncoderError as error:
-            self._link.send(Reply(number, [], pickled(error)))
+            self._link.send(messages.Reply(number, [], pickled(error)))
             return
         if offsets is None:
             opened.waiting.append(lambda: self._reply(opened, number, attempt))
         else:
-            self._link.send(Reply(number, offsets))
+            self._link.send(messages.Reply(number, offsets))
 
     def _reserve(self, opened: _Open, key: int, item: Item) -> list[int] | None:
         memory = opened.session.try_reserve(key, item)
@@ -194,9 +175,9 @@ class SessionHost:
                 block = self._memory.allocate(_SPARE_BYTES)
                 offset = self._offset(block)
                 self._spares[offset] = block
-                self._link.send(Spare(offset, _SPARE_BYTES))
+                self._link.send(messages.Spare(offset, _SPARE_BYTES))
 
-    def _done(self, number: int, key: int, outcome: Encoded) -> Done:
+    def _done(self, number: int, key: int, outcome: Encoded) -> messages.Done:
         """With the place of rows that are returned. Cached ones lie elsewhere: all readers share one copy.
 
         Raises Overloaded.
@@ -205,14 +186,14 @@ class SessionHost:
         about = (number, key, embedding.dtype.label, embedding.shape, embedding.kept, outcome.report)
         if isinstance(delivery, Delivered | Stored):
             delivered = delivery if isinstance(delivery, Delivered) else None
-            return Done(*about, delivered=delivered, is_stored=delivered is None)
+            return messages.Done(*about, delivered=delivered, is_stored=delivered is None)
         read: memoryview | _Copy = embedding.data
         offset = self._memory.arena.offset_of(embedding.data)
         if offset is None:
             read = self._copied(embedding.data)
             offset = self._offset(read.data)
         self._sessions[number].rows[key] = read
-        return Done(*about, offset, len(embedding.data), fallback=delivery.reason if delivery else "")
+        return messages.Done(*about, offset, len(embedding.data), fallback=delivery.reason if delivery else "")
 
     def _copied(self, source: memoryview) -> _Copy:
         copy = self._copies.get(id(source))
@@ -223,7 +204,7 @@ class SessionHost:
         return copy
 
 
-def _queue(opened: _Open, message: Queue) -> list[int]:
+def _queue(opened: _Open, message: messages.Queue) -> list[int]:
     items = {key: opened.unfilled.pop(key) for key in message.items}
     for key, (region, on_device) in message.regions.items():
         items[key] = replace(items[key], region=region, on_device=on_device)
@@ -243,10 +224,10 @@ def _find(opened: _Open, key: int, item: Item, digest: bytes) -> list[int] | Non
     return None if answered is None else [0] * answered
 
 
-def not_ready(message: OfSession) -> Reply | None:
+def not_ready(message: messages.OfSession) -> messages.Reply | None:
     """The reply to a message that came before the model was loaded."""
-    if isinstance(message, Request):
-        return Reply(message.number, [], pickled(Unavailable("the model is still loading")))
+    if isinstance(message, messages.Request):
+        return messages.Reply(message.number, [], pickled(Unavailable("the model is still loading")))
     return None
 
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from secrets import randbits
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from vitwire_server.caching.cache import Name
 from vitwire_server.caching.keys import key_of, name_of
@@ -13,23 +13,17 @@ from vitwire_server.core.errors import NotCached, Overloaded
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.models import ModelCard
 from vitwire_server.core.reports import Encoded, Outcome
+from vitwire_server.delivery.courier import Courier
 from vitwire_server.fitting.traces import TraceWriter
+from vitwire_server.observe.metrics.admission import AdmissionMetrics
 from vitwire_server.scheduling.admission import Admission, Permit
 from vitwire_server.scheduling.intake import Intake
 from vitwire_server.scheduling.tickets import Entry, Ticket
 from vitwire_server.sessions.arena import Memory, PrivateMemory
-from vitwire_server.sessions.outcomes import Courier, Held, Mailbox, Outcomes
+from vitwire_server.sessions.outcomes import Held, Mailbox, Outcomes
 from vitwire_server.sessions.session import Fail, Opening, Settle
 
 T = TypeVar("T")
-
-
-class SessionMonitor(Protocol):
-    """Counts sessions; implemented by the metrics."""
-
-    def session_opened(self) -> None: ...
-
-    def session_closed(self) -> None: ...
 
 
 class LocalSessions:
@@ -41,7 +35,7 @@ class LocalSessions:
         intake: Intake,
         admission: Admission,
         single_flight: SingleFlight,
-        monitor: SessionMonitor,
+        monitor: AdmissionMetrics,
         *,
         memory: Memory | None = None,
         trace: TraceWriter | None = None,

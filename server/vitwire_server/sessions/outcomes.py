@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
-from typing import Protocol
 
 import numpy as np
 
@@ -21,25 +20,15 @@ from vitwire_server.core.delivery import (
     NotDelivered,
     Placing,
     Region,
-    Rows,
     Stored,
 )
 from vitwire_server.core.errors import EncodeFailed, EncoderError, Unavailable
 from vitwire_server.core.items import Embedding
 from vitwire_server.core.reports import Encoded, Outcome, Path
+from vitwire_server.delivery.courier import Courier
 from vitwire_server.scheduling.admission import Permit
 from vitwire_server.scheduling.tickets import Ticket
 from vitwire_server.sessions.session import Opening, Settle
-
-
-class Courier(Protocol):
-    """Writes rows into consumers' memory; see `delivery.courier`."""
-
-    def deliver(self, placing: Placing, rows: Rows, done: Callable[[Delivered | NotDelivered], None]) -> None: ...
-
-    def upload(self, data: memoryview) -> DeviceRows | None:
-        """The rows on the server's device; None without a device, or room on it."""
-        ...
 
 
 class _HostRows:
