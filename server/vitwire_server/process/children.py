@@ -10,7 +10,7 @@ import sys
 import time
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
@@ -65,47 +65,6 @@ def labelled(label: str, line: bytes, *, json_lines: bool) -> bytes:
     if not line.startswith(b'{"'):  # written by a library, not by our logging
         line = json.dumps({"message": line.decode(errors="replace")}).encode()
     return b'{"process": "%s", %s' % (name, line[1:])
-
-
-class ForwardedPipe:
-    """A pipe for the stdout or stderr of one child process."""
-
-    def __init__(self, label: str, out: BinaryIO, on_message: Callable[[str], None], *, json_lines: bool) -> None:
-        """Lines go to `out` with the label; `on_message` gets the message of each."""
-        self._label = label
-        self._out = out
-        self._on_message = on_message
-        self._json_lines = json_lines
-        read_end, self.write_end = os.pipe()
-        self._file = os.fdopen(read_end, "rb", buffering=0)
-
-    def child_started(self) -> None:
-        """The child process has inherited its end: close it here."""
-        os.close(self.write_end)
-
-    async def forward(self) -> None:
-        """Forward lines until every process that inherited the write end has closed it."""
-        loop = asyncio.get_running_loop()
-        lines = asyncio.StreamReader(_LINE_BYTES)
-        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), self._file)
-        try:
-            while True:
-                with suppress(ValueError):  # longer than the limit: the reader dropped the line
-                    if not (line := await lines.readline()):
-                        return
-                    self._forward(line.rstrip(b"\r\n"))
-        finally:
-            transport.close()
-
-    def close(self) -> None:
-        """Close the read end."""
-        self._file.close()
-
-    def _forward(self, line: bytes) -> None:
-        self._on_message(message_of(line))
-        with suppress(OSError):  # nothing reads our output; keep draining the pipe
-            self._out.write(labelled(self._label, line, json_lines=self._json_lines) + b"\n")
-            self._out.flush()
 
 
 class ChildProcess:
@@ -176,41 +135,60 @@ class ChildProcess:
         """Start a process and wait for it to end, and for its output; returns its exit code."""
         self._ready_at = None
         launch = self._launch()
-        monitor = heartbeat.HeartbeatMonitor()
-        out = ForwardedPipe(self.label, sys.stdout.buffer, self._on_stdout, json_lines=self._json_lines)
-        err = ForwardedPipe(self.label, sys.stderr.buffer, self._on_stderr, json_lines=self._json_lines)
         tasks: list[asyncio.Task[None]] = []
-        try:
-            self._process = process = await _start(launch, monitor, out, err)
-            launch.started(process.pid)
-            forwarding = [asyncio.create_task(pipe.forward()) for pipe in (out, err)]
-            watching = asyncio.create_task(self._kill_if_unresponsive(process, monitor))
-            tasks = [*forwarding, watching]
-            if stopping.is_set():
-                self.send(signal.SIGTERM)
-            code = await process.wait()
-            watching.cancel()
-            _, unread = await asyncio.wait(forwarding, timeout=_OUTPUT_SECONDS)
-            if unread:
-                self.kill()  # what it left in its process group
-            return code
-        finally:
-            if self._process and self._process.returncode is None:
-                self.kill()
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._process.wait(), _OUTPUT_SECONDS)
-            self._process = None  # its number may now be that of another process
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for end in (out, err, monitor):
-                end.close()
-            launch.ended()
+        with ExitStack() as stack:
+            stack.callback(launch.ended)
+            (out, out_end), (err, err_end), (beats, beats_end) = (_pipe(stack) for _ in range(3))
+            try:
+                self._process = process = await _start(launch, out_end, err_end, beats_end)
+                launch.started(process.pid)
+                watching = asyncio.create_task(self._kill_if_unresponsive(process, beats))
+                outputs = ((out, sys.stdout.buffer, self._on_stdout), (err, sys.stderr.buffer, self._on_stderr))
+                forwarding = [asyncio.create_task(self._forward(*each)) for each in outputs]
+                tasks = [watching, *forwarding]
+                if stopping.is_set():
+                    self.send(signal.SIGTERM)
+                code = await process.wait()
+                watching.cancel()
+                _, unread = await asyncio.wait(forwarding, timeout=_OUTPUT_SECONDS)
+                if unread:
+                    self.kill()  # what it left in its process group
+                return code
+            finally:
+                if self._process and self._process.returncode is None:
+                    self.kill()
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self._process.wait(), _OUTPUT_SECONDS)
+                self._process = None  # its number may now be that of another process
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _kill_if_unresponsive(self, process: Process, monitor: heartbeat.HeartbeatMonitor) -> None:
-        fault = await monitor.wait_for_silence(process.pid, self._unresponsive_seconds)
+    async def _kill_if_unresponsive(self, process: Process, beats: BinaryIO) -> None:
+        fault = await heartbeat.wait_for_silence(beats, process.pid, self._unresponsive_seconds)
         _log.error("%s %s for %g s; killing it", self.label, fault, self._unresponsive_seconds)
         self.kill()
+
+    async def _forward(self, pipe: BinaryIO, out: BinaryIO, on_message: Callable[[str], None]) -> None:
+        """Forward lines with the label, until every process that inherited the write end has closed it."""
+        lines = asyncio.StreamReader(_LINE_BYTES)
+        reader = asyncio.StreamReaderProtocol(lines)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: reader, pipe)
+        try:
+            while True:
+                try:
+                    line = await lines.readline()
+                except ValueError:  # longer than the limit: the reader dropped the line
+                    continue
+                if not line:
+                    return
+                line = line.rstrip(b"\r\n")
+                on_message(message_of(line))
+                with suppress(OSError):  # nothing reads our output; keep draining the pipe
+                    out.write(labelled(self.label, line, json_lines=self._json_lines) + b"\n")
+                    out.flush()
+        finally:
+            transport.close()
 
     def _on_stderr(self, message: str) -> None:
         self._last_error = message.removeprefix("vitwire-server: ")
@@ -228,22 +206,26 @@ class ChildProcess:
         return _FIRST_DELAY * 2.0 ** (self._failures - 1)
 
 
-async def _start(
-    launch: Launch, monitor: heartbeat.HeartbeatMonitor, out: ForwardedPipe, err: ForwardedPipe
-) -> Process:
+def _pipe(stack: ExitStack) -> tuple[BinaryIO, int]:
+    """A pipe: the end to read, which the stack closes, and the one that a child inherits."""
+    read_end, write_end = os.pipe()
+    return stack.enter_context(os.fdopen(read_end, "rb", buffering=0)), write_end
+
+
+async def _start(launch: Launch, out_end: int, err_end: int, beats_end: int) -> Process:
     try:
         return await asyncio.create_subprocess_exec(
             *launch.command,
             stdin=DEVNULL,
-            stdout=out.write_end,
-            stderr=err.write_end,
-            env={**os.environ, **launch.environment, **heartbeat.variables(monitor)},
-            pass_fds=(monitor.write_end, *launch.descriptors),
+            stdout=out_end,
+            stderr=err_end,
+            env={**os.environ, **launch.environment, **heartbeat.variables(beats_end)},
+            pass_fds=(beats_end, *launch.descriptors),
             process_group=0,  # so that Ctrl-C reaches only this process, which drains its children
         )
     finally:
-        for end in (monitor, out, err):
-            end.child_started()
+        for end in (out_end, err_end, beats_end):
+            os.close(end)
         launch.release()
 
 

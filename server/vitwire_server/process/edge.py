@@ -5,7 +5,6 @@ import logging
 import os
 import pickle
 import socket
-from typing import NamedTuple
 
 from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.core.errors import Unavailable
@@ -22,47 +21,24 @@ from vitwire_server.sessions.remote import RemoteSessions
 _log = logging.getLogger(__name__)
 _SILENT = "the engine's process does not respond"
 _SILENT_SECONDS = 10.0
-_VARIABLE = "VITWIRE_EDGE"
-
-
-class Inherited(NamedTuple):
-    """Descriptors, and what belongs to them."""
-
-    link: int
-    arena: int
-    arena_bytes: int
-    number: int
-    """Of this edge."""
-    edges: int
-    """Number of edges."""
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The variable that an edge reads it from."""
-        return {_VARIABLE: ",".join(map(str, self))}
-
-    @classmethod
-    def take(cls) -> "Inherited":
-        """What this process inherited, removed from the environment. Raises KeyError in other processes."""
-        return cls(*map(int, os.environ.pop(_VARIABLE).split(",")))
+VARIABLE = "VITWIRE_EDGE"
+"""The descriptors of the link and of the arena that this process inherits, and its number."""
 
 
 async def serve_edge() -> int:
     """Speak gRPC until the engine's process sends Stop; returns the exit code."""
-    inherited = Inherited.take()
+    link, arena, _ = map(int, os.environ.pop(VARIABLE).split(","))
     for number in STOPPING:  # init systems signal all processes; the engine's process drains us
         asyncio.get_running_loop().add_signal_handler(number, lambda: None)
     raise_limit()
-    edge = _Edge(Arena(inherited.arena, inherited.arena_bytes), inherited.edges)
-    return await edge.run(socket.socket(fileno=inherited.link))
+    return await _Edge(Arena(arena)).run(socket.socket(fileno=link))
 
 
 class _Edge:
-    """Follows the engine's process. messages.Control messages are handled one after the other, in `run`."""
+    """Follows the engine's process. Control messages are handled one after the other, in `run`."""
 
-    def __init__(self, arena: Arena, edges: int) -> None:
+    def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._edges = edges
         self._health = Health()
         self._control: asyncio.Queue[messages.Control | None] = asyncio.Queue()
         self._link: Link[messages.ToRpc, messages.ToEngine]
@@ -80,10 +56,7 @@ class _Edge:
         watching = asyncio.create_task(self._watch_engine())
         front: LocalFront | None = None
         try:
-            while isinstance(
-                message := await self._control.get(),
-                messages.Configure | messages.Serve | messages.Show | messages.Drain,
-            ):
+            while (message := await self._control.get()) and not isinstance(message, messages.Stop):
                 if isinstance(message, messages.Configure):
                     front = await self._start(message)
                     if front is None:
@@ -140,7 +113,7 @@ class _Edge:
         fault = ""
         front = None
         try:
-            front = LocalFront(settings, edge_metrics(), self._health, processes=self._edges, port=message.port)
+            front = LocalFront(settings, edge_metrics(), self._health, processes=message.edges, port=message.port)
             await front.start()
         except (OSError, UsageError) as error:
             fault, front = str(error), None

@@ -15,7 +15,7 @@ from vitwire_server.core.models import ModelCard
 from vitwire_server.observe.metrics.edges import EdgeMetrics
 from vitwire_server.observe.metrics.processes import ProcessMetrics
 from vitwire_server.process.children import ChildProcess, Launch, StartFailed
-from vitwire_server.process.edge import Inherited
+from vitwire_server.process.edge import VARIABLE
 from vitwire_server.rpc.addresses import PortReservation, raise_if_socket_unusable
 from vitwire_server.sessions import messages
 from vitwire_server.sessions.arena import ArenaMemory
@@ -63,12 +63,10 @@ class _SupervisedEdge:
     def _launch(self) -> Launch:
         front = self._front
         own, other = socket.socketpair()
-        arena = front.memory.arena
-        descriptors = (other.fileno(), arena.descriptor)
-        inheritance = Inherited(*descriptors, arena.size, self._index, len(front.edges)).environment
+        link, arena = descriptors = (other.fileno(), front.memory.arena.descriptor)
         return Launch(
             (sys.executable, "-P", "-m", "vitwire_server", "edge"),
-            {**inheritance, **front.metrics.environment},
+            {VARIABLE: f"{link},{arena},{self._index}", **front.metrics.environment},
             descriptors,
             release=other.close,
             started=lambda pid: self._started(pid, own),
@@ -87,7 +85,7 @@ class _SupervisedEdge:
         settings = front.settings
         if self._index:  # one process serves the socket: the kernel spreads no connections over those of a path
             settings = settings.model_copy(update={"unix_socket": None})
-        link.send(messages.Configure(pickle.dumps(settings), front.port))
+        link.send(messages.Configure(pickle.dumps(settings), front.port, front.count))
         link.send(front.state())
         self.serve()
         if front.draining:

@@ -23,10 +23,10 @@ class Arena:
     Its pages exist once they are written, so the size may be far larger than the memory of the machine.
     """
 
-    def __init__(self, descriptor: int, size: int) -> None:
+    def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self.size = size
-        self._map = mmap.mmap(descriptor, size)
+        self.size = os.fstat(descriptor).st_size
+        self._map = mmap.mmap(descriptor, self.size)
         self._bytes = np.frombuffer(self._map, np.uint8)
         self.address: int = self._bytes.ctypes.data
 
@@ -34,9 +34,8 @@ class Arena:
     def create(cls, size: int) -> "Arena":
         """A new arena of at least `size` bytes. Raises OSError."""
         descriptor = os.memfd_create("vitwire")
-        size = -(-size // _PAGE) * _PAGE
-        os.ftruncate(descriptor, size)
-        return cls(descriptor, size)
+        os.ftruncate(descriptor, -(-size // _PAGE) * _PAGE)
+        return cls(descriptor)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Writable bytes; the view keeps the mapping, not the block, alive."""

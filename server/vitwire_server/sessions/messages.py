@@ -162,10 +162,11 @@ class Fault(Message, tag=2):
 
 
 class Configure(Message, tag=3):
-    """The first message: pickled settings, and the port to listen on."""
+    """The first message: pickled settings, the port to listen on, and the number of processes that share it."""
 
     settings: bytes
     port: int
+    edges: int
 
 
 class Serve(Message, tag=4):

@@ -135,7 +135,7 @@ class Rig:
 
     async def over_a_link(self, *, spares: bool = False) -> "Rig":
         """Sessions over a link, with a mapping of the arena of their own; with `spares`, blocks are granted before."""
-        arena = Arena(os.dup(self.memory.arena.descriptor), self.memory.arena.size)
+        arena = Arena(os.dup(self.memory.arena.descriptor))
         own, other = socket.socketpair()
         self.own: Link[ToEngine, ToRpc] = await Link.over(own, FROM_RPC, lambda message: host.receive(message))  # noqa: PLW0108 - it is made below
         self.other: Link[ToRpc, ToEngine] = await Link.over(other, FROM_ENGINE, lambda message: remote.receive(message))  # noqa: PLW0108 - as above
