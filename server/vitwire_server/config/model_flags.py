@@ -53,10 +53,15 @@ def _joined(value: object) -> object:
 
 def _token_counts(text: str) -> list[int]:
     """The token counts, ascending. Raises ValueError."""
-    fault = "expected auto, learn, a list of token counts such as 64,256,1024, or an existing file"
+    fault, file = "expected auto, learn, a list of token counts such as 64,256,1024, or an existing file", None
     with suppress(OSError):  # a long list is too long for a path
-        if Path(text).is_file():
-            text, fault = _ladder(Path(text)), "not a file written by vitwire-server budgets"
+        file = Path(text) if Path(text).is_file() else None
+    if file:
+        fault = "not a file written by vitwire-server budgets"
+        try:
+            text = ",".join(map(str, json.loads(read_regular(file, _MOST_BYTES_OF_A_LADDER))["budgets"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{fault}: {error!r}") from None
     try:
         sizes = sorted({int(size) for size in text.strip("[]").split(",")})
     except ValueError:
@@ -64,13 +69,6 @@ def _token_counts(text: str) -> list[int]:
     if sizes[0] < 1:
         raise ValueError("a budget needs at least 1 token")
     return sizes
-
-
-def _ladder(path: Path) -> str:
-    try:
-        return ",".join(map(str, json.loads(read_regular(path, _MOST_BYTES_OF_A_LADDER))["budgets"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"not a file written by vitwire-server budgets: {error!r}") from None
 
 
 def _checked_budgets(value: str) -> str:

@@ -1,11 +1,11 @@
 """Settings from flags, environment variables and a TOML file; messages for wrong ones."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 from pydantic_settings import CliApp, SettingsError
@@ -25,22 +25,22 @@ FORMS = {
     "otlp_endpoint": "host:port, http://host:port or https://host:port",
 }
 """What fields with a pattern take."""
-_EXPECTED: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "bool_parsing": lambda _: "on or off",
-    "bool_type": lambda _: "true or false",
-    "finite_number": lambda _: "a finite number",
-    "float_parsing": lambda _: "a number",
-    "float_type": lambda _: "a number",
-    "greater_than": lambda bounds: f"more than {bounds['gt']:g}",
-    "greater_than_equal": lambda bounds: f"at least {bounds['ge']}",
-    "int_from_float": lambda _: "a whole number",
-    "int_parsing": lambda _: "a whole number",
-    "int_parsing_size": lambda _: "a smaller number",
-    "int_type": lambda _: "a whole number",
-    "less_than_equal": lambda bounds: f"at most {bounds['le']}",
-    "literal_error": lambda allowed: str(allowed["expected"]).replace("'", ""),
-    "path_type": lambda _: "a path",
-    "string_type": lambda _: "a string",
+_EXPECTED = {
+    "bool_parsing": "on or off",
+    "bool_type": "true or false",
+    "finite_number": "a finite number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "at least {ge}",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a smaller number",
+    "int_type": "a whole number",
+    "less_than_equal": "at most {le}",
+    "literal_error": "{expected}",
+    "path_type": "a path",
+    "string_type": "a string",
 }
 """What is allowed, by pydantic's name of the error."""
 
@@ -133,14 +133,12 @@ def _message(error: "ErrorDetails", config: Path | None) -> str:
     flag = f"--{name.replace('_', '-')}"
     if error["type"] == "missing":
         return f"{flag} is required: {ServeSettings.model_fields[name].description}"
-    return f"{flag}: {_problem(error, name)} (got {error['input']!r})"
-
-
-def _problem(error: "ErrorDetails", name: str) -> str:
+    problem = error["msg"].removeprefix("Value error, ")
     if error["type"] == "string_pattern_mismatch":
-        return f"expected {FORMS[name]}"
-    expected = _EXPECTED.get(error["type"])
-    return f"expected {expected(error.get('ctx', {}))}" if expected else error["msg"].removeprefix("Value error, ")
+        problem = f"expected {FORMS[name]}"
+    elif expected := _EXPECTED.get(error["type"]):
+        problem = "expected " + expected.format(**error.get("ctx", {})).replace("'", "")
+    return f"{flag}: {problem} (got {error['input']!r})"
 
 
 def _unknown_key(key: str, config: Path | None) -> str:

@@ -5,7 +5,7 @@
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from difflib import get_close_matches
 from pathlib import Path
 from typing import ClassVar
@@ -63,7 +63,8 @@ class SourcedSettings(BaseSettings):
         """Flags, then the environment, then TOML. Called by pydantic-settings."""
         del dotenv_settings, file_secret_settings
         if isinstance(env_settings, EnvSettingsSource):
-            env_settings.env_vars = without_injected(env_settings.env_vars)
+            given = env_settings.env_vars.items()
+            env_settings.env_vars = {name: value for name, value in given if not (value and is_injected(name, value))}
         sources = (init_settings, env_settings)
         return (*sources, TomlConfigSettingsSource(settings_cls, cls.toml)) if cls.toml else sources
 
@@ -92,11 +93,6 @@ def unknown_variables(fields: Collection[str]) -> list[str]:
         if value and name.upper().startswith(PREFIX) and name.upper() not in known | _CLIENT
         if not is_injected(name, value)
     ]
-
-
-def without_injected(variables: Mapping[str, str | None]) -> dict[str, str | None]:
-    """The variables without injected ones."""
-    return {name: value for name, value in variables.items() if not (value and is_injected(name, value))}
 
 
 def _names(fields: Collection[str]) -> set[str]:

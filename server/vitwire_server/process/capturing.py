@@ -4,7 +4,6 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 
 from vitwire_server.config.model_flags import GraphSettings
 from vitwire_server.config.settings import UsageError
-from vitwire_server.core.budgets import Ladder, with_shorter
+from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.capacities import CropCapacities
 from vitwire_server.core.costs import Costs
 from vitwire_server.core.reports import LadderMonitor
@@ -22,7 +21,6 @@ from vitwire_server.fitting.refits import Learned
 from vitwire_server.fitting.state import StateFile
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.progress import progress
-from vitwire_server.runtime.attention.selection import Selection
 from vitwire_server.runtime.devices import kernel_fault, memory
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, LiveRecorder, Recorder, SimulatedRecorder
@@ -82,15 +80,6 @@ def default_ladder(settings: GraphSettings, bounds: Bounds, tower: Tower, mode: 
             )
     budgets = {tower.budget(size, max_items=bounds.items, max_frames=bounds.frames) for size in sizes}
     return Ladder(tuple(sorted(budgets)))
-
-
-def completed_by(tower: Tower, attention: Selection | None) -> Callable[[Ladder], Ladder]:
-    """Adds budgets for short segments to a ladder."""
-
-    def completed(ladder: Ladder) -> Ladder:
-        return with_shorter(ladder, attention.shorter, merge=tower.geometry.merge) if attention else ladder
-
-    return completed
 
 
 def _bytes_per_token(tower: Tower) -> int:

@@ -50,7 +50,11 @@ class LocalFront:
         self._decoding: Decoding | None = None
         slots = ReceiveSlots(settings.message_bytes, settings.max_queued_bytes // processes, settings.idle_seconds)
         self._service = EncoderService(metrics, health, slots, settings.idle_seconds)
-        self._tracer = _tracer(settings)
+        self._tracer: OtlpTracer | None = None
+        if settings.otlp_endpoint:
+            from vitwire_server.observe import otlp  # noqa: PLC0415 - slow import, needed only for tracing
+
+            self._tracer = otlp.OtlpTracer(settings.otlp_endpoint)
         self._rpc: RpcServer | None = None
         self._refreshing: list[asyncio.Task[None]] = []
 
@@ -129,11 +133,3 @@ async def _listen(settings: ServeSettings, shared_port: int | None, metrics: Rpc
         max_age_seconds=settings.max_connection_age_seconds,
         max_connections=rpc_connections() // listeners,
     )
-
-
-def _tracer(settings: ServeSettings) -> "OtlpTracer | None":
-    if not settings.otlp_endpoint:
-        return None
-    from vitwire_server.observe.otlp import OtlpTracer  # noqa: PLC0415 - slow import, needed only for tracing
-
-    return OtlpTracer(settings.otlp_endpoint)

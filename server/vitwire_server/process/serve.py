@@ -112,7 +112,10 @@ class _Server:
         """Load the model, serve, drain; returns the exit code."""
         settings, front = self.settings, self.front
         courier = await asyncio.to_thread(self._courier)
-        decoding = asyncio.create_task(preparing.decoded_on(settings, _device_name(settings)))
+        device = "cpu"
+        if _is_on_cuda(settings.device):
+            device = settings.device if ":" in settings.device else "cuda:0"
+        decoding = asyncio.create_task(preparing.decoded_on(settings, device))
         watching_front = asyncio.create_task(front.watch())
         model = await self._loaded(watching_front)
         if model is None:
@@ -223,13 +226,6 @@ def _add_outbox(courier: Courier, outbox: Outbox, *, keep: bool) -> None:
 
 def _is_on_cuda(device: str) -> bool:
     return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-
-
-def _device_name(settings: ServeSettings) -> str:
-    """As torch names it."""
-    if not _is_on_cuda(settings.device):
-        return "cpu"
-    return settings.device if ":" in settings.device else "cuda:0"
 
 
 def _shared_memory(settings: LimitSettings) -> ArenaMemory:

@@ -1,5 +1,6 @@
 """The engine's end of a link: sessions of the RPCs of another process."""
 
+import pickle
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from vitwire_server.sessions import messages
 from vitwire_server.sessions.arena import ArenaMemory
 from vitwire_server.sessions.link import Link
 from vitwire_server.sessions.local import LocalSession, LocalSessions
-from vitwire_server.sessions.messages import item_of, pickled, received
+from vitwire_server.sessions.messages import item_of, received
 
 _SPARES, _SPARE_BYTES = 4, 1 << 20
 """Spare blocks of a process, and the size of each."""
@@ -105,10 +106,10 @@ class SessionHost:
                     return
                 except EncoderError as error:
                     outcome = error
-            self._link.send(messages.Fault(number, key, pickled(outcome)))
+            self._link.send(messages.Fault(number, key, pickle.dumps(outcome)))
 
         opening = message.opening
-        self._sessions[number] = _Open(self._engine.open(opening, settle, _cannot_fail), opening.priority)
+        self._sessions[number] = _Open(self._engine.open(opening, settle, fail=lambda _: None), opening.priority)
         self._grant()
 
     def _attempt(self, opened: _Open, message: messages.Requests) -> Callable[[], list[int] | None]:
@@ -122,7 +123,7 @@ class SessionHost:
                 return lambda: self._admit(opened, items)
             case messages.Find(key=key, digest=digest):
                 sought = item_of(message.item)
-                return lambda: _find(opened, key, sought, digest)
+                return lambda: _offsets(opened.session.try_answer(key, sought, digest))
             case messages.Queue():
                 return lambda: _queue(opened, message)
             case messages.Submit(digests=digests):
@@ -140,7 +141,7 @@ class SessionHost:
         try:
             offsets = attempt()
         except EncoderError as error:
-            self._link.send(messages.Reply(number, [], pickled(error)))
+            self._link.send(messages.Reply(number, [], pickle.dumps(error)))
             return
         if offsets is None:
             opened.waiting.append(lambda: self._reply(opened, number, attempt))
@@ -219,18 +220,12 @@ def _submit(opened: _Open, items: Mapping[int, Item], digests: Mapping[int, byte
     return []
 
 
-def _find(opened: _Open, key: int, item: Item, digest: bytes) -> list[int] | None:
-    answered = opened.session.try_answer(key, item, digest)
+def _offsets(answered: bool | None) -> list[int] | None:
     return None if answered is None else [0] * answered
 
 
 def not_ready(message: messages.OfSession) -> messages.Reply | None:
     """The reply to a message that came before the model was loaded."""
     if isinstance(message, messages.Request):
-        return messages.Reply(message.number, [], pickled(Unavailable("the model is still loading")))
+        return messages.Reply(message.number, [], pickle.dumps(Unavailable("the model is still loading")))
     return None
-
-
-def _cannot_fail(fault: Exception) -> None:
-    """An engine of this process settles every item itself."""
-    raise AssertionError(fault)

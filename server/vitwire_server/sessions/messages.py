@@ -7,7 +7,6 @@ from msgspec import Struct
 from msgspec.msgpack import Decoder
 
 from vitwire_server.core.delivery import Delivered, Fallback, NotDelivered, Region, Stored
-from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import CacheLookup, DType, Embedding, Item, Modality, Pixels
 from vitwire_server.core.reports import Encoded, ItemReport
@@ -259,11 +258,6 @@ def encoded_of(message: Done, data: memoryview) -> Encoded:
     not_delivered = NotDelivered(Fallback(message.fallback)) if message.fallback else None
     delivery = Stored() if message.is_stored else message.delivered or not_delivered
     return Encoded(Embedding(data, DType.of(message.dtype), message.shape, message.kept), message.report, delivery)
-
-
-def pickled(error: EncoderError) -> bytes:
-    """An error as it is sent."""
-    return pickle.dumps(error)
 
 
 def unpickled(raw: bytes, kind: type[T]) -> T:

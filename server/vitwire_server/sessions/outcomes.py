@@ -167,7 +167,7 @@ class Outcomes:
 
     def close(self) -> None:
         """All items leave single flight before a waiter of another session is promoted."""
-        self.ticket.deliver = _discard
+        self.ticket.deliver = lambda *_: None
         held, self.held = self.held, {}
         self._single_flight.leave([item.waiter for item in held.values() if item.waiter])
         for item in held.values():
@@ -250,7 +250,3 @@ def _from_device(embedding: Embedding, consumer: Consumer) -> DeviceRows | None:
 def _without_rows(outcome: Encoded) -> Encoded:
     """For the client, which gets none: their memory may be free before it has read that."""
     return replace(outcome, embedding=replace(outcome.embedding, data=memoryview(b""), device=None))
-
-
-def _discard(key: int, outcome: Outcome) -> None:
-    """Replaces `deliver` once the session is closed."""
