@@ -7,8 +7,9 @@ print a traceback.
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
@@ -43,20 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         sys.stdout.write(f"vitwire-server {release()}\n")
         sys.exit(0)
-    commands = {
-        "serve": _serve,
-        "download": _download,
-        "demo-checkpoint": _demo_checkpoint,
-        "budgets": _budgets,
-        "completion": _completion,
-    }
     if command == "edge":
         _serve_edge()
-    if command not in commands:
+    if command not in _COMMANDS:
         sys.stderr.write(_USAGE + f"\nunknown command: {command}\n")
         sys.exit(2)
     try:
-        sys.exit(commands[command](words))
+        sys.exit(_COMMANDS[command](words))
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("vitwire"):
             raise
@@ -87,6 +81,7 @@ def _serve(words: list[str]) -> int:
     from vitwire_server.config.settings import UsageError  # noqa: PLC0415 - as above
     from vitwire_server.observe.logs import configure_logs  # noqa: PLC0415 - as above
     from vitwire_server.process.heartbeat import inherited  # noqa: PLC0415 - as above
+    from vitwire_server.rpc.addresses import raise_if_ports_taken  # noqa: PLC0415 - as above
     from vitwire_server.towers.files import CheckpointError, local_folder  # noqa: PLC0415 - as above
 
     heartbeat = inherited()
@@ -100,7 +95,9 @@ def _serve(words: list[str]) -> int:
             logging.getLogger(__name__).warning("%s", warning)
     try:
         local_folder(settings.model)
-        _check_ports(settings)
+        hosts = {"--port": settings.host, "--metrics-port": settings.metrics_host}
+        for flag, ports in settings.port_ranges.items():
+            raise_if_ports_taken(hosts[flag], flag, ports)
     except (CheckpointError, OSError) as error:
         return _fail(error, 1, settings.log_format)
     if not settings.device_list:
@@ -108,12 +105,6 @@ def _serve(words: list[str]) -> int:
     from vitwire_server.process.supervisor import supervise  # noqa: PLC0415 - as above
 
     return asyncio.run(supervise(words, settings))
-
-
-def _completion(words: list[str]) -> int:
-    from vitwire_server.config.completion import main as completion  # noqa: PLC0415 - each command loads what it needs
-
-    return completion(words)
 
 
 def _serve_edge() -> NoReturn:
@@ -126,22 +117,12 @@ def _serve_edge() -> NoReturn:
 
     from vitwire.shared.allocator import tune  # noqa: PLC0415 - as above
     from vitwire_server.process.edge import serve_edge  # noqa: PLC0415 - as above
-    from vitwire_server.process.inheritance import Inherited  # noqa: PLC0415 - as above
 
     async def run() -> NoReturn:
-        _leave(await with_heartbeat(heartbeat, serve_edge(Inherited.take())))
+        _leave(await with_heartbeat(heartbeat, serve_edge()))
 
     tune()
     asyncio.run(run())
-
-
-def _check_ports(settings: "ServeSettings") -> None:
-    """Raises OSError if another program listens on a port, before torch is imported or a child started."""
-    from vitwire_server.rpc.addresses import raise_if_ports_taken  # noqa: PLC0415 - as above
-
-    hosts = {"--port": settings.host, "--metrics-port": settings.metrics_host}
-    for flag, ports in settings.port_ranges.items():
-        raise_if_ports_taken(hosts[flag], flag, ports)
 
 
 def _serve_device(settings: "ServeSettings", heartbeat: int | None) -> NoReturn:
@@ -244,18 +225,20 @@ def _demo_checkpoint(words: list[str]) -> int:
     return 0
 
 
-def _budgets(words: list[str]) -> int:
-    from vitwire_server.fitting.command import main as budgets  # noqa: PLC0415 - as above
-
-    return budgets(words)
-
-
 def _fail(error: Exception, code: int, log_format: str = "text") -> int:
     from vitwire_server.observe.logs import plain_line  # noqa: PLC0415 - as above
 
     sys.stderr.write(plain_line(f"vitwire-server: {error}", log_format, "error") + "\n")
     return code
 
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "serve": _serve,
+    "download": _download,
+    "demo-checkpoint": _demo_checkpoint,
+    "budgets": lambda words: int(resolve_name("vitwire_server.fitting.command:main")(words)),
+    "completion": lambda words: int(resolve_name("vitwire_server.config.command_line:complete")(words)),
+}
 
 if __name__ == "__main__":
     main()

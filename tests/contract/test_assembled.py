@@ -5,11 +5,16 @@ import torch
 
 from checkpoints import Checkpoints
 from vitwire_server.config.settings import ServeSettings
+from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality, total
-from vitwire_server.process.capturing import default_ladder, holding_an_image
+from vitwire_server.process.capturing import bounds_of, default_ladder
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.tower import Tower
+
+
+def ladder_of(settings: ServeSettings, tower: Tower) -> Ladder:
+    return default_ladder(settings, bounds_of(settings, tower), tower, "simulated")
 
 
 def tower_of(checkpoint: str) -> Tower:
@@ -39,17 +44,17 @@ def test_a_bound_below_the_smallest_budget_is_reported(
 ) -> None:
     """An image of Llama 3.2 Vision has 6404 tokens, which is more than the default of --max-budget-tokens."""
     tower = tower_of(str(checkpoints("mllama")))
-    assert len(default_ladder(ServeSettings(model="m", max_budget_tokens=68), tower, "simulated")) == 1
+    assert len(ladder_of(ServeSettings(model="m", max_budget_tokens=68), tower)) == 1
     assert not caplog.messages
-    assert not default_ladder(ServeSettings(model="m", max_budget_tokens=67), tower, "simulated").budgets
+    assert not ladder_of(ServeSettings(model="m", max_budget_tokens=67), tower).budgets
     assert "smallest budget of this model has 68 tokens, but --max-budget-tokens is 67" in caplog.text
 
 
 def test_the_default_bound_holds_an_image(checkpoints: Checkpoints) -> None:
     tower = tower_of(str(checkpoints("mllama")))
     default = ServeSettings.model_construct({"model"}, model="m", max_budget_tokens=67)
-    assert len(default_ladder(holding_an_image(default, tower), tower, "simulated")) == 1
-    assert holding_an_image(ServeSettings(model="m", max_budget_tokens=67), tower).max_budget_tokens == 67
+    assert len(ladder_of(default, tower)) == 1
+    assert bounds_of(ServeSettings(model="m", max_budget_tokens=67), tower).tokens == 67
 
 
 def test_what_does_not_fit_is_refused(checkpoints: Checkpoints) -> None:

@@ -10,7 +10,7 @@ from checkpoints import MODEL_TYPES, Checkpoints
 from reference import Reference
 from rigs import Rig, draw_grids
 from vitwire_server.config.settings import UsageError
-from vitwire_server.process.precision import reduce_precision
+from vitwire_server.process.computing import reduce_precision
 from vitwire_server.runtime.memory.streams import HostStreams
 from vitwire_server.runtime.precision.float8 import reduce
 from vitwire_server.runtime.precision.similarity import Comparison, least_cosines

@@ -24,7 +24,7 @@ from vitwire_server.delivery.transfers import Bounds
 from vitwire_server.observe.metrics.series import Series
 from vitwire_server.observe.metrics.sessions import DeliveryMetrics
 from vitwire_server.runtime.memory.outbox import DeviceRows, Outbox
-from vitwire_server.sessions.delivering import SharedRows
+from vitwire_server.sessions.outcomes import SharedRows
 
 MIB = 1 << 20
 SECONDS = 60

@@ -21,7 +21,7 @@ def edges(server: ServerProcess) -> list[psutil.Process]:
         except psutil.Error:  # it has just ended
             continue
         if inherited := environment.get("VITWIRE_EDGE"):
-            found[int(inherited.split(",")[3])] = child
+            found[int(inherited.split(",")[2])] = child
     return [found[number] for number in sorted(found)]
 
 

@@ -175,7 +175,7 @@ def _run_program(command: Sequence[str]) -> None:
 def _preload() -> None:
     import transformers  # noqa: F401, PLC0415  # in the zygote only
 
-    import vitwire_server.process.edges  # noqa: PLC0415  # as above
+    import vitwire_server.process.edge_front  # noqa: PLC0415  # as above
     import vitwire_server.process.serve  # noqa: F401, PLC0415  # as above
 
     gc.collect()

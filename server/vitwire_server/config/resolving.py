@@ -2,17 +2,47 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 from pydantic_settings import CliApp, SettingsError
 
+from vitwire_server.config.command_line import source_of
 from vitwire_server.config.host import memory_limit
-from vitwire_server.config.messages import message
-from vitwire_server.config.parser import source_of
 from vitwire_server.config.settings import ServeSettings, UsageError
-from vitwire_server.config.variables import PREFIX, ignored_settings, unknown_variables
+from vitwire_server.config.sources import PREFIX, ignored_settings, unknown_variables
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+FORMS = {
+    "lora": "NAME=DIR, with a name of up to 64 letters, digits, dots and hyphens",
+    "device": "auto, cpu, cuda or cuda:N",
+    "devices": "none, or devices such as cuda:0,cuda:1",
+    "otlp_endpoint": "host:port, http://host:port or https://host:port",
+}
+"""What fields with a pattern take."""
+_EXPECTED = {
+    "bool_parsing": "on or off",
+    "bool_type": "true or false",
+    "finite_number": "a finite number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "at least {ge}",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a smaller number",
+    "int_type": "a whole number",
+    "less_than_equal": "at most {le}",
+    "literal_error": "{expected}",
+    "path_type": "a path",
+    "string_type": "a string",
+}
+"""What is allowed, by pydantic's name of the error."""
 
 
 def resolve(arguments: Sequence[str]) -> ServeSettings:
@@ -23,7 +53,7 @@ def resolve(arguments: Sequence[str]) -> ServeSettings:
         source = type("ServeSettings", (ServeSettings,), {"toml": config}) if config else ServeSettings
         settings: ServeSettings = CliApp.run(source, cli_args=flags, cli_settings_source=source_of(source))
     except ValidationError as error:
-        raise UsageError("; ".join(message(each, config) for each in error.errors())) from error
+        raise UsageError("; ".join(_message(each, config) for each in error.errors())) from error
     except (SettingsError, ValueError, RecursionError) as error:
         raise UsageError(f"{config or 'settings'}: {error}") from error
     if settings.strict_config and (unknown := unknown_variables(ServeSettings.model_fields)):
@@ -91,3 +121,29 @@ def _refuse_negations() -> None:
         field = ServeSettings.model_fields.get(name.lower())
         if value and name != variable.upper() and field and field.annotation is bool:
             raise UsageError(f"{variable}: unknown variable; set {PREFIX}{name}=off instead")
+
+
+def _message(error: "ErrorDetails", config: Path | None) -> str:
+    """One line about a wrong setting; `config` is the TOML file."""
+    if error["type"] == "extra_forbidden":  # only TOML: argparse checks flags, unknown variables are warnings
+        return _unknown_key(str(error["loc"][0]), config)
+    name = "-".join(map(str, error["loc"]))
+    if not name:
+        return error["msg"].removeprefix("Value error, ")
+    flag = f"--{name.replace('_', '-')}"
+    if error["type"] == "missing":
+        return f"{flag} is required: {ServeSettings.model_fields[name].description}"
+    problem = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "string_pattern_mismatch":
+        problem = f"expected {FORMS[name]}"
+    elif expected := _EXPECTED.get(error["type"]):
+        problem = "expected " + expected.format(**error.get("ctx", {})).replace("'", "")
+    return f"{flag}: {problem} (got {error['input']!r})"
+
+
+def _unknown_key(key: str, config: Path | None) -> str:
+    name, fields = key.replace("-", "_"), ServeSettings.model_fields
+    if name != key and name in fields:
+        return f"{config}: unknown key {key}; keys have underscores: {name}"
+    close = get_close_matches(name, fields, n=1, cutoff=0.7)
+    return f"{config}: unknown key {key}" + (f"; did you mean {close[0]}?" if close else "")

@@ -1,24 +1,42 @@
 """Settings of `vitwire-server serve`: what contradicts each other among the flags, and what follows from them."""
 
-from pathlib import Path
+from typing import Self
 
 from pydantic import model_validator
 
-from vitwire_server.config.flags import MAX_MESSAGE_BYTES, Flags
-from vitwire_server.config.ladder_files import token_counts
+from vitwire_server.config.model_flags import DeviceSettings, GraphSettings, ModelSettings
+from vitwire_server.config.service_flags import (
+    AccessSettings,
+    AddressSettings,
+    CacheSettings,
+    DebugSettings,
+    DeliverySettings,
+    FileSettings,
+    LimitSettings,
+    TimeoutSettings,
+)
 
-_MIB = 1 << 20
 _LAST_PORT = 65535
 _EVERY_ADDRESS = {"0.0.0.0", "::"}  # noqa: S104 - compared with, not listened on
-_WIDEST_ROW_BYTES = 3 * 2 * 16 * 16 * 4
-"""The widest pixel row of any family, in float32."""
 
 
 class UsageError(Exception):
     """A flag, a variable or the TOML file is wrong; the message names it."""
 
 
-class ServeSettings(Flags):
+class ServeSettings(  # pydantic takes the fields of the last class first
+    DebugSettings,
+    DeliverySettings,
+    AccessSettings,
+    TimeoutSettings,
+    CacheSettings,
+    FileSettings,
+    LimitSettings,
+    GraphSettings,
+    DeviceSettings,
+    AddressSettings,
+    ModelSettings,
+):
     """Serve a model's vision tower over gRPC.
 
     Every flag has a same-named environment variable (--max-queued-items, VITWIRE_MAX_QUEUED_ITEMS)
@@ -26,14 +44,7 @@ class ServeSettings(Flags):
     """
 
     @model_validator(mode="after")
-    def _budgets_fit(self) -> "ServeSettings":
-        sizes = self.budget_sizes
-        if sizes and max(sizes) > self.max_budget_tokens:
-            raise ValueError(f"budgets: {max(sizes)} is more than max_budget_tokens {self.max_budget_tokens}")
-        return self
-
-    @model_validator(mode="after")
-    def _precision_fits(self) -> "ServeSettings":
+    def _precision_fits(self) -> Self:
         if self.precision == "fp8" and self.dtype not in {"auto", "bfloat16"}:
             raise ValueError(f"--precision fp8 needs --dtype auto or bfloat16, not {self.dtype}")
         if self.precision == "fp8" and self.compile == "on":
@@ -43,7 +54,7 @@ class ServeSettings(Flags):
         return self
 
     @model_validator(mode="after")
-    def _devices_fit(self) -> "ServeSettings":
+    def _devices_fit(self) -> Self:
         if self.device_list and self.device != "auto":
             raise ValueError(f"--device {self.device} and --devices {self.devices} cannot be used together")
         last = max(self.port, self.metrics_port) + len(self.device_list) - 1
@@ -54,7 +65,7 @@ class ServeSettings(Flags):
         return self
 
     @model_validator(mode="after")
-    def _ports_differ(self) -> "ServeSettings":
+    def _ports_differ(self) -> Self:
         ranges = self.port_ranges
         hosts = {self.host.strip("[]"), self.metrics_host.strip("[]")}
         if len(ranges) < 2 or (len(hosts) == 2 and not hosts & _EVERY_ADDRESS):
@@ -65,61 +76,12 @@ class ServeSettings(Flags):
             raise ValueError(f"--port and --metrics-port: port {min(both)} is needed twice ({needed})")
         return self
 
-    @model_validator(mode="after")
-    def _tls_is_whole(self) -> "ServeSettings":
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("--tls-cert and --tls-key must be set together")
-        if self.tls_client_ca and not self.tls_cert:
-            raise ValueError("--tls-client-ca needs --tls-cert and --tls-key")
-        return self
-
-    @property
-    def adapter(self) -> tuple[str, Path] | None:
-        """Name and directory of the adapter to merge."""
-        name, _, folder = (self.lora or "").partition("=")
-        return (name, Path(folder).expanduser()) if name else None
-
-    @property
-    def device_list(self) -> list[str]:
-        """The device of each child process; empty without `--devices`."""
-        return [] if self.devices == "none" else self.devices.split(",")
-
-    @property
-    def rpc_process_count(self) -> int | None:
-        """Processes per device that serve RPCs; None leaves the number to `host.rpc_processes`."""
-        return None if self.rpc_processes == "auto" else int(self.rpc_processes)
-
-    @property
-    def decode_process_count(self) -> int | None:
-        """Processes per device that decode; None leaves the number to `host.decode_processes`."""
-        return None if self.decode_processes == "auto" else int(self.decode_processes)
-
     @property
     def port_ranges(self) -> dict[str, range]:
         """Ports to listen on, by the flag that sets the first of them; leaves out port 0."""
         count = max(1, len(self.device_list))
         first = {"--port": self.port, "--metrics-port": self.metrics_port if self.metrics else 0}
         return {flag: range(port, port + count) for flag, port in first.items() if port}
-
-    @property
-    def budget_sizes(self) -> list[int] | None:
-        """Tokens of each budget, ascending; None for automatic budgets."""
-        return None if self.budgets in ("auto", "learn") else token_counts(self.budgets)
-
-    @property
-    def learns(self) -> bool:
-        """Whether budgets follow the loads."""
-        return self.budgets == "learn"
-
-    @property
-    def stored_bytes(self) -> int:
-        """Maximum bytes of embeddings that wait on the device for a client; 0 if none do."""
-        return self.store_bytes if self.nixl and self.cache_bytes else 0
-
-    @property
-    def message_bytes(self) -> int:
-        """Upper bound of a message's bytes for every model family, used before the model is loaded."""
-        return self.max_request_bytes or min(self.max_patches_per_item * _WIDEST_ROW_BYTES + _MIB, MAX_MESSAGE_BYTES)
 
 
 def _span(ports: range) -> str:

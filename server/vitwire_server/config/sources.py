@@ -1,5 +1,12 @@
-"""Where settings come from: flags, environment variables, a TOML file."""
+"""Where settings come from: flags, environment variables, a TOML file.
 
+`VITWIRE_` variables that are not settings are misspelt, or injected by Kubernetes for a Service named vitwire.
+"""
+
+import os
+import re
+from collections.abc import Collection
+from difflib import get_close_matches
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,7 +19,11 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from vitwire_server.config.variables import PREFIX, without_injected
+PREFIX = "VITWIRE_"
+_INJECTED = re.compile(r"_SERVICE_(HOST|PORT)(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
+_INJECTED_URL = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
+_CLIENT = {"VITWIRE_TARGET", "VITWIRE_TOKEN"}
+"""Read by the `vitwire` command, which may share its environment with a server."""
 
 
 class SourcedSettings(BaseSettings):
@@ -52,6 +63,42 @@ class SourcedSettings(BaseSettings):
         """Flags, then the environment, then TOML. Called by pydantic-settings."""
         del dotenv_settings, file_secret_settings
         if isinstance(env_settings, EnvSettingsSource):
-            env_settings.env_vars = without_injected(env_settings.env_vars)
+            given = env_settings.env_vars.items()
+            env_settings.env_vars = {name: value for name, value in given if not (value and is_injected(name, value))}
         sources = (init_settings, env_settings)
         return (*sources, TomlConfigSettingsSource(settings_cls, cls.toml)) if cls.toml else sources
+
+
+def is_injected(name: str, value: str) -> bool:
+    """Whether Kubernetes (or a Docker link) set the variable to announce a Service."""
+    return bool(_INJECTED.search(name.upper()) or (name.upper().endswith("_PORT") and _INJECTED_URL.fullmatch(value)))
+
+
+def ignored_settings(fields: Collection[str]) -> list[str]:
+    """A warning for each injected variable that is named like one of these settings."""
+    return [
+        f"{name}={value} is ignored: Kubernetes set it for a Service of that name; "
+        "set enableServiceLinks: false in the pod's spec to avoid this"
+        for name, value in sorted(os.environ.items())
+        if name.upper() in _names(fields) and is_injected(name, value)
+    ]
+
+
+def unknown_variables(fields: Collection[str]) -> list[str]:
+    """A message for each variable that is not a setting, with the setting probably meant."""
+    known = _names(fields)
+    return [
+        f"{name} is not a setting{_meant(name.upper(), known)}"
+        for name, value in sorted(os.environ.items())
+        if value and name.upper().startswith(PREFIX) and name.upper() not in known | _CLIENT
+        if not is_injected(name, value)
+    ]
+
+
+def _names(fields: Collection[str]) -> set[str]:
+    return {f"{PREFIX}{name.upper()}" for name in ("config", *fields)}
+
+
+def _meant(name: str, known: Collection[str]) -> str:
+    close = get_close_matches(name.removeprefix(PREFIX), [each.removeprefix(PREFIX) for each in known], n=1, cutoff=0.7)
+    return f"; did you mean {PREFIX}{close[0]}?" if close else ""

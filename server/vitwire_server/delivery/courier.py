@@ -109,7 +109,7 @@ class Courier:
 
     def _run(self, started: "Future[None]") -> None:
         try:
-            self._transfers.start()
+            self._transfers.senders.start()
         except AgentError as error:
             self._transfers.close()
             started.set_exception(error)
@@ -118,13 +118,13 @@ class Courier:
         pause = _SHORTEST_PAUSE
         try:
             while not self._closed:
-                timeout = pause if self._transfers.is_waiting else _IDLE_PAUSE
+                timeout = pause if self._transfers.waiting else _IDLE_PAUSE
                 heard = list(self._transfers.senders.wait(timeout))
                 for sender, messages in heard:
                     self._transfers.receive(sender, messages)
                 self._handle_inbox()
                 moved = self._transfers.advance() or bool(heard)
-                self._metrics.agents.set(self._transfers.agents)
+                self._metrics.agents.set(len(self._transfers.peers))
                 pause = _SHORTEST_PAUSE if moved else min(2 * pause, _LONGEST_PAUSE)
         except Exception:  # noqa: BLE001 - the thread's loop: rows then go out in responses
             _log.exception("NIXL delivery is off from now on")
@@ -141,9 +141,7 @@ class Courier:
         with self._lock:
             self._closed = True
         try:
-            with suppress(Empty):
-                while True:
-                    self._inbox.get_nowait()()
+            self._handle_inbox()
             self._transfers.close()
         except Exception:  # noqa: BLE001 - as above; what follows must happen
             _log.exception("NIXL deliveries cannot be ended")

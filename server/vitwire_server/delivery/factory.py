@@ -3,7 +3,6 @@
 NIXL is imported once, before the first fork, so a sender starts fast and shares most of its memory.
 """
 
-import array
 import os
 import select
 import signal
@@ -14,8 +13,7 @@ from typing import NoReturn
 
 from vitwire.shared.agents import load
 from vitwire_server.delivery.messages import MAX_MESSAGE, TO_FACTORY, End
-from vitwire_server.delivery.sandbox import dies_with
-from vitwire_server.delivery.sender import serve
+from vitwire_server.delivery.sender import dies_with, serve
 
 _REAPING_SECONDS = 1.0
 
@@ -34,7 +32,7 @@ def main() -> NoReturn:
         _reap(children)
         if not readable:
             continue
-        raw, ancillary, _, _ = link.recvmsg(MAX_MESSAGE, socket.CMSG_SPACE(2 * array.array("i").itemsize))
+        raw, descriptors, _, _ = socket.recv_fds(link, MAX_MESSAGE, 2)
         if not raw:
             os._exit(0)
         message = TO_FACTORY.decode(raw)
@@ -42,20 +40,20 @@ def main() -> NoReturn:
             if pid := children.get(message.number):
                 os.kill(pid, signal.SIGKILL)
         else:
-            children[message.number] = _forked(link, _descriptors(ancillary))
+            children[message.number] = _forked(link, *descriptors)
 
 
-def _forked(link: socket.socket, descriptors: tuple[int, int]) -> int:
-    """The id of a new sender."""
+def _forked(link: socket.socket, end: int, memory: int) -> int:
+    """The id of a new sender, with its end of a socket and the file of its staging memory."""
     factory = os.getpid()
     pid = os.fork()
     if not pid:
         with suppress(BaseException):
             link.close()
-            serve(*descriptors, factory)
+            serve(end, memory, factory)
         os._exit(1)
-    for each in descriptors:
-        os.close(each)
+    os.close(end)
+    os.close(memory)
     return pid
 
 
@@ -64,15 +62,6 @@ def _reap(children: dict[int, int]) -> None:
     for number, pid in list(children.items()):
         if os.waitpid(pid, os.WNOHANG)[0]:
             del children[number]
-
-
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> tuple[int, int]:
-    """The sender's socket and the file of its staging memory."""
-    found = array.array("i")
-    for _, _, data in ancillary:
-        found.frombytes(data)
-    link, memory = found
-    return link, memory
 
 
 if __name__ == "__main__":

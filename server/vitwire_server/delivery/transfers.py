@@ -14,9 +14,8 @@ from itertools import count
 from vitwire.shared.agents import AgentError, Memory
 from vitwire.shared.regions import Region
 from vitwire_server.core.delivery import Fallback, MemoryKind, Placing, Rows
-from vitwire_server.delivery.assignments import Assignments
 from vitwire_server.delivery.messages import Add, Ended, FromSender, Outbox, Remove, Write
-from vitwire_server.delivery.peers import Peer, Peers, State
+from vitwire_server.delivery.peers import Assignments, Peer, Peers, State
 from vitwire_server.delivery.senders import Sender, Senders
 
 _log = logging.getLogger(__name__)
@@ -64,6 +63,21 @@ class Job:
     is_overdue: bool = False
     """The transfer took too long, and was answered, but has not ended."""
 
+    def is_late(self, bounds: Bounds) -> bool:
+        """Whether it takes too long, since it was accepted, was posted, or its agent was found to be usable."""
+        assert self.peer, "it was accepted"
+        limit = bounds.waiting_seconds if self.peer.is_untried else bounds.seconds
+        return time.monotonic() - max(self.started, self.posted, self.peer.began) > limit
+
+    def release(self) -> None:
+        """Nothing reads the rows any more."""
+        if not self.copy:
+            self.rows.release()
+        if self.peer:
+            self.peer.jobs -= 1
+            if self.sender:
+                self.peer.transfers -= 1
+
 
 Answer = Callable[[Job, Fallback | None], None]
 """Called once for each job, with None if its rows are in place."""
@@ -77,26 +91,13 @@ class Transfers:
         self._answer = answer
         self.senders = Senders(bounds.staging_bytes)
         self._outbox: Memory | None = None
-        self._peers = Peers(bounds.agents, bounds.idle_seconds, self._disconnect)
-        self._waiting: list[Job] = []
+        self.peers = Peers(bounds.agents, bounds.idle_seconds, self._disconnect)
+        self.waiting: list[Job] = []
+        """Deliveries that `advance` may begin."""
         self._posted: dict[int, Job] = {}
         self._numbers = count()
         self._assignments = Assignments(self.senders, bounds.principals)
         self._cleaned = 0.0
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether `advance` may have work soon."""
-        return bool(self._waiting)
-
-    @property
-    def agents(self) -> int:
-        """Number of consumers' agents."""
-        return len(self._peers)
-
-    def start(self) -> None:
-        """Start the delivery processes. Raises AgentError."""
-        self.senders.start()
 
     def add_device(self, memory: Memory, outbox: Outbox) -> None:
         """Deliver from the outbox, whose memory in this process is `memory`. Raises AgentError."""
@@ -105,13 +106,13 @@ class Transfers:
 
     def accept(self, job: Job) -> None:
         """Begin a delivery."""
-        peer = self._peers.find(job.placing.consumer) if self._can_send(job.rows) else Fallback.BUSY
+        peer = self.peers.find(job.placing.consumer) if self._can_send(job.rows) else Fallback.BUSY
         if isinstance(peer, Fallback):
             self._end(job, peer)
             return
         job.peer = peer
         peer.jobs += 1
-        self._waiting.append(job)
+        self.waiting.append(job)
 
     def receive(self, sender: Sender, messages: list[FromSender] | None) -> None:
         """A sender sent something, or has ended."""
@@ -132,38 +133,34 @@ class Transfers:
 
     def advance(self) -> bool:
         """Begin what can begin, and clean up; returns whether a job began or ended."""
-        before = len(self._waiting)
-        self._assignments.begin_trials(self._new())
-        waiting, self._waiting = self._waiting, []
-        self._waiting += [job for job in waiting if not self._post(job)]
+        before = len(self.waiting)
+        new = (job.peer for job in self.waiting if job.peer and job.peer.is_untried and job.rows.is_ready())
+        self._assignments.begin_trials(list(dict.fromkeys(new)))  # in order of arrival
+        waiting, self.waiting = self.waiting, []
+        self.waiting += [job for job in waiting if not self._post(job)]
         if (now := time.monotonic()) > self._cleaned + _CLEANING_SECONDS:
             self._cleaned = now
             self._end_late()
-            self._peers.remove_unused()
+            self.peers.remove_unused()
             for principal, sender in list(self._assignments.shared.items()):
-                if not self._peers.has(principal):
+                if not self.peers.has(principal):
                     self._lose(sender, is_to_blame=False)
             self.senders.keep(1)
-        return before != len(self._waiting)
+        return before != len(self.waiting)
 
     def close(self) -> None:
         """End everything."""
         self.senders.close()
-        jobs = [*self._waiting, *self._posted.values()]
-        self._waiting, self._posted = [], {}
+        jobs = [*self.waiting, *self._posted.values()]
+        self.waiting, self._posted = [], {}
         for job in jobs:
             self._end(job, Fallback.BUSY)
-
-    def _new(self) -> list[Peer]:
-        """New agents with rows that could be sent now, in order of arrival."""
-        new = (job.peer for job in self._waiting if job.peer and job.peer.is_untried and job.rows.is_ready())
-        return list(dict.fromkeys(new))
 
     def _post(self, job: Job) -> bool:
         """Post a waiting job, or end it; False if it has to wait on."""
         peer = job.peer
         assert peer, "only jobs with a peer wait"
-        if refusal := peer.refusal() or (Fallback.TIMEOUT if self._is_late(job) else None):
+        if refusal := peer.refusal() or (Fallback.TIMEOUT if job.is_late(self._bounds) else None):
             self._end(job, refusal)
             return True
         most = 1 if peer.state is State.NEW else self._bounds.transfers_per_agent
@@ -224,16 +221,16 @@ class Transfers:
         self._posted = {number: job for number, job in self._posted.items() if job.sender is not sender}
         tried = self._assignments.lose(sender, is_to_blame=is_to_blame)
         if tried and is_to_blame:  # its metadata may have ended the sender before a transfer was posted
-            self._peers.refuse(tried)
+            self.peers.refuse(tried)
         for job in lost:
             assert job.peer, "it was posted"
             if is_to_blame:
-                self._peers.refuse(job.peer)
+                self.peers.refuse(job.peer)
             self._settle(job, job.peer.refusal() or Fallback.FAILED)
 
         def release() -> None:
             for job in lost:
-                _release(job)
+                job.release()
 
         if sender.is_gone:
             release()
@@ -244,7 +241,7 @@ class Transfers:
         """Answer transfers that take too long, and replace senders that hang or have too many of them."""
         overdue: dict[Sender, list[Job]] = {}
         for job in self._posted.values():
-            if not self._is_late(job):
+            if not job.is_late(self._bounds):
                 continue
             assert job.sender, "it was posted"
             overdue.setdefault(job.sender, []).append(job)
@@ -271,7 +268,7 @@ class Transfers:
     def _end(self, job: Job, failure: Fallback | None) -> None:
         """Answer a job, unless it was answered when it took too long, and release what it holds."""
         self._settle(job, failure)
-        _release(job)
+        job.release()
 
     def _settle(self, job: Job, failure: Fallback | None) -> None:
         if job.peer:
@@ -286,18 +283,3 @@ class Transfers:
         for sender in self._assignments.shared.values():
             if name in sender.agents and sender.send(Remove(name)):
                 sender.agents.discard(name)
-
-    def _is_late(self, job: Job) -> bool:
-        assert job.peer, "it was accepted"
-        limit = self._bounds.waiting_seconds if job.peer.is_untried else self._bounds.seconds
-        return time.monotonic() - max(job.started, job.posted, job.peer.began) > limit
-
-
-def _release(job: Job) -> None:
-    """Nothing reads the rows any more."""
-    if not job.copy:
-        job.rows.release()
-    if job.peer:
-        job.peer.jobs -= 1
-        if job.sender:
-            job.peer.transfers -= 1

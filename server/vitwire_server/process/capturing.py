@@ -1,23 +1,32 @@
-"""Which graphs a model has, and their capture: the ladder, what records it, and what replays cost."""
+"""The graphs of a model: their ladder, its capture, what replays cost, and how `--budgets learn` changes it."""
 
+import errno
 import logging
+import os
 import time
-from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from vitwire_server.config.settings import ServeSettings, UsageError
-from vitwire_server.core.budgets import Ladder, with_shorter
+from vitwire_server.config.model_flags import GraphSettings
+from vitwire_server.config.settings import UsageError
+from vitwire_server.core.budgets import Ladder
+from vitwire_server.core.capacities import CropCapacities
 from vitwire_server.core.costs import Costs
+from vitwire_server.core.reports import LadderMonitor
+from vitwire_server.fitting.learned import Demands, Learned, StateFile
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.progress import progress
-from vitwire_server.runtime.attention.selection import Selection
 from vitwire_server.runtime.devices import kernel_fault, memory
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
 from vitwire_server.runtime.ladders.calibration import measure_costs, worthwhile
+from vitwire_server.runtime.ladders.learning import LadderLearner
+from vitwire_server.runtime.ladders.live_capture import LiveCapture
 from vitwire_server.runtime.memory.streams import CudaStreams, Streams
+from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.towers.tower import Tower
 
 _log = logging.getLogger(__name__)
@@ -39,46 +48,36 @@ def graph_mode(graphs: str, device: torch.device) -> str:
     return "cuda" if device.type == "cuda" else "off"
 
 
-def holding_an_image(settings: ServeSettings, tower: Tower) -> ServeSettings:
-    """The settings, with the default of `--max-budget-tokens` raised to the smallest budget of the tower."""
-    least = tower.budget(1, max_items=1, max_frames=settings.max_frames_per_batch).tokens
-    if "max_budget_tokens" in settings.model_fields_set or least <= settings.max_budget_tokens:
-        return settings
+def bounds_of(settings: GraphSettings, tower: Tower) -> Bounds:
+    """The bounds of a batch, with the default of `--max-budget-tokens` raised to the smallest budget of the tower."""
+    bounds = Bounds(settings.max_budget_tokens, settings.max_items_per_batch, settings.max_frames_per_batch)
+    least = tower.budget(1, max_items=1, max_frames=bounds.frames).tokens
+    if "max_budget_tokens" in settings.model_fields_set or least <= bounds.tokens:
+        return bounds
     _log.info("--max-budget-tokens is %d, one image of this model; more lets images share a forward", least)
-    return settings.model_copy(update={"max_budget_tokens": least})
+    return replace(bounds, tokens=least)
 
 
-def default_ladder(settings: ServeSettings, tower: Tower, mode: str) -> Ladder:
-    """The budgets of `--budgets`; with auto and learn, the tower's own that fit in `--graph-memory`."""
+def default_ladder(settings: GraphSettings, bounds: Bounds, tower: Tower, mode: str) -> Ladder:
+    """The budgets of `--budgets`; with auto and learn, the tower's default ones that fit in `--graph-memory`."""
     if mode == "off":
         if settings.budgets != "auto":
             _log.warning("--budgets %s is ignored: graphs are off on %s", settings.budgets, tower.device)
         return Ladder()
     sizes = settings.budget_sizes
-    bounds = {"max_items": settings.max_items_per_batch, "max_frames": settings.max_frames_per_batch}
     if sizes is None:
         room = settings.graph_memory // _bytes_per_token(tower)
-        sizes = tower.sizes(min(settings.max_budget_tokens, room))
+        sizes = tower.sizes(min(bounds.tokens, room))
         if not sizes:
-            least = tower.budget(1, **bounds).tokens
             _log.warning(
                 "no graphs: the smallest budget of this model has %d tokens, but --max-budget-tokens is %d, and "
                 "--graph-memory is enough for about %d; raise the smaller one",
-                least,
-                settings.max_budget_tokens,
+                tower.budget(1, max_items=bounds.items, max_frames=bounds.frames).tokens,
+                bounds.tokens,
                 room,
             )
-    budgets = {tower.budget(size, **bounds) for size in sizes}
+    budgets = {tower.budget(size, max_items=bounds.items, max_frames=bounds.frames) for size in sizes}
     return Ladder(tuple(sorted(budgets)))
-
-
-def completed_by(tower: Tower, attention: Selection | None) -> Callable[[Ladder], Ladder]:
-    """Adds budgets for short segments to a ladder."""
-
-    def completed(ladder: Ladder) -> Ladder:
-        return with_shorter(ladder, attention.shorter, merge=tower.geometry.merge) if attention else ladder
-
-    return completed
 
 
 def _bytes_per_token(tower: Tower) -> int:
@@ -109,10 +108,10 @@ def capture_ladder(tower: Tower, ladder: Ladder, recorder: Recorder, metrics: Me
     return graphs, reserved
 
 
-def timed_costs(settings: ServeSettings, engine: Engine, tower: Tower, graphs: GraphSet) -> Costs:
+def timed_costs(bounds: Bounds, engine: Engine, tower: Tower, graphs: GraphSet) -> Costs:
     """Time all budgets; those for short segments that are not faster are dropped."""
     start = time.perf_counter()
-    costs = measure_costs(engine, tower, graphs.ladder, settings.max_budget_tokens, settings.max_items_per_batch)
+    costs = measure_costs(engine, tower, graphs.ladder, bounds.tokens, bounds.items)
     _log.info(
         "timed %d budgets in %.1f s; an eager forward takes %.2f ms + %.2f us per token of the device, at least "
         "%.2f ms, and %.2f ms of the host; a replay takes %.2f ms of the host",
@@ -126,3 +125,58 @@ def timed_costs(settings: ServeSettings, engine: Engine, tower: Tower, graphs: G
     )
     graphs.keep(worthwhile(graphs.ladder, costs))
     return costs
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """The ladder that `--budgets learn` begins with, and what it comes from."""
+
+    ladder: Ladder
+    default: Ladder
+    demands: Demands
+    file: StateFile
+    learned: Learned | None
+
+    def learner(self, capture: LiveCapture, planner: Planner, monitor: LadderMonitor) -> LadderLearner | None:
+        """What follows the loads while `planner` is in use; None if nothing was captured that it could change."""
+        most = planner.ladder.largest.tokens if planner.ladder.largest else 0
+        captured = Ladder(tuple(budget for budget in self.default if budget.tokens <= most))
+        if captured.largest is None:
+            return None
+        demands = replace(self.demands, largest=captured.largest.tokens)
+        return LadderLearner(capture, planner, demands, captured, monitor, keep=self.file.write, learned=self.learned)
+
+
+def beginning(
+    settings: GraphSettings, bounds: Bounds, tower: Tower, folder: Path, fingerprint: str, default: Ladder
+) -> Beginning | None:
+    """What was learned before, or else `default`; None if nothing can be learned.
+
+    `folder` is the checkpoint's. Raises UsageError.
+    """
+    if not settings.learns or default.largest is None:
+        return None
+    if settings.compile == "on" and tower.device.type == "cuda":
+        raise UsageError("--budgets learn and --compile on cannot be used together: batches would wait for a compiler")
+    if isinstance(tower.capacities, CropCapacities):
+        _log.warning("--budgets learn has no effect: the default ladder has all budgets that this model can have")
+        return None
+    largest = default.largest.tokens
+    device = torch.cuda.get_device_name(tower.device) if tower.device.type == "cuda" else "cpu"
+    if not settings.state_dir and not os.access(folder, os.W_OK | os.X_OK):
+        _log.warning("%s cannot be written: learned ladders are lost on a restart; set --state-dir", folder)
+    file = StateFile.in_folder(settings.state_dir or folder, fingerprint, device, largest)
+    learned = file.read()
+    demands = Demands(tower.capacities, largest, max_items=bounds.items, max_frames=bounds.frames)
+    sizes = learned.sizes if learned else [budget.tokens for budget in default]
+    ladder = Ladder(tuple(sorted({demands.budget(size) for size in sizes})))
+    return Beginning(ladder, default, demands, file, learned)
+
+
+def check_state_dir(folder: Path) -> None:
+    """Raises OSError if what is learned cannot be kept in this folder, which is made if there is none."""
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "not a directory", str(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "it cannot be written", str(folder))

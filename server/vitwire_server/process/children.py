@@ -1,18 +1,21 @@
-"""Child processes that are restarted when they die or hang. Does not import torch."""
+"""Child processes that are restarted when they die or hang, and their output. Does not import torch."""
 
 import asyncio
+import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from typing import BinaryIO
 
+from vitwire_server.observe.logs import message_of
 from vitwire_server.process import heartbeat
-from vitwire_server.process.output import ForwardedPipe
 
 _log = logging.getLogger(__name__)
 _FAILURES = 5
@@ -22,30 +25,46 @@ _STEADY_SECONDS = 60.0
 """Seconds after which a ready process counts as started, which resets the count of failures."""
 _OUTPUT_SECONDS = 1.0
 """Time to read the rest of a dead process's output; an orphan of it may keep the pipes open."""
+_LINE_BYTES = 1 << 20
+"""Longer lines are dropped."""
+_NESTED_TEXT = re.compile(rb"\[(rpc-\d+)\] (.*)", re.DOTALL)
+_NESTED_JSON = re.compile(rb'\{"process": "(rpc-\d+)", (.*)', re.DOTALL)
 
 
 class StartFailed(Exception):
     """A process cannot be kept running; the message says which and why."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Launch:
-    """One start of a child process. A subclass owns what the child inherits and follows its life."""
+    """One start of a child process: what it inherits, and calls that follow its life."""
 
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables beside those of this process, which they override."""
+    """Variables in addition to those of this process, which they override."""
     descriptors: Sequence[int] = ()
     """Descriptors that the child inherits under the same numbers."""
+    release: Callable[[], None] = lambda: None
+    """Closes this process's copies of what only the child needs: it was started or could not be."""
+    started: Callable[[int], None] = lambda _: None
+    """Called with the child's process id, after `release`."""
+    ended: Callable[[], None] = lambda: None
+    """Called once, before the next launch: the child has ended, or could not be started."""
 
-    def release(self) -> None:
-        """Close this process's copies of what only the child needs: it was started or could not be."""
 
-    def started(self, pid: int) -> None:
-        """The child runs; called after `release`."""
+def labelled(label: str, line: bytes, *, json_lines: bool) -> bytes:
+    """The line with its process: `[cuda:0] …`, or `{"process": "cuda:0", …}`.
 
-    def ended(self) -> None:
-        """The child has ended, or could not be started; called once, before the next launch."""
+    A line that a child of the child wrote has one label for both: `cuda:0/rpc-1`.
+    """
+    name = label.encode()
+    if nested := (_NESTED_JSON if json_lines else _NESTED_TEXT).fullmatch(line):
+        name, line = b"%s/%s" % (name, nested[1]), (b"{%s" if json_lines else b"%s") % nested[2]
+    if not json_lines:
+        return b"[%s] %s" % (name, line)
+    if not line.startswith(b'{"'):  # written by a library, not by our logging
+        line = json.dumps({"message": line.decode(errors="replace")}).encode()
+    return b'{"process": "%s", %s' % (name, line[1:])
 
 
 class ChildProcess:
@@ -116,41 +135,60 @@ class ChildProcess:
         """Start a process and wait for it to end, and for its output; returns its exit code."""
         self._ready_at = None
         launch = self._launch()
-        monitor = heartbeat.HeartbeatMonitor()
-        out = ForwardedPipe(self.label, sys.stdout.buffer, self._on_stdout, json_lines=self._json_lines)
-        err = ForwardedPipe(self.label, sys.stderr.buffer, self._on_stderr, json_lines=self._json_lines)
         tasks: list[asyncio.Task[None]] = []
-        try:
-            self._process = process = await _start(launch, monitor, out, err)
-            launch.started(process.pid)
-            forwarding = [asyncio.create_task(pipe.forward()) for pipe in (out, err)]
-            watching = asyncio.create_task(self._kill_if_unresponsive(process, monitor))
-            tasks = [*forwarding, watching]
-            if stopping.is_set():
-                self.send(signal.SIGTERM)
-            code = await process.wait()
-            watching.cancel()
-            _, unread = await asyncio.wait(forwarding, timeout=_OUTPUT_SECONDS)
-            if unread:
-                self.kill()  # what it left in its process group
-            return code
-        finally:
-            if self._process and self._process.returncode is None:
-                self.kill()
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._process.wait(), _OUTPUT_SECONDS)
-            self._process = None  # its number may now be that of another process
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            for end in (out, err, monitor):
-                end.close()
-            launch.ended()
+        with ExitStack() as stack:
+            stack.callback(launch.ended)
+            (out, out_end), (err, err_end), (beats, beats_end) = (_pipe(stack) for _ in range(3))
+            try:
+                self._process = process = await _start(launch, out_end, err_end, beats_end)
+                launch.started(process.pid)
+                watching = asyncio.create_task(self._kill_if_unresponsive(process, beats))
+                outputs = ((out, sys.stdout.buffer, self._on_stdout), (err, sys.stderr.buffer, self._on_stderr))
+                forwarding = [asyncio.create_task(self._forward(*each)) for each in outputs]
+                tasks = [watching, *forwarding]
+                if stopping.is_set():
+                    self.send(signal.SIGTERM)
+                code = await process.wait()
+                watching.cancel()
+                _, unread = await asyncio.wait(forwarding, timeout=_OUTPUT_SECONDS)
+                if unread:
+                    self.kill()  # what it left in its process group
+                return code
+            finally:
+                if self._process and self._process.returncode is None:
+                    self.kill()
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self._process.wait(), _OUTPUT_SECONDS)
+                self._process = None  # its number may now be that of another process
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _kill_if_unresponsive(self, process: Process, monitor: heartbeat.HeartbeatMonitor) -> None:
-        fault = await monitor.wait_for_silence(process.pid, self._unresponsive_seconds)
+    async def _kill_if_unresponsive(self, process: Process, beats: BinaryIO) -> None:
+        fault = await heartbeat.wait_for_silence(beats, process.pid, self._unresponsive_seconds)
         _log.error("%s %s for %g s; killing it", self.label, fault, self._unresponsive_seconds)
         self.kill()
+
+    async def _forward(self, pipe: BinaryIO, out: BinaryIO, on_message: Callable[[str], None]) -> None:
+        """Forward lines with the label, until every process that inherited the write end has closed it."""
+        lines = asyncio.StreamReader(_LINE_BYTES)
+        reader = asyncio.StreamReaderProtocol(lines)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: reader, pipe)
+        try:
+            while True:
+                try:
+                    line = await lines.readline()
+                except ValueError:  # longer than the limit: the reader dropped the line
+                    continue
+                if not line:
+                    return
+                line = line.rstrip(b"\r\n")
+                on_message(message_of(line))
+                with suppress(OSError):  # nothing reads our output; keep draining the pipe
+                    out.write(labelled(self.label, line, json_lines=self._json_lines) + b"\n")
+                    out.flush()
+        finally:
+            transport.close()
 
     def _on_stderr(self, message: str) -> None:
         self._last_error = message.removeprefix("vitwire-server: ")
@@ -168,22 +206,26 @@ class ChildProcess:
         return _FIRST_DELAY * 2.0 ** (self._failures - 1)
 
 
-async def _start(
-    launch: Launch, monitor: heartbeat.HeartbeatMonitor, out: ForwardedPipe, err: ForwardedPipe
-) -> Process:
+def _pipe(stack: ExitStack) -> tuple[BinaryIO, int]:
+    """A pipe: the end to read, which the stack closes, and the one that a child inherits."""
+    read_end, write_end = os.pipe()
+    return stack.enter_context(os.fdopen(read_end, "rb", buffering=0)), write_end
+
+
+async def _start(launch: Launch, out_end: int, err_end: int, beats_end: int) -> Process:
     try:
         return await asyncio.create_subprocess_exec(
             *launch.command,
             stdin=DEVNULL,
-            stdout=out.write_end,
-            stderr=err.write_end,
-            env={**os.environ, **launch.environment, **heartbeat.variables(monitor)},
-            pass_fds=(monitor.write_end, *launch.descriptors),
+            stdout=out_end,
+            stderr=err_end,
+            env={**os.environ, **launch.environment, **heartbeat.variables(beats_end)},
+            pass_fds=(beats_end, *launch.descriptors),
             process_group=0,  # so that Ctrl-C reaches only this process, which drains its children
         )
     finally:
-        for end in (monitor, out, err):
-            end.child_started()
+        for end in (out_end, err_end, beats_end):
+            os.close(end)
         launch.release()
 
 

@@ -1,34 +1,54 @@
 """How a tower's blocks are computed: their attention, their precision, fused or compiled."""
 
+import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
+from vitwire_server.config.model_flags import DeviceSettings, GraphSettings
+from vitwire_server.config.service_flags import FileSettings
 from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.core.budgets import Budget, Ladder
+from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import NotOnDevice, Place, Precision, Preparation, Preprocessing
 from vitwire_server.preparing.device.checks import fault_of
 from vitwire_server.preparing.rules.recipe import Recipe, recipes_of
-from vitwire_server.process.precision import reduce_precision
 from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.compiler.hot_shapes import HotShapes
 from vitwire_server.runtime.compiler.messages import Factory
 from vitwire_server.runtime.compiler.worker import served
 from vitwire_server.runtime.devices import kernel_fault
+from vitwire_server.runtime.engine import Engine
+from vitwire_server.runtime.graphs import GraphSet, SimulatedRecorder
+from vitwire_server.runtime.kernels.operands import FLOAT8
 from vitwire_server.runtime.memory.streams import Streams
+from vitwire_server.runtime.precision.float8 import device_fault, reduce
+from vitwire_server.runtime.precision.similarity import Comparison
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.runtime.toolchain import cxx_fault, triton_fault
 from vitwire_server.towers.checkpoints.checkpoint import Checkpoint
+from vitwire_server.towers.files import CheckpointError
 from vitwire_server.towers.tower import Tower
 
 _log = logging.getLogger(__name__)
 DENSE = "sdpa"
 """The only backend for towers without segments."""
+_TYPE = str(FLOAT8).removeprefix("torch.")
 
 
-def chosen_attention(settings: ServeSettings, tower: Tower, *, captured: bool) -> Selection | None:
+def compute_dtype(settings: DeviceSettings, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """The tower's dtype for a checkpoint of `stored`. Raises UsageError if the device has no float8."""
+    if settings.precision == "fp8":
+        if fault := device_fault(device) or (triton_fault() if device.type == "cuda" else ""):
+            raise UsageError(f"--precision fp8: {fault}; serve without it")
+        return torch.bfloat16
+    chosen: torch.dtype = stored if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    return chosen
+
+
+def chosen_attention(settings: GraphSettings, tower: Tower, *, captured: bool) -> Selection | None:
     """Choose the attention backend; None for tile towers, which always use SDPA."""
     if not tower.segmented:
         if settings.attention_backend not in ("auto", DENSE):
@@ -54,16 +74,53 @@ def backends_of(attention: Selection | None, ladder: Ladder) -> dict[Budget, str
     return {each: attention.at(each.max_segment_patches).name if attention else DENSE for each in ladder}
 
 
+def reduce_precision(
+    tower: Tower, stager: Stager, streams: Streams, *, floor: float, finish: Callable[[], None]
+) -> Precision:
+    """Reduce the tower's layers to float8, then call `finish`, which fuses them, and compare rows with those before.
+
+    Raises UsageError if a row is less similar than `floor`, or if no layer can be reduced.
+    """
+    engine = Engine(tower, GraphSet(tower, Ladder(), SimulatedRecorder()), stager, streams)
+    try:
+        comparison = Comparison(tower, engine)
+    except EncoderError as error:
+        raise CheckpointError(f"the forward of a test picture failed: {error}") from error
+    layers = sum(reduce(block) for block in tower.blocks)
+    if not layers:
+        raise UsageError("--precision fp8: no linear layer of this tower can be computed in float8; serve without it")
+    if tower.device.type == "cuda":
+        torch.cuda.empty_cache()
+    finish()
+    similarities = comparison.similarities()
+    least, median = float(similarities.min()), float(similarities.median())
+    rows = f"{len(similarities)} rows of test pictures, cosine to bfloat16: least {least:.5f}, median {median:.5f}"
+    _log.info("%d linear layers in %s; %s", layers, _TYPE, rows)
+    if not least >= floor:  # also for NaN
+        raise UsageError(
+            f"--precision-floor {floor}: with --precision fp8, the cosine similarity of the worst row to bfloat16 is "
+            f"{least:.5f} (median {median:.5f}); serve without --precision fp8, or lower the floor if this is enough"
+        )
+    return Precision(_TYPE, layers, least, median)
+
+
+def fingerprint(weights: str, precision: Precision | None) -> str:
+    """The fingerprint that clients and caches know embeddings by: those of another precision are not mixed."""
+    return hashlib.sha256(f"{weights} {precision.type}".encode()).hexdigest() if precision else weights
+
+
 def fused_blocks(
     settings: ServeSettings, tower: Tower, attention: Selection | None, stager: Stager, streams: Streams
 ) -> Precision | None:
     """Reduce the precision if that is asked for, and fuse the blocks around their attention."""
 
+    reduced = settings.precision == "fp8"
+
     def finish() -> None:
         if settings.compile == "auto" and tower.device.type == "cuda":
-            _fuse(tower, attention, reduced=settings.precision == "fp8")
+            _fuse(tower, attention, reduced=reduced)
 
-    if settings.precision == "fp8":
+    if reduced:
         return reduce_precision(tower, stager, streams, floor=settings.precision_floor, finish=finish)
     finish()
     return None
@@ -80,7 +137,7 @@ def _fuse(tower: Tower, attention: Selection | None, *, reduced: bool) -> None:
 
 
 def preparation_of(
-    settings: ServeSettings, tower: Tower, preprocessing: Mapping[Modality, Preprocessing]
+    settings: FileSettings, tower: Tower, preprocessing: Mapping[Modality, Preprocessing]
 ) -> tuple[Mapping[Modality, Recipe] | None, Preparation]:
     """The recipes by which the engine prepares pictures, None if decoders do, and why."""
     if settings.prepare == "cpu":
@@ -98,8 +155,12 @@ def preparation_of(
 def hot_shapes(
     settings: ServeSettings, checkpoint: Checkpoint, tower: Tower, attention: Selection | None
 ) -> HotShapes | None:
-    """Compiles frequent shapes; None if they stay eager."""
-    if settings.precision == "fp8" or not _compiles(settings.compile, tower):
+    """Compiles frequent shapes; None if they stay eager: on CPU only, by default only for bfloat16, where it helps."""
+    wanted = settings.compile == "on" or (settings.compile == "auto" and tower.dtype is torch.bfloat16)
+    if settings.precision == "fp8" or not wanted or tower.device.type != "cpu":
+        return None
+    if fault := cxx_fault():
+        _log.warning("frequent shapes are not compiled, which is slower: %s", fault)
         return None
     arguments = {
         "model": str(checkpoint.folder.resolve()),
@@ -108,13 +169,3 @@ def hot_shapes(
         "attention": attention.name if attention else DENSE,
     }
     return HotShapes(tower, Factory(f"{served.__module__}:{served.__name__}", arguments))
-
-
-def _compiles(setting: str, tower: Tower) -> bool:
-    """Whether to compile frequent shapes: on CPU only, by default only for bfloat16, where it helps."""
-    wanted = setting == "on" or (setting == "auto" and tower.dtype is torch.bfloat16)
-    if not wanted or tower.device.type != "cpu":
-        return False
-    if fault := cxx_fault():
-        _log.warning("frequent shapes are not compiled, which is slower: %s", fault)
-    return not fault

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 VARIABLE = "VITWIRE_HEARTBEAT_FD"
 """Set by the supervisor for its children: the descriptor to write to."""
@@ -59,48 +59,26 @@ async def _beat(descriptor: int) -> None:
             await asyncio.sleep(SECONDS)
 
 
-def variables(monitor: "HeartbeatMonitor") -> dict[str, str]:
-    """The environment that a child needs for `inherited`."""
-    return {VARIABLE: str(monitor.write_end), _SUPERVISOR: str(os.getpid())}
+def variables(write_end: int) -> dict[str, str]:
+    """The environment that a child, which inherits the write end of a pipe, needs for `inherited`."""
+    return {VARIABLE: str(write_end), _SUPERVISOR: str(os.getpid())}
 
 
-class HeartbeatMonitor:
-    """The supervisor's end: a pipe whose write end the child process inherits, and the time without heartbeats."""
+async def wait_for_silence(pipe: BinaryIO, pid: int, seconds: float) -> str:
+    """Wait until no heartbeat came through the pipe for `seconds`; returns what was wrong.
 
-    def __init__(self) -> None:
-        self._read_end, self.write_end = os.pipe()
-        os.set_blocking(self._read_end, False)
-        self._began = False
-        self._silent = 0.0
-
-    def child_started(self) -> None:
-        """The child process has inherited its end: close it here."""
-        os.close(self.write_end)
-
-    async def wait_for_silence(self, pid: int, seconds: float) -> str:
-        """Wait until there was no heartbeat for `seconds`; returns what was wrong.
-
-        Before the first heartbeat, while modules are imported, only a stopped process counts as silent. Seconds are
-        counted by wake-ups, so none are counted while the supervisor itself is stopped or starved.
-        """
-        while True:
-            await asyncio.sleep(SECONDS)
-            stopped = _is_stopped(pid)
-            beats = self._received()
-            self._began = self._began or beats
-            self._silent = self._silent + SECONDS if not beats and (self._began or stopped) else 0.0
-            if self._silent >= seconds:
-                return "was stopped (SIGSTOP)" if stopped else "did not respond"
-
-    def close(self) -> None:
-        """Close the read end."""
-        os.close(self._read_end)
-
-    def _received(self) -> bool:
-        try:
-            return bool(os.read(self._read_end, _MAX_BYTES))
-        except BlockingIOError:
-            return False
+    Before the first heartbeat, while modules are imported, only a stopped process counts as silent. Seconds are
+    counted by wake-ups, so none are counted while the supervisor itself is stopped or starved.
+    """
+    os.set_blocking(pipe.fileno(), False)
+    began, silent = False, 0.0
+    while silent < seconds:
+        await asyncio.sleep(SECONDS)
+        stopped = _is_stopped(pid)
+        beats = bool(pipe.read(_MAX_BYTES))
+        began = began or beats
+        silent = silent + SECONDS if not beats and (began or stopped) else 0.0
+    return "was stopped (SIGSTOP)" if stopped else "did not respond"
 
 
 def _is_stopped(pid: int) -> bool:

@@ -2,12 +2,12 @@
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from threading import Thread
 
 from vitwire.shared.allocator import trim
 from vitwire_server.core.health import Health, State
-from vitwire_server.process.fronts import Front
 from vitwire_server.scheduling.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
@@ -40,15 +40,16 @@ class EngineThread(Thread):
 class Lifecycle:
     """Changes the server's state and with it the health service; event loop only, but for `_threadsafe` methods."""
 
-    def __init__(self, health: Health, front: Front) -> None:
+    def __init__(self, health: Health, show: Callable[[], Awaitable[None]]) -> None:
+        """`show` lets probes see the state."""
         self._health = health
-        self._front = front
+        self._show = show
         self._loop = asyncio.get_running_loop()
 
     async def set_state(self, state: State, reason: str = "") -> None:
         """Change the state. Raises ValueError if the current state does not allow it."""
         self._health.change(state, reason)
-        await self._front.show()
+        await self._show()
 
     def weights_loaded_threadsafe(self) -> None:
         """Go from STARTING to WARMING; called on the loading thread. Probes see no difference."""

@@ -3,28 +3,28 @@
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from vitwire_server.config.flags import MAX_MESSAGE_BYTES
+from vitwire_server.config.service_flags import MAX_MESSAGE_BYTES
 from vitwire_server.config.settings import ServeSettings, UsageError
-from vitwire_server.core.budgets import Budget, Ladder
+from vitwire_server.core.budgets import Budget, Ladder, with_shorter
 from vitwire_server.core.costs import ASSUMED, ASSUMED_ON_HOST
 from vitwire_server.core.errors import EncoderError
-from vitwire_server.core.items import DType, Item
-from vitwire_server.core.models import Limits, ModelCard
+from vitwire_server.core.items import DType, Item, Modality
+from vitwire_server.core.models import Limits, ModelCard, Precision, Preprocessing
 from vitwire_server.core.plans import Fallback
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.progress import progress
 from vitwire_server.process.capturing import (
+    beginning,
+    bounds_of,
     capture_ladder,
-    completed_by,
     default_ladder,
     graph_mode,
-    holding_an_image,
     recorder_of,
     timed_costs,
 )
@@ -32,24 +32,25 @@ from vitwire_server.process.computing import (
     DENSE,
     backends_of,
     chosen_attention,
+    compute_dtype,
+    fingerprint,
     fused_blocks,
     hot_shapes,
     preparation_of,
 )
-from vitwire_server.process.delivery import outbox as outbox_of
-from vitwire_server.process.learning import beginning, memory_bound
-from vitwire_server.process.precision import compute_dtype, fingerprint
 from vitwire_server.release import release
+from vitwire_server.runtime.attention.selection import Selection
 from vitwire_server.runtime.compiler.hot_shapes import HotShapes, compiled_blocks
 from vitwire_server.runtime.devices import dtype_fault, unavailable
 from vitwire_server.runtime.engine import Engine
+from vitwire_server.runtime.graphs import GraphSet
 from vitwire_server.runtime.ladders.calibration import sample_items
 from vitwire_server.runtime.ladders.learning import LadderLearner
 from vitwire_server.runtime.ladders.live_capture import LiveCapture
 from vitwire_server.runtime.memory.outbox import Outbox
 from vitwire_server.runtime.memory.streams import CudaStreams, HostStreams, Streams, pin
 from vitwire_server.runtime.staging import Stager
-from vitwire_server.scheduling.planner import Bounds, Planner
+from vitwire_server.scheduling.planner import Planner
 from vitwire_server.sessions.arena import ArenaMemory
 from vitwire_server.towers.checkpoints.checkpoint import Checkpoint, load_tower, open_checkpoint
 from vitwire_server.towers.checkpoints.lora import Adapter
@@ -60,6 +61,10 @@ _log = logging.getLogger(__name__)
 _MIB = 1 << 20
 _FLOAT32_BYTES = 4
 _WARM_UP_TOKENS = 16
+_LEAST_ROOM = 64 << 20
+"""Bytes that the graphs may grow by even if those at the start took all of `--graph-memory`."""
+_PASSING_BYTES = 512 << 20
+"""Room for rows on their way to clients, for new ones, and for those that move to the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,22 @@ class LoadedModel:
     """Compiles frequent shapes."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Computing:
+    """A tower on its device that computes as the settings say; it has no graphs yet."""
+
+    checkpoint: Checkpoint
+    model_id: str
+    preprocessing: Mapping[Modality, Preprocessing]
+    tower: Tower
+    dtype: torch.dtype
+    fingerprint: str
+    attention: Selection | None
+    stager: Stager
+    streams: Streams
+    precision: Precision | None
+
+
 def load_model(
     settings: ServeSettings,
     metrics: Metrics,
@@ -94,7 +115,55 @@ def load_model(
     """
     device = _device(settings.device)
     mode = graph_mode(settings.graphs, device)
-    checkpoint = _pooled(open_checkpoint(settings.model), settings)
+    computing = _computing(settings, device, on_weights_loaded, memory, captured=mode == "cuda")
+    checkpoint, tower = computing.checkpoint, computing.tower
+    attention, streams = computing.attention, computing.streams
+    bounds = bounds_of(settings, tower)
+    ladder, recorder = default_ladder(settings, bounds, tower, mode), recorder_of(mode, streams)
+    shorter = attention.shorter if attention else lambda _: ()
+    completed = partial(with_shorter, shorter=shorter, merge=tower.geometry.merge)
+    learning = beginning(settings, bounds, tower, checkpoint.folder, computing.fingerprint, ladder)
+    with compiled_blocks(tower) if settings.compile == "on" and mode == "cuda" else nullcontext():
+        graphs, taken = capture_ladder(tower, completed(learning.ladder if learning else ladder), recorder, metrics)
+    hot = hot_shapes(settings, checkpoint, tower, attention)
+    outbox = _outbox(settings, device)
+    recipes, preparation = preparation_of(settings, tower, computing.preprocessing)
+    forward = hot.forward if hot else None
+    engine = Engine(tower, graphs, computing.stager, streams, forward, outbox, recipes)
+    canary = _warm_up(engine, tower)
+    costs = ASSUMED if device.type == "cuda" else ASSUMED_ON_HOST
+    if mode == "cuda":
+        costs = timed_costs(bounds, engine, tower, graphs)
+    metrics.ladder.in_use(graphs.ladder)
+    backends = partial(backends_of, attention)
+    metrics.model.attends(backends(graphs.ladder))
+    card = replace(_card(settings, computing, graphs, mode), preparation=preparation)
+    _announce(checkpoint, card, metrics)
+    reason = Fallback.OVERSIZE if graphs.dropped else Fallback.GRAPHS_OFF
+    dropped = Ladder(tuple(sorted(graphs.dropped)))
+    planner = Planner(graphs.ladder, bounds, without_graph=reason, dropped=dropped, costs=costs)
+    learner = None
+    if learning:
+        room = max(_LEAST_ROOM, settings.graph_memory - taken)
+        capture = LiveCapture(tower, engine, graphs, streams, recorder, completed, room)
+        learner = learning.learner(capture, planner, metrics.ladder)
+    return LoadedModel(engine, planner, card, tower, canary, outbox, backends, learner, hot)
+
+
+def _computing(
+    settings: ServeSettings,
+    device: torch.device,
+    on_weights_loaded: Callable[[], None],
+    memory: ArenaMemory | None,
+    *,
+    captured: bool,
+) -> _Computing:
+    """Load the tower, and choose how it computes."""
+    checkpoint = open_checkpoint(settings.model)
+    try:
+        checkpoint = checkpoint.pooled(Pooling(settings.pooling))
+    except ValueError as error:
+        raise UsageError(f"--pooling {settings.pooling}: {error}") from error
     preprocessing = checkpoint.preprocessing()
     dtype = compute_dtype(settings, checkpoint.dtype, device)
     if fault := dtype_fault(dtype, device):
@@ -102,73 +171,45 @@ def load_model(
     _log.info("loading %s, with %d CPU threads for torch", checkpoint.folder, torch.get_num_threads())
     adapter = Adapter.read(*settings.adapter) if settings.adapter else None
     loaded = load_tower(checkpoint, dtype=dtype, device=device, track=progress, adapter=adapter)
-    tower = loaded.tower
-    settings = holding_an_image(settings, tower)
     on_weights_loaded()
-    attention = chosen_attention(settings, tower, captured=mode == "cuda")
+    tower = loaded.tower
+    attention = chosen_attention(settings, tower, captured=captured)
     if memory and device.type == "cuda":
         memory.arena.touch(memory.kept)
         pin(memory.arena.view(0, memory.kept))
     streams: Streams = CudaStreams(device, memory) if device.type == "cuda" else HostStreams(memory)
     stager = Stager(tower.geometry, preprocessing, device)
     precision = fused_blocks(settings, tower, attention, stager, streams)
+    model_id = f"{checkpoint.model_id}+{adapter.name}" if adapter else checkpoint.model_id
     weights = fingerprint(loaded.fingerprint, precision)
-    ladder, recorder = default_ladder(settings, tower, mode), recorder_of(mode, streams)
-    completed = completed_by(tower, attention)
-    learning = beginning(settings, tower, checkpoint.folder, weights, ladder)
-    with compiled_blocks(tower) if settings.compile == "on" and mode == "cuda" else nullcontext():
-        graphs, taken = capture_ladder(tower, completed(learning.ladder if learning else ladder), recorder, metrics)
-    hot = hot_shapes(settings, checkpoint, tower, attention)
-    outbox = outbox_of(settings, device)
-    prepared, preparation = preparation_of(settings, tower, preprocessing)
-    engine = Engine(tower, graphs, stager, streams, hot.forward if hot else None, outbox, prepared)
-    canary = _warm_up(engine, tower)
-    assumed = ASSUMED if device.type == "cuda" else ASSUMED_ON_HOST
-    costs = timed_costs(settings, engine, tower, graphs) if mode == "cuda" else assumed
-    metrics.ladder.in_use(graphs.ladder)
-    backends = partial(backends_of, attention)
-    metrics.model.attends(backends(graphs.ladder))
+    computed = attention, stager, streams, precision
+    return _Computing(checkpoint, model_id, preprocessing, tower, dtype, weights, *computed)
+
+
+def _card(settings: ServeSettings, computing: _Computing, graphs: GraphSet, mode: str) -> ModelCard:
+    """The description of a model with these graphs."""
+    checkpoint, tower, attention = computing.checkpoint, computing.tower, computing.attention
     captured = {budget.tokens for budget in graphs.ladder}
-    card = ModelCard(
-        model_id=f"{checkpoint.model_id}+{adapter.name}" if adapter else checkpoint.model_id,
+    return ModelCard(
+        model_id=computing.model_id,
         model_type=checkpoint.family.model_type,
-        fingerprint=weights,
-        dtype=DType.of(str(dtype).removeprefix("torch.")),
+        fingerprint=computing.fingerprint,
+        dtype=DType.of(str(computing.dtype).removeprefix("torch.")),
         geometry=tower.geometry,
-        preprocessing=preprocessing,
+        preprocessing=computing.preprocessing,
         ladder=graphs.ladder,
         dropped={budget.tokens: reason for budget, reason in graphs.dropped.items() if budget.tokens not in captured},
         limits=_limits(settings, tower),
         graphs=mode,
         attention=attention.name if attention else DENSE,
-        device=str(device),
+        device=str(tower.device),
         version=release(),
-        backends=backends(graphs.ladder),
-        unavailable=unavailable(device, attention.unused if attention else {}, graphs=mode != "off"),
-        precision=precision,
+        backends=backends_of(attention, graphs.ladder),
+        unavailable=unavailable(tower.device, attention.unused if attention else {}, graphs=mode != "off"),
+        precision=computing.precision,
         pooling=checkpoint.pooling,
         poolings=checkpoint.poolings,
-        preparation=preparation,
     )
-    _announce(checkpoint, card, metrics)
-    bounds = Bounds(settings.max_budget_tokens, settings.max_items_per_batch, settings.max_frames_per_batch)
-    reason = Fallback.OVERSIZE if graphs.dropped else Fallback.GRAPHS_OFF
-    dropped = Ladder(tuple(sorted(graphs.dropped)))
-    planner = Planner(graphs.ladder, bounds, without_graph=reason, dropped=dropped, costs=costs)
-    learner = None
-    if learning:
-        bound = memory_bound(settings.graph_memory, taken)
-        capture = LiveCapture(tower, engine, graphs, streams, recorder, completed, bound)
-        learner = learning.learner(capture, planner, metrics.ladder)
-    return LoadedModel(engine, planner, card, tower, canary, outbox, backends, learner, hot)
-
-
-def _pooled(checkpoint: Checkpoint, settings: ServeSettings) -> Checkpoint:
-    """The checkpoint with the pooling of `--pooling`. Raises UsageError."""
-    try:
-        return checkpoint.pooled(Pooling(settings.pooling))
-    except ValueError as error:
-        raise UsageError(f"--pooling {settings.pooling}: {error}") from error
 
 
 def _device(name: str) -> torch.device:
@@ -195,6 +236,18 @@ def _limits(settings: ServeSettings, tower: Tower) -> Limits:
         queued_bytes=settings.max_queued_bytes,
         cached_bytes=settings.cache_bytes,
     )
+
+
+def _outbox(settings: ServeSettings, device: torch.device) -> Outbox | None:
+    """Memory that rows are delivered from; None if there is nothing to deliver from there. Raises UsageError."""
+    if not settings.nixl or (device.type == "cpu" and not settings.stored_bytes):
+        return None
+    nbytes = _PASSING_BYTES + settings.stored_bytes
+    try:
+        return Outbox(device, nbytes)
+    except RuntimeError as error:  # of the CPU's allocator; that of CUDA is one of them
+        text = f"{nbytes} bytes of {device} for NIXL cannot be allocated: {str(error).partition(chr(10))[0]}"
+        raise UsageError(f"--store-bytes: {text}") from None
 
 
 def _warm_up(engine: Engine, tower: Tower) -> Item:

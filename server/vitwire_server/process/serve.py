@@ -6,38 +6,40 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from prometheus_client import CollectorRegistry
 
+from vitwire.shared.agents import MISSING, AgentError, is_installed
 from vitwire_server.caching.cache import EmbeddingCache
 from vitwire_server.caching.downloads import Downloads
 from vitwire_server.caching.single_flight import SingleFlight
 from vitwire_server.config.host import rpc_processes
+from vitwire_server.config.service_flags import LimitSettings
 from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.health import Health, State
 from vitwire_server.core.models import ModelCard
 from vitwire_server.delivery.courier import Courier
+from vitwire_server.delivery.cuda import CudaError
+from vitwire_server.delivery.transfers import Bounds
 from vitwire_server.fitting.traces import TraceWriter
 from vitwire_server.observe.http import MetricsServer
 from vitwire_server.observe.logs import plain_line
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.metrics.edges import EdgeMetrics
-from vitwire_server.process import delivery, preparing
-from vitwire_server.process.descriptors import metrics_connections, raise_limit
-from vitwire_server.process.edges import EdgeFront
-from vitwire_server.process.fronts import Front, LocalFront
-from vitwire_server.process.learning import check_state_dir
+from vitwire_server.process import preparing
+from vitwire_server.process.capturing import check_state_dir
+from vitwire_server.process.edge_front import EdgeFront
+from vitwire_server.process.front import LocalFront
 from vitwire_server.process.lifecycle import EngineThread, Lifecycle
 from vitwire_server.process.loading import LoadedModel, load_model
-from vitwire_server.process.signals import on_signals
-from vitwire_server.process.threads import in_daemon_thread, read_at_start
+from vitwire_server.process.system import in_daemon_thread, metrics_connections, on_signals, raise_limit, read_at_start
 from vitwire_server.rpc.server import bracketed
 from vitwire_server.runtime.ladders.learning import LadderLearner
+from vitwire_server.runtime.memory.outbox import Outbox
 from vitwire_server.scheduling.admission import Admission
 from vitwire_server.scheduling.canary import Canary
 from vitwire_server.scheduling.intake import Intake
@@ -59,53 +61,174 @@ async def serve(settings: ServeSettings) -> int:
     """
     stopping = _stop_on_signals(settings.log_format)
     raise_limit()
-    delivery.check(settings)
+    if settings.nixl and not is_installed():
+        raise UsageError(f"--nixl: {MISSING}")
     health = Health()
     metrics = Metrics(health)
     metrics.admission.limits(settings.max_queued_items, settings.max_queued_bytes)
     if settings.learns and settings.state_dir:
         await read_at_start("--state-dir", partial(check_state_dir, settings.state_dir))
-    trace = None
-    if settings.record_trace:
-        trace = await read_at_start("--record-trace", partial(TraceWriter, settings.record_trace))
-    edges = rpc_processes(settings.rpc_process_count, cuda_devices=int(_is_on_cuda(settings.device)))
-    memory = _shared_memory(settings) if edges > 1 else None
-    registry = metrics.registry
-    if memory:
-        edge_metrics = EdgeMetrics(registry)
-        front: LocalFront | EdgeFront = EdgeFront(settings, health, memory, edge_metrics, metrics.processes, edges)
-        registry = edge_metrics.registry
-    else:
-        front = LocalFront(settings, metrics.rpc, health)
-    pages: MetricsServer | None = None
-    try:
-        pages = _pages(settings, registry, health)
+    async with AsyncExitStack() as stack:
+        trace = None
+        if settings.record_trace:
+            trace = await read_at_start("--record-trace", partial(TraceWriter, settings.record_trace))
+            stack.callback(trace.close)
+        edges = rpc_processes(settings.rpc_process_count, cuda_devices=int(_is_on_cuda(settings.device)))
+        memory = _shared_memory(settings) if edges > 1 else None
+        registry = metrics.registry
+        if memory:
+            edge_metrics = EdgeMetrics(registry)
+            front: LocalFront | EdgeFront = EdgeFront(settings, health, memory, edge_metrics, metrics.processes, edges)
+            registry = edge_metrics.registry
+        else:
+            front = LocalFront(settings, metrics.rpc, health)
+        stack.push_async_callback(front.stop)
+        pages = None
+        if settings.metrics:
+            pages_at = settings.metrics_host, settings.metrics_port
+            pages = MetricsServer(registry, health, *pages_at, metrics_connections())
+            stack.callback(pages.stop)
         port = await front.start()
         if pages:
             pages.start()
         metrics_at = f"on {bracketed(settings.metrics_host)}:{pages.port}" if pages else "off"
         _print(plain_line(f"listening on {bracketed(settings.host)}:{port}, metrics {metrics_at}", settings.log_format))
-        return await _until_stopped(settings, metrics, front, Lifecycle(health, front), memory, trace, stopping)
-    finally:
-        await front.stop()
-        if pages:
-            pages.stop()
-        if trace:
-            trace.close()
+        return await _Server(settings, metrics, front, Lifecycle(health, front.show), memory, trace, stopping).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """A server process that listens."""
+
+    settings: ServeSettings
+    metrics: Metrics
+    front: LocalFront | EdgeFront
+    lifecycle: Lifecycle
+    memory: ArenaMemory | None
+    trace: TraceWriter | None
+    stopping: asyncio.Event
+
+    async def run(self) -> int:
+        """Load the model, serve, drain; returns the exit code."""
+        settings, front = self.settings, self.front
+        courier = await asyncio.to_thread(self._courier)
+        device = "cpu"
+        if _is_on_cuda(settings.device):
+            device = settings.device if ":" in settings.device else "cuda:0"
+        decoding = asyncio.create_task(preparing.decoded_on(settings, device))
+        watching_front = asyncio.create_task(front.watch())
+        model = await self._loaded(watching_front)
+        if model is None:
+            return int(watching_front.done())
+        (batch,) = model.planner.plan([model.canary.footprint]).batches
+        canary = Canary(model.canary, batch, settings.canary_seconds)
+        scheduler = Scheduler(model.engine, model.planner, self.metrics.engine, canary=canary, learner=model.learner)
+        engine = EngineThread(scheduler)
+        engine.start()
+        if courier and model.outbox:
+            await asyncio.to_thread(_add_outbox, courier, model.outbox, keep=settings.stored_bytes > 0)
+        card = preparing.described(replace(model.card, nixl=courier is not None, decoding=await decoding), settings)
+        self.metrics.model.described(card)
+        front.serve(card, model.tower.footprint, self._sessions(card, scheduler.intake, courier))
+        if model.learner:
+            self._show_ladders(model, model.learner, card)
+        await self.lifecycle.set_state(State.SERVING)
+        names = " ".join(dict.fromkeys((card.model_type, card.model_id)))  # a folder may be named after the type
+        _print(plain_line(f"ready: {names} on {card.device}", settings.log_format))
+        watching = asyncio.create_task(self.lifecycle.watch_engine(scheduler, settings.wedge_seconds))
+        await _any_of(self.stopping.wait(), engine.ended.wait(), asyncio.shield(watching_front))
+        watching.cancel()
+        if model.hot:
+            await asyncio.to_thread(model.hot.close)
+        failed = await self._drain(engine, watching_front)
+        if courier:
+            await asyncio.to_thread(courier.close)
+        scheduler.intake.close()
+        await _any_of(engine.ended.wait(), asyncio.sleep(_EXIT_SECONDS))
+        return int(engine.failed or failed)
+
+    async def _loaded(self, watching_front: asyncio.Task[None]) -> LoadedModel | None:
+        """The model; None if the server is to stop before it is loaded."""
+        settings, ready = self.settings, self.lifecycle.weights_loaded_threadsafe
+        loading = in_daemon_thread(lambda: load_model(settings, self.metrics, ready, self.memory), "loading")
+        await _any_of(loading, self.stopping.wait(), asyncio.shield(watching_front))
+        if loading.cancelled():
+            return None
+        try:
+            return loading.result()
+        except (CheckpointError, UsageError):
+            raise
+        except Exception as error:  # a broken file may fail in any way
+            _log.debug("loading failed", exc_info=True)
+            raise CheckpointError(
+                f"{settings.model} cannot be served (--log-level debug shows where): {error!r}"
+            ) from error
+
+    async def _drain(self, engine: EngineThread, watching_front: asyncio.Task[None]) -> bool:
+        """Answer what is in flight and close the ports; whether RPCs could not be served any more."""
+        settings = self.settings
+        if not engine.ended.is_set():
+            await self.lifecycle.start_draining()
+            _log.info("draining: readiness is off; serving for another %g s", settings.lame_duck_seconds)
+            await _any_of(asyncio.sleep(settings.lame_duck_seconds), engine.ended.wait())
+        if engine.ended.is_set():
+            await self.lifecycle.set_state(State.FAILED, "the engine stopped")
+        failed = watching_front.done()
+        watching_front.cancel()
+        await self.front.drain(settings.drain_seconds)
+        await self.front.stop()
+        return failed
+
+    def _show_ladders(self, model: LoadedModel, learner: LadderLearner, card: ModelCard) -> None:
+        """Let GetModel and the metrics show the ladder in use."""
+        loop = asyncio.get_running_loop()
+
+        def show(ladder: Ladder) -> None:
+            backends = model.backends(ladder)
+            self.metrics.model.attends(backends)
+            with suppress(RuntimeError):  # the loop is closed: the process is about to exit
+                loop.call_soon_threadsafe(self.front.describe, replace(card, ladder=ladder, backends=backends))
+
+        learner.on_change = show
+
+    def _courier(self) -> Courier | None:
+        """None without --nixl. Raises UsageError."""
+        if not self.settings.nixl:
+            return None
+        try:
+            return Courier(self.metrics.delivery, Bounds(seconds=self.settings.nixl_seconds))
+        except AgentError as error:
+            raise UsageError(f"--nixl: {error}") from error
+
+    def _sessions(self, card: ModelCard, intake: Intake, courier: Courier | None) -> LocalSessions:
+        settings, metrics = self.settings, self.metrics
+        admission = Admission(settings.max_queued_items, settings.max_queued_bytes, metrics.admission.changed)
+        cache = EmbeddingCache(
+            settings.cache_bytes,
+            metrics.cache.changed,
+            max_stored=settings.stored_bytes,
+            download=Downloads(metrics.cache.downloaded).start,
+        )
+        engine = card, intake, admission, SingleFlight(cache, metrics.cache)
+        return LocalSessions(*engine, metrics.admission, memory=self.memory, trace=self.trace, courier=courier)
+
+
+def _add_outbox(courier: Courier, outbox: Outbox, *, keep: bool) -> None:
+    """Deliver rows from the outbox as well, and from now on `keep` those there that are only stored."""
+    if outbox.is_shared:
+        try:
+            courier.add_device(outbox.memory, outbox.exported(), outbox.uploaded)
+        except (AgentError, CudaError) as error:
+            _log.warning("embeddings are not delivered to clients' devices: %s", error)
+            return
+    outbox.keeps = keep
 
 
 def _is_on_cuda(device: str) -> bool:
     return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
-def _device_name(settings: ServeSettings) -> str:
-    """As torch names it."""
-    if not _is_on_cuda(settings.device):
-        return "cpu"
-    return settings.device if ":" in settings.device else "cuda:0"
-
-
-def _shared_memory(settings: ServeSettings) -> ArenaMemory:
+def _shared_memory(settings: LimitSettings) -> ArenaMemory:
     """Memory for the pixels and rows of all processes. Admission bounds what is used of it, in whatever order.
 
     Raises UsageError.
@@ -116,114 +239,6 @@ def _shared_memory(settings: ServeSettings) -> ArenaMemory:
     except OSError as error:
         raise UsageError(f"--max-queued-bytes: the processes cannot share {nbytes} bytes: {error.strerror}") from error
     return ArenaMemory(arena, kept=min(_KEPT_BYTES, settings.max_queued_bytes))
-
-
-def _pages(settings: ServeSettings, registry: CollectorRegistry, health: Health) -> MetricsServer | None:
-    if not settings.metrics:
-        return None
-    host, port = settings.metrics_host, settings.metrics_port
-    return MetricsServer(registry, health, host, port, metrics_connections())
-
-
-async def _until_stopped(
-    settings: ServeSettings,
-    metrics: Metrics,
-    front: LocalFront | EdgeFront,
-    lifecycle: Lifecycle,
-    memory: ArenaMemory | None,
-    trace: TraceWriter | None,
-    stopping: asyncio.Event,
-) -> int:
-    courier = await asyncio.to_thread(delivery.courier, settings, metrics)
-    decoding = asyncio.create_task(preparing.decoded_on(settings, _device_name(settings)))
-    loading = in_daemon_thread(
-        lambda: load_model(settings, metrics, lifecycle.weights_loaded_threadsafe, memory), "loading"
-    )
-    watching_front = asyncio.create_task(front.watch())
-    await _any_of(loading, stopping.wait(), asyncio.shield(watching_front))
-    if loading.cancelled():
-        return int(watching_front.done())
-    try:
-        model = loading.result()
-    except (CheckpointError, UsageError):
-        raise
-    except Exception as error:  # a broken file may fail in any way
-        _log.debug("loading failed", exc_info=True)
-        raise CheckpointError(
-            f"{settings.model} cannot be served (--log-level debug shows where): {error!r}"
-        ) from error
-    (batch,) = model.planner.plan([model.canary.footprint]).batches
-    canary = Canary(model.canary, batch, settings.canary_seconds)
-    scheduler = Scheduler(model.engine, model.planner, metrics.engine, canary=canary, learner=model.learner)
-    engine = EngineThread(scheduler)
-    engine.start()
-    if courier and model.outbox:
-        keep = settings.stored_bytes > 0
-        await asyncio.to_thread(delivery.add_outbox, courier, model.outbox, keep=keep)
-    card = preparing.described(replace(model.card, nixl=courier is not None, decoding=await decoding), settings)
-    metrics.model.described(card)
-    sessions = _sessions(settings, metrics, card, scheduler.intake, memory, trace, courier)
-    front.serve(card, model.tower.footprint, sessions)
-    if model.learner:
-        _show_ladders(model, model.learner, front, card, metrics)
-    await lifecycle.set_state(State.SERVING)
-    names = " ".join(dict.fromkeys((card.model_type, card.model_id)))  # a folder may be named after the type
-    _print(plain_line(f"ready: {names} on {card.device}", settings.log_format))
-    watching = asyncio.create_task(lifecycle.watch_engine(scheduler, settings.wedge_seconds))
-    await _any_of(stopping.wait(), engine.ended.wait(), asyncio.shield(watching_front))
-    watching.cancel()
-    if model.hot:
-        await asyncio.to_thread(model.hot.close)
-    if not engine.ended.is_set():
-        await lifecycle.start_draining()
-        _log.info("draining: readiness is off; serving for another %g s", settings.lame_duck_seconds)
-        await _any_of(asyncio.sleep(settings.lame_duck_seconds), engine.ended.wait())
-    if engine.ended.is_set():
-        await lifecycle.set_state(State.FAILED, "the engine stopped")
-    failed = watching_front.done()
-    watching_front.cancel()
-    await front.drain(settings.drain_seconds)
-    await front.stop()
-    if courier:
-        await asyncio.to_thread(courier.close)
-    scheduler.intake.close()
-    await _any_of(engine.ended.wait(), asyncio.sleep(_EXIT_SECONDS))
-    return int(engine.failed or failed)
-
-
-def _show_ladders(model: LoadedModel, learner: LadderLearner, front: Front, card: ModelCard, metrics: Metrics) -> None:
-    """Let GetModel and the metrics show the ladder in use."""
-    loop = asyncio.get_running_loop()
-
-    def show(ladder: Ladder) -> None:
-        backends = model.backends(ladder)
-        metrics.model.attends(backends)
-        with suppress(RuntimeError):  # the loop is closed: the process is about to exit
-            loop.call_soon_threadsafe(front.describe, replace(card, ladder=ladder, backends=backends))
-
-    learner.on_change = show
-
-
-def _sessions(
-    settings: ServeSettings,
-    metrics: Metrics,
-    card: ModelCard,
-    intake: Intake,
-    memory: ArenaMemory | None,
-    trace: TraceWriter | None,
-    courier: Courier | None,
-) -> LocalSessions:
-    admission = Admission(settings.max_queued_items, settings.max_queued_bytes, metrics.admission.changed)
-    cache = EmbeddingCache(
-        settings.cache_bytes,
-        metrics.cache.changed,
-        max_stored=settings.stored_bytes,
-        download=Downloads(metrics.cache.downloaded).start,
-    )
-    single_flight = SingleFlight(cache, metrics.cache)
-    return LocalSessions(
-        card, intake, admission, single_flight, metrics.admission, memory=memory, trace=trace, courier=courier
-    )
 
 
 def _print(line: str) -> None:

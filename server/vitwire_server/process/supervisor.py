@@ -5,50 +5,17 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from vitwire_server.config import host
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.observe.logs import configure_logs, plain_line
 from vitwire_server.process.children import ChildProcess, Launch, StartFailed
-from vitwire_server.process.signals import on_signals
+from vitwire_server.process.system import on_signals
 
 _GRACE_SECONDS = 30.0
 """Extra time to drain, beyond the lame duck and drain settings, before processes are killed."""
 _LISTENING = re.compile(r"listening on \S+:(\d+), metrics (?:on \S+:(\d+)|off)$")
-
-
-class DeviceProcess:
-    """The server process of one device, on the same ports after each restart."""
-
-    def __init__(
-        self, label: str, words: Sequence[str], ports: tuple[int, int], threads: int | None, settings: ServeSettings
-    ) -> None:
-        """`words` are flags of `serve` without ports; `ports` are those of gRPC and metrics, 0 for a free port.
-
-        `threads` sets OMP_NUM_THREADS unless it is set; None leaves the choice to the process.
-        """
-        self._words = words
-        self._ports = ports
-        self._environment = {host.THREADS: os.environ.get(host.THREADS, str(threads))} if threads else {}
-        self.child = ChildProcess(
-            label,
-            self._launch,
-            unresponsive_seconds=settings.unresponsive_seconds,
-            json_lines=settings.log_format == "json",
-            on_stdout=self._on_stdout,
-        )
-
-    def _launch(self) -> Launch:
-        serve = (sys.executable, "-P", "-m", "vitwire_server", "serve", *self._words)
-        return Launch((*serve, "--port", str(self._ports[0]), "--metrics-port", str(self._ports[1])), self._environment)
-
-    def _on_stdout(self, message: str) -> None:
-        """Note the ports, to keep them over restarts, and when the process is ready."""
-        if found := _LISTENING.match(message):
-            self._ports = (int(found[1]), int(found[2] or 0))
-        elif message.startswith("ready: "):
-            self.child.mark_ready()
 
 
 async def supervise(words: Sequence[str], settings: ServeSettings) -> int:
@@ -57,7 +24,7 @@ async def supervise(words: Sequence[str], settings: ServeSettings) -> int:
     `words` are the flags that `settings` came from. The first signal drains all processes, a second kills them.
     """
     configure_logs(settings.log_format, settings.log_level)
-    processes = [process.child for process in _processes(words, settings)]
+    processes = _processes(words, settings)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -87,11 +54,11 @@ async def supervise(words: Sequence[str], settings: ServeSettings) -> int:
         return 1
 
 
-def _processes(words: Sequence[str], settings: ServeSettings) -> list[DeviceProcess]:
+def _processes(words: Sequence[str], settings: ServeSettings) -> list[ChildProcess]:
     processes = []
     on_cpu = settings.device_list.count("cpu")
     on_cuda = len(settings.device_list) - on_cpu
-    threads = host.share_of_cores(on_cpu, on_cuda)
+    threads = os.environ.get(host.THREADS, str(host.share_of_cores(on_cpu, on_cuda)))
     for index, device in enumerate(settings.device_list):
         label = f"{device}.{index}" if settings.device_list.count(device) > 1 else device
         edges = host.rpc_processes(settings.rpc_process_count, cuda_devices=0 if device == "cpu" else on_cuda)
@@ -99,5 +66,32 @@ def _processes(words: Sequence[str], settings: ServeSettings) -> list[DeviceProc
         if settings.unix_socket:
             flags += ["--unix-socket", f"{settings.unix_socket}.{index}"]
         ports = (settings.port and settings.port + index, settings.metrics_port and settings.metrics_port + index)
-        processes.append(DeviceProcess(label, flags, ports, threads if device == "cpu" else None, settings))
+        environment = {host.THREADS: threads} if device == "cpu" else {}
+        processes.append(_device_process(label, flags, ports, environment, settings))
     return processes
+
+
+def _device_process(
+    label: str, flags: Sequence[str], ports: tuple[int, int], environment: Mapping[str, str], settings: ServeSettings
+) -> ChildProcess:
+    """The server process of one device, on the same ports of gRPC and metrics after each restart."""
+
+    def launch() -> Launch:
+        at = ("--port", str(ports[0]), "--metrics-port", str(ports[1]))
+        return Launch((sys.executable, "-P", "-m", "vitwire_server", "serve", *flags, *at), environment)
+
+    def on_stdout(message: str) -> None:
+        nonlocal ports
+        if found := _LISTENING.match(message):
+            ports = (int(found[1]), int(found[2] or 0))
+        elif message.startswith("ready: "):
+            process.mark_ready()
+
+    process = ChildProcess(
+        label,
+        launch,
+        unresponsive_seconds=settings.unresponsive_seconds,
+        json_lines=settings.log_format == "json",
+        on_stdout=on_stdout,
+    )
+    return process

@@ -2,14 +2,14 @@
 
 import mmap
 import os
-from bisect import bisect_right
 from collections import deque
 from contextlib import suppress
-from threading import Lock
+from typing import Protocol
 from weakref import finalize
 
 import numpy as np
 
+from vitwire.shared.regions import Region, Regions
 from vitwire_server.core.errors import Overloaded
 
 _PAGE = mmap.PAGESIZE
@@ -23,10 +23,10 @@ class Arena:
     Its pages exist once they are written, so the size may be far larger than the memory of the machine.
     """
 
-    def __init__(self, descriptor: int, size: int) -> None:
+    def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self.size = size
-        self._map = mmap.mmap(descriptor, size)
+        self.size = os.fstat(descriptor).st_size
+        self._map = mmap.mmap(descriptor, self.size)
         self._bytes = np.frombuffer(self._map, np.uint8)
         self.address: int = self._bytes.ctypes.data
 
@@ -34,9 +34,8 @@ class Arena:
     def create(cls, size: int) -> "Arena":
         """A new arena of at least `size` bytes. Raises OSError."""
         descriptor = os.memfd_create("vitwire")
-        size = -(-size // _PAGE) * _PAGE
-        os.ftruncate(descriptor, size)
-        return cls(descriptor, size)
+        os.ftruncate(descriptor, -(-size // _PAGE) * _PAGE)
+        return cls(descriptor)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Writable bytes; the view keeps the mapping, not the block, alive."""
@@ -66,6 +65,22 @@ class Arena:
             self._map.madvise(mmap.MADV_REMOVE, start, end - start)
 
 
+class Memory(Protocol):
+    """Receives the pixels of items."""
+
+    def allocate(self, nbytes: int) -> memoryview:
+        """Writable memory, which is free again when the last view of it is gone. Raises Overloaded."""
+        ...
+
+
+class PrivateMemory:
+    """Memory of this process."""
+
+    def allocate(self, nbytes: int) -> memoryview:
+        """See Memory."""
+        return np.empty(nbytes, np.uint8).data
+
+
 class ArenaMemory:
     """Hands out blocks of an arena. Thread-safe; belongs to the process that owns the arena.
 
@@ -77,54 +92,32 @@ class ArenaMemory:
         """Free pages beyond the first `kept` bytes are given back to the system."""
         self.arena = arena
         self.kept = min(arena.size, kept // _PAGE * _PAGE)
-        self._lock = Lock()
-        bounds = sorted({0, self.kept, arena.size})
-        self._starts, self._ends = bounds[:-1], bounds[1:]
-        """Free ranges, ascending; two touch only at the end of the kept bytes."""
-        self._dropped: deque[tuple[int, int]] = deque()
-        """Blocks whose last view is gone: finalisers may run anywhere, so they take no lock."""
+        self._parts = {0: Regions(self.kept), self.kept: Regions(arena.size - self.kept)}
+        """Free blocks before and after the end of the kept bytes, by where each part starts."""
+        self._dropped: deque[tuple[int, Region]] = deque()
+        """Blocks whose last view is gone, and their part: finalisers may run anywhere, so they take no lock."""
 
     def allocate(self, nbytes: int) -> memoryview:
         """A block, free again when the last view of it is gone. Raises Overloaded if none is large enough."""
+        self._collect()
         size = max(1, -(-nbytes // _PAGE)) * _PAGE
-        with self._lock:
-            self._collect()
-            start = self._take(size)
-        block = self.arena.array(start, nbytes)
-        finalize(block, self._dropped.append, (start, start + size)).atexit = False
-        return block.data
+        for start, part in self._parts.items():
+            if region := part.take(size):
+                block = self.arena.array(start + region.offset, nbytes)
+                finalize(block, self._dropped.append, (start, region)).atexit = False
+                return block.data
+        raise Overloaded("the shared memory of the server's processes is full", reason="bytes", retry_seconds=1.0)
 
     @property
     def free(self) -> int:
         """Bytes that no block holds."""
-        with self._lock:
-            self._collect()
-            return sum(self._ends) - sum(self._starts)
-
-    def _take(self, size: int) -> int:
-        for index, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
-            if end - start >= size:
-                if end - start == size:
-                    del self._starts[index], self._ends[index]
-                else:
-                    self._starts[index] = start + size
-                return start
-        raise Overloaded("the shared memory of the server's processes is full", reason="bytes", retry_seconds=1.0)
+        self._collect()
+        return sum(part.free for part in self._parts.values())
 
     def _collect(self) -> None:
-        while self._dropped:
-            start, end = self._dropped.popleft()
-            if end > self.kept:
-                self.arena.discard(max(start, self.kept), end)
-            self._give_back(start, end)
-
-    def _give_back(self, start: int, end: int) -> None:
-        index = bisect_right(self._starts, start)
-        if index < len(self._starts) and self._starts[index] == end != self.kept:
-            end = self._ends[index]
-            del self._starts[index], self._ends[index]
-        if index and self._ends[index - 1] == start != self.kept:
-            self._ends[index - 1] = end
-        else:
-            self._starts.insert(index, start)
-            self._ends.insert(index, end)
+        with suppress(IndexError):
+            while True:
+                start, region = self._dropped.popleft()
+                if start == self.kept:
+                    self.arena.discard(start + region.offset, start + region.end)
+                self._parts[start].give_back(region)

@@ -1,5 +1,6 @@
 """The engine's end of a link: sessions of the RPCs of another process."""
 
+import pickle
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -7,39 +8,19 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from vitwire_server.core.delivery import Delivered, Region, Stored
+from vitwire_server.core.delivery import Delivered, Stored
 from vitwire_server.core.errors import EncoderError, Overloaded, Unavailable
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.reports import Encoded, Outcome
 from vitwire_server.scheduling.tickets import Priority
+from vitwire_server.sessions import messages
 from vitwire_server.sessions.arena import ArenaMemory
-from vitwire_server.sessions.forms import ItemForm, LookupForm, consumer_of, item_of, lookup_of
 from vitwire_server.sessions.link import Link
 from vitwire_server.sessions.local import LocalSession, LocalSessions
-from vitwire_server.sessions.messages import (
-    Admit,
-    Ask,
-    Close,
-    Fault,
-    Find,
-    Open,
-    Placed,
-    Queue,
-    Release,
-    Reply,
-    Reserve,
-    Rows,
-    Spare,
-    Submit,
-    ToEngine,
-    ToRpc,
-    pickled,
-)
-from vitwire_server.sessions.session import Opening
+from vitwire_server.sessions.messages import item_of, received
 
 _SPARES, _SPARE_BYTES = 4, 1 << 20
 """Spare blocks of a process, and the size of each."""
-SessionMessage = Open | Reserve | Admit | Find | Queue | Submit | Ask | Release | Close
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -55,6 +36,7 @@ class _Open:
     """A session, and the memory that the other process may use: it is free again when nothing here refers to it."""
 
     session: LocalSession
+    priority: Priority
     unfilled: dict[int, Item] = field(default_factory=dict)
     """Items whose bytes are being written."""
     rows: dict[int, memoryview | _Copy] = field(default_factory=dict)
@@ -80,7 +62,9 @@ class _Open:
 class SessionHost:
     """Runs the sessions of one process of RPCs. `close` ends all of them, which gives back what they hold."""
 
-    def __init__(self, engine: LocalSessions, memory: ArenaMemory, link: Link[ToEngine, ToRpc]) -> None:
+    def __init__(
+        self, engine: LocalSessions, memory: ArenaMemory, link: Link[messages.ToEngine, messages.ToRpc]
+    ) -> None:
         self._engine = engine
         self._memory = memory
         self._link = link
@@ -90,51 +74,20 @@ class SessionHost:
         self._copies: WeakValueDictionary[int, _Copy] = WeakValueDictionary()
         """Copies that are being read, by the identity of their source."""
 
-    def receive(self, message: SessionMessage) -> None:
+    def receive(self, message: messages.OfSession) -> None:
         """Handle a message of the process."""
         match message:
-            case Open():
-                opening = Opening(
-                    message.principal,
-                    message.caller,
-                    message.deadline,
-                    Priority(message.priority),
-                    message.request_id,
-                    consumer_of(message.consumer, message.principal) if message.consumer else None,
-                )
-                number = message.session
-                session = self._engine.open(
-                    opening, settle=lambda key, outcome: self._settle(number, key, outcome), fail=_cannot_fail
-                )
-                self._sessions[number] = _Open(session)
-                self._grant()
-            case Reserve():
-                opened, item = self._sessions[message.session], item_of(message.item)
-                self._reply(opened, message.number, lambda: self._reserve(opened, message.key, item))
-            case Admit():
-                opened, items = self._sessions[message.session], dict(map(_received, message.items.items()))
-                self._reply(opened, message.number, lambda: self._admit(opened, items))
-            case Find():
-                opened, item = self._sessions[message.session], item_of(message.item)
-                self._reply(opened, message.number, lambda: _find(opened, message.key, item, message.digest))
-            case Queue():
-                opened = self._sessions[message.session]
-                self._reply(opened, message.number, lambda: self._queue(opened, message))
-            case Submit():
-                opened = self._sessions[message.session]
-                submitted = {
-                    key: _in_block(item_of(form), self._spares.pop(offset))
-                    for (key, form), offset in zip(message.items.items(), message.blocks, strict=True)
-                }
-                self._reply(opened, message.number, lambda: _submit(opened, submitted, message.digests))
-                self._grant()
-            case Ask():
-                opened, tokens = self._sessions[message.session], message.tokens
-                self._reply(opened, message.number, lambda: [int(1e6 * opened.session.predicted(tokens))])
-            case Release():
+            case messages.Open():
+                self._open(message)
+            case messages.Release():
                 self._sessions[message.session].release(message.key)
-            case Close():
+            case messages.Close():
                 self._sessions.pop(message.session).close()
+            case _:
+                opened = self._sessions[message.session]
+                self._reply(opened, message.number, self._attempt(opened, message))
+                if isinstance(message, messages.Submit):
+                    self._grant()
 
     def close(self) -> None:
         """The process is gone: end its sessions."""
@@ -143,17 +96,57 @@ class SessionHost:
         for opened in sessions.values():
             opened.close()
 
+    def _open(self, message: messages.Open) -> None:
+        number = message.session
+
+        def settle(key: int, outcome: Outcome) -> None:
+            if isinstance(outcome, Encoded):
+                try:
+                    self._link.send(self._done(number, key, outcome))
+                    return
+                except EncoderError as error:
+                    outcome = error
+            self._link.send(messages.Fault(number, key, pickle.dumps(outcome)))
+
+        opening = message.opening
+        self._sessions[number] = _Open(self._engine.open(opening, settle, fail=lambda _: None), opening.priority)
+        self._grant()
+
+    def _attempt(self, opened: _Open, message: messages.Requests) -> Callable[[], list[int] | None]:
+        """Does what is requested and returns the offsets to reply, or None while the session holds what is missing."""
+        match message:
+            case messages.Reserve(key=key):
+                reserved = item_of(message.item)
+                return lambda: self._reserve(opened, key, reserved)
+            case messages.Admit():
+                items = {key: received(form) for key, form in message.items.items()}
+                return lambda: self._admit(opened, items)
+            case messages.Find(key=key, digest=digest):
+                sought = item_of(message.item)
+                return lambda: _offsets(opened.session.try_answer(key, sought, digest))
+            case messages.Queue():
+                return lambda: _queue(opened, message)
+            case messages.Submit(digests=digests):
+                blocks = [self._spares.pop(offset) for offset in message.blocks]
+                submitted = {}
+                for (key, form), block in zip(message.items.items(), blocks, strict=True):
+                    item = item_of(form)
+                    submitted[key] = item.filled(block[: item.nbytes])
+                return lambda: _submit(opened, submitted, digests)
+            case messages.Ask(tokens=tokens):
+                return lambda: [int(1e6 * self._engine.intake.forecast(opened.priority, tokens))]
+
     def _reply(self, opened: _Open, number: int, attempt: Callable[[], list[int] | None]) -> None:
         """Reply with what `attempt` returns; while that is None, try again after each release of the session."""
         try:
             offsets = attempt()
         except EncoderError as error:
-            self._link.send(Reply(number, [], pickled(error)))
+            self._link.send(messages.Reply(number, [], pickle.dumps(error)))
             return
         if offsets is None:
             opened.waiting.append(lambda: self._reply(opened, number, attempt))
         else:
-            self._link.send(Reply(number, offsets))
+            self._link.send(messages.Reply(number, offsets))
 
     def _reserve(self, opened: _Open, key: int, item: Item) -> list[int] | None:
         memory = opened.session.try_reserve(key, item)
@@ -168,64 +161,40 @@ class SessionHost:
 
     def _unfilled(self, opened: _Open, key: int, item: Item, memory: memoryview) -> int:
         """Keep an item until its bytes are written; returns the offset to write them to."""
-        offset = self._memory.arena.offset_of(memory)
-        assert offset is not None, "pixels are received in the arena"
         opened.unfilled[key] = item.filled(memory)
-        return offset
+        return self._offset(memory)
 
-    def _queue(self, opened: _Open, message: Queue) -> list[int]:
-        items = {key: opened.unfilled.pop(key) for key in message.items}
-        for key, (offset, nbytes, on_device) in message.regions.items():
-            items[key] = replace(items[key], region=Region(offset, nbytes), on_device=on_device)
-        opened.session.queue(items, message.digests)
-        return []
+    def _offset(self, memory: memoryview) -> int:
+        offset = self._memory.arena.offset_of(memory)
+        assert offset is not None, "it is in the arena"
+        return offset
 
     def _grant(self) -> None:
         """Keep the process supplied with spare blocks while there is memory: they save small requests a round trip."""
         with suppress(Overloaded):
             while len(self._spares) < _SPARES and self._memory.free > self._memory.arena.size // 2:
                 block = self._memory.allocate(_SPARE_BYTES)
-                offset = self._memory.arena.offset_of(block)
-                assert offset is not None
+                offset = self._offset(block)
                 self._spares[offset] = block
-                self._link.send(Spare(offset, _SPARE_BYTES))
+                self._link.send(messages.Spare(offset, _SPARE_BYTES))
 
-    def _settle(self, number: int, key: int, outcome: Outcome) -> None:
-        if isinstance(outcome, Encoded):
-            try:
-                self._link.send(self._rows(number, key, outcome))
-                return
-            except EncoderError as error:
-                outcome = error
-        self._link.send(Fault(number, key, pickled(outcome)))
+    def _done(self, number: int, key: int, outcome: Encoded) -> messages.Done:
+        """With the place of rows that are returned. Cached ones lie elsewhere: all readers share one copy.
 
-    def _rows(self, number: int, key: int, outcome: Encoded) -> Rows | Placed:
-        """Where the rows lie. Cached ones lie elsewhere: all that read them share one copy. Raises Overloaded."""
+        Raises Overloaded.
+        """
         embedding, delivery = outcome.embedding, outcome.delivery
+        about = (number, key, embedding.dtype.label, embedding.shape, embedding.kept, outcome.report)
         if isinstance(delivery, Delivered | Stored):
-            region, seconds = None, 0.0
-            if isinstance(delivery, Delivered):
-                region, seconds = (delivery.region.offset, delivery.region.nbytes), delivery.seconds
-            dtype, report = embedding.dtype.label, outcome.report
-            return Placed(number, key, dtype, embedding.shape, embedding.kept, report, region, seconds)
+            delivered = delivery if isinstance(delivery, Delivered) else None
+            return messages.Done(*about, delivered=delivered, is_stored=delivered is None)
         read: memoryview | _Copy = embedding.data
         offset = self._memory.arena.offset_of(embedding.data)
         if offset is None:
             read = self._copied(embedding.data)
-            offset = self._memory.arena.offset_of(read.data)
-            assert offset is not None
+            offset = self._offset(read.data)
         self._sessions[number].rows[key] = read
-        return Rows(
-            number,
-            key,
-            offset,
-            len(embedding.data),
-            embedding.dtype.label,
-            embedding.shape,
-            embedding.kept,
-            outcome.report,
-            delivery.reason if delivery else "",
-        )
+        return messages.Done(*about, offset, len(embedding.data), fallback=delivery.reason if delivery else "")
 
     def _copied(self, source: memoryview) -> _Copy:
         copy = self._copies.get(id(source))
@@ -236,8 +205,12 @@ class SessionHost:
         return copy
 
 
-def _in_block(item: Item, block: memoryview) -> Item:
-    return item.filled(block[: item.nbytes])
+def _queue(opened: _Open, message: messages.Queue) -> list[int]:
+    items = {key: opened.unfilled.pop(key) for key in message.items}
+    for key, (region, on_device) in message.regions.items():
+        items[key] = replace(items[key], region=region, on_device=on_device)
+    opened.session.queue(items, message.digests)
+    return []
 
 
 def _submit(opened: _Open, items: Mapping[int, Item], digests: Mapping[int, bytes]) -> list[int] | None:
@@ -247,23 +220,12 @@ def _submit(opened: _Open, items: Mapping[int, Item], digests: Mapping[int, byte
     return []
 
 
-def _find(opened: _Open, key: int, item: Item, digest: bytes) -> list[int] | None:
-    answered = opened.session.try_answer(key, item, digest)
+def _offsets(answered: bool | None) -> list[int] | None:
     return None if answered is None else [0] * answered
 
 
-def not_ready(message: SessionMessage) -> ToRpc | None:
+def not_ready(message: messages.OfSession) -> messages.Reply | None:
     """The reply to a message that came before the model was loaded."""
-    if isinstance(message, Reserve | Admit | Find | Queue | Submit | Ask):
-        return Reply(message.number, [], pickled(Unavailable("the model is still loading")))
+    if isinstance(message, messages.Request):
+        return messages.Reply(message.number, [], pickle.dumps(Unavailable("the model is still loading")))
     return None
-
-
-def _received(entry: tuple[int, ItemForm | LookupForm]) -> tuple[int, Item | CacheLookup]:
-    key, form = entry
-    return key, item_of(form) if isinstance(form, ItemForm) else lookup_of(form)
-
-
-def _cannot_fail(fault: Exception) -> None:
-    """An engine of this process settles every item itself."""
-    raise AssertionError(fault)

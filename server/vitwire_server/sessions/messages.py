@@ -7,113 +7,126 @@ from msgspec import Struct
 from msgspec.msgpack import Decoder
 
 from vitwire_server.core.delivery import Delivered, Fallback, NotDelivered, Region, Stored
-from vitwire_server.core.errors import EncoderError
-from vitwire_server.core.items import DType, Embedding
+from vitwire_server.core.grids import Footprint, Grid
+from vitwire_server.core.items import CacheLookup, DType, Embedding, Item, Modality, Pixels
 from vitwire_server.core.reports import Encoded, ItemReport
-from vitwire_server.sessions.forms import ConsumerForm, ItemForm, LookupForm
+from vitwire_server.sessions.session import Opening
 
 T = TypeVar("T")
 BEAT_SECONDS = 1.0
+Tensor: TypeAlias = tuple[str, tuple[int, ...]]
+"""Type and shape."""
+
+
+class Message(Struct, array_like=True):
+    """What is sent."""
+
+
+class ItemForm(Message):
+    """An item without its bytes, or without pixels."""
+
+    modality: Modality | None
+    grid: Grid | None
+    output: str
+    keep_ratio: float
+    content_id: str
+    region: Region | None
+    store_only: bool
+    tensors: tuple[Tensor, Tensor | None] | None = None
+    """Pixels and crops; None for an item without pixels, which has none of the following."""
+    footprint: Footprint | None = None
+    on_device: bool = False
+    is_picture: bool = False
 
 
 # -- from RPCs to the engine; `session` and `number` are chosen by the sender ----------------------
 
 
-class Open(Struct, array_like=True, frozen=True, tag=0):
-    """Open a session."""
-
-    session: int
-    principal: str
-    caller: str
-    deadline: float | None
-    priority: int
-    request_id: str
-    consumer: ConsumerForm | None
-
-
-class Reserve(Struct, array_like=True, frozen=True, tag=1):
-    """Answered with the offset of the memory for the item's bytes."""
+class Request(Message):
+    """Answered with a Reply."""
 
     number: int
     session: int
+
+
+class Open(Message, tag=0):
+    """Open a session."""
+
+    session: int
+    opening: Opening
+
+
+class Reserve(Request, tag=1):
+    """Answered with the offset of the memory for the item's bytes."""
+
     key: int
     item: ItemForm
 
 
-class Admit(Struct, array_like=True, frozen=True, tag=2):
+class Admit(Request, tag=2):
     """Answered with an offset for each item with pixels."""
 
-    number: int
-    session: int
-    items: dict[int, ItemForm | LookupForm]
+    items: dict[int, ItemForm]
 
 
-class Queue(Struct, array_like=True, frozen=True, tag=3):
-    """Items that have their bytes now, and their digests where the engine needs them. Answered."""
+class Queue(Request, tag=3):
+    """Items that have their bytes now, and their digests if the engine needs them."""
 
-    number: int
-    session: int
     items: list[int]
     digests: dict[int, bytes]
-    regions: dict[int, tuple[int, int, bool]] = {}
-    """Offset and bytes of regions, perhaps leased after the item was reserved, and whether they are on a device."""
+    regions: dict[int, tuple[Region, bool]] = {}
+    """Regions, perhaps leased after the item was reserved, and whether they are on a device."""
 
 
-class Submit(Struct, array_like=True, frozen=True, tag=8):
-    """Items whose bytes were written into spare blocks, which lie at `blocks`: admit and queue them. Answered."""
+class Submit(Request, tag=8):
+    """Items whose bytes were written into spare blocks, which lie at `blocks`: admit and queue them."""
 
-    number: int
-    session: int
     items: dict[int, ItemForm]
     blocks: list[int]
     digests: dict[int, bytes]
 
 
-class Find(Struct, array_like=True, frozen=True, tag=9):
+class Find(Request, tag=9):
     """Answer an item from the cache, by the digest of its content. Answered with one offset if it was cached."""
 
-    number: int
-    session: int
     key: int
     item: ItemForm
     digest: bytes
 
 
-class Ask(Struct, array_like=True, frozen=True, tag=10):
-    """Answered with the microseconds until a new item of so many tokens would be encoded."""
+class Ask(Request, tag=10):
+    """Answered with the microseconds until a new item of this number of tokens would be encoded."""
 
-    number: int
-    session: int
     tokens: int
 
 
-class Release(Struct, array_like=True, frozen=True, tag=4):
+class Release(Message, tag=4):
     """The item's rows are not read any more."""
 
     session: int
     key: int
 
 
-class Close(Struct, array_like=True, frozen=True, tag=5):
+class Close(Message, tag=5):
     """Close a session."""
 
     session: int
 
 
-class Started(Struct, array_like=True, frozen=True, tag=6):
+class Started(Message, tag=6):
     """The process listens, or cannot for this reason."""
 
     fault: str
 
 
-class Drained(Struct, array_like=True, frozen=True, tag=7):
+class Drained(Message, tag=7):
     """Nothing is in flight any more, or the time is over."""
 
 
 # -- from the engine to RPCs -----------------------------------------------------------------------
 
 
-class Reply(Struct, array_like=True, frozen=True, tag=0):
+class Reply(Message, tag=0):
     """The answer to the request of that number."""
 
     number: int
@@ -122,35 +135,24 @@ class Reply(Struct, array_like=True, frozen=True, tag=0):
     """A pickled EncoderError."""
 
 
-class Rows(Struct, array_like=True, frozen=True, tag=1):
+class Done(Message, tag=1):
     """An item was encoded: its rows lie at an offset of the arena until the item is released, or were delivered."""
 
     session: int
     key: int
-    offset: int
-    nbytes: int
     dtype: str
     shape: tuple[int, int]
     kept: tuple[int, ...]
     report: ItemReport
+    offset: int = 0
+    nbytes: int = 0
+    delivered: Delivered | None = None
+    is_stored: bool = False
     fallback: str = ""
     """Why the rows of an item with a region were not delivered."""
 
 
-class Placed(Struct, array_like=True, frozen=True, tag=8):
-    """An item was encoded, and its rows were written to its region, or only cached."""
-
-    session: int
-    key: int
-    dtype: str
-    shape: tuple[int, int]
-    kept: tuple[int, ...]
-    report: ItemReport
-    region: tuple[int, int] | None
-    seconds: float = 0.0
-
-
-class Fault(Struct, array_like=True, frozen=True, tag=2):
+class Fault(Message, tag=2):
     """An item failed."""
 
     session: int
@@ -158,76 +160,104 @@ class Fault(Struct, array_like=True, frozen=True, tag=2):
     error: bytes
 
 
-class Configure(Struct, array_like=True, frozen=True, tag=3):
-    """The first message: pickled settings, and the port to listen on."""
+class Configure(Message, tag=3):
+    """The first message: pickled settings, the port to listen on, and the number of processes that share it."""
 
     settings: bytes
     port: int
+    edges: int
 
 
-class Serve(Struct, array_like=True, frozen=True, tag=4):
-    """The model is loaded: pickled card and footprints."""
+class Serve(Message, tag=4):
+    """The model is loaded, or has another description: pickled card and footprints."""
 
     model: bytes
     digest_seed: int | None
 
 
-class Describe(Struct, array_like=True, frozen=True, tag=11):
-    """Another description of the model: a pickled card."""
-
-    card: bytes
-
-
-class Show(Struct, array_like=True, frozen=True, tag=5):
+class Show(Message, tag=5):
     """The state of the server."""
 
     state: str
     reason: str
 
 
-class Spare(Struct, array_like=True, frozen=True, tag=10):
+class Spare(Message, tag=10):
     """A block that the process may write an item's bytes into before the item is admitted."""
 
     offset: int
     nbytes: int
 
 
-class Beat(Struct, array_like=True, frozen=True, tag=9):
+class Beat(Message, tag=9):
     """The engine's process is alive."""
 
 
-class Drain(Struct, array_like=True, frozen=True, tag=6):
+class Drain(Message, tag=6):
     """Refuse new RPCs. Answered with Drained."""
 
     seconds: float
 
 
-class Stop(Struct, array_like=True, frozen=True, tag=7):
+class Stop(Message, tag=7):
     """Close the ports and exit."""
 
 
-ToEngine: TypeAlias = Open | Reserve | Admit | Find | Queue | Submit | Ask | Release | Close | Started | Drained
-ToRpc: TypeAlias = Reply | Rows | Placed | Fault | Configure | Serve | Describe | Show | Drain | Stop | Beat | Spare
+Requests: TypeAlias = Reserve | Admit | Find | Queue | Submit | Ask
+OfSession: TypeAlias = Open | Requests | Release | Close
+ToEngine: TypeAlias = OfSession | Started | Drained
+ToSession: TypeAlias = Reply | Done | Fault | Spare
+Control: TypeAlias = Configure | Serve | Show | Drain | Stop
+ToRpc: TypeAlias = ToSession | Control | Beat
 FROM_RPC: Decoder[ToEngine] = Decoder(ToEngine)
 FROM_ENGINE: Decoder[ToRpc] = Decoder(ToRpc)
 
 
-def encoded_of(message: Rows, data: memoryview) -> Encoded:
-    """The outcome, with its rows."""
-    embedding = Embedding(data, DType.of(message.dtype), message.shape, message.kept)
-    return Encoded(embedding, message.report, NotDelivered(Fallback(message.fallback)) if message.fallback else None)
+def form_of(item: Item | CacheLookup) -> ItemForm:
+    """An item as it is sent."""
+    label, named = item.output.label, (item.content_id, item.region, item.store_only)
+    if isinstance(item, CacheLookup):
+        return ItemForm(item.modality, item.grid, label, item.keep_ratio, *named)
+    crops = (item.crops.dtype.label, item.crops.shape) if item.crops else None
+    tensors = (item.pixels.dtype.label, item.pixels.shape), crops
+    form = ItemForm(item.modality, item.grid, label, item.keep_ratio, *named, tensors)
+    form.footprint, form.on_device, form.is_picture = item.footprint, item.on_device, item.is_picture
+    return form
 
 
-def placed_of(message: Placed) -> Encoded:
-    """The outcome of an item whose rows were delivered or stored."""
-    embedding = Embedding(memoryview(b""), DType.of(message.dtype), message.shape, message.kept)
-    delivery = Delivered(Region(*message.region), message.seconds) if message.region else Stored()
-    return Encoded(embedding, message.report, delivery)
+def item_of(form: ItemForm) -> Item:
+    """The item, without its bytes."""
+    assert form.modality and form.grid and form.tensors and form.footprint, "it has pixels"  # noqa: PT018
+    pixels, crops = form.tensors
+    return Item(
+        form.modality,
+        form.grid,
+        Pixels(b"", DType.of(pixels[0]), pixels[1]),
+        form.footprint,
+        DType.of(form.output),
+        form.keep_ratio,
+        Pixels(b"", DType.of(crops[0]), crops[1]) if crops else None,
+        form.content_id,
+        form.region,
+        on_device=form.on_device,
+        store_only=form.store_only,
+        is_picture=form.is_picture,
+    )
 
 
-def pickled(error: EncoderError) -> bytes:
-    """An error as it is sent."""
-    return pickle.dumps(error)
+def received(form: ItemForm) -> Item | CacheLookup:
+    """The item, without its bytes, or without pixels."""
+    if form.tensors:
+        return item_of(form)
+    output, named = DType.of(form.output), (form.region, form.store_only)
+    return CacheLookup(form.content_id, form.modality, form.grid, output, form.keep_ratio, *named)
+
+
+def encoded_of(message: Done, data: memoryview) -> Encoded:
+    """The outcome, with the rows that are returned."""
+    not_delivered = NotDelivered(Fallback(message.fallback)) if message.fallback else None
+    delivery = Stored() if message.is_stored else message.delivered or not_delivered
+    return Encoded(Embedding(data, DType.of(message.dtype), message.shape, message.kept), message.report, delivery)
 
 
 def unpickled(raw: bytes, kind: type[T]) -> T:

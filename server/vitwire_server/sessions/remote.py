@@ -1,37 +1,18 @@
 """Sessions of an engine in another process."""
 
 import asyncio
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from itertools import count
 
 import numpy as np
 
 from vitwire_server.core.errors import EncoderError, Unavailable
 from vitwire_server.core.items import CacheLookup, Item
+from vitwire_server.sessions import messages
 from vitwire_server.sessions.arena import Arena
-from vitwire_server.sessions.forms import ItemForm, consumer_form_of, form_of
 from vitwire_server.sessions.link import Link
-from vitwire_server.sessions.messages import (
-    Admit,
-    Ask,
-    Close,
-    Fault,
-    Find,
-    Open,
-    Placed,
-    Queue,
-    Release,
-    Reply,
-    Reserve,
-    Rows,
-    Spare,
-    Submit,
-    ToEngine,
-    ToRpc,
-    encoded_of,
-    placed_of,
-    unpickled,
-)
+from vitwire_server.sessions.messages import encoded_of, form_of, unpickled
 from vitwire_server.sessions.session import Fail, Opening, Settle
 
 _COPIED_BYTES = 4 << 20
@@ -41,14 +22,14 @@ _COPIED_BYTES = 4 << 20
 class RemoteSessions:
     """See Sessions. Receives what the engine's process sends of sessions."""
 
-    def __init__(self, link: Link[ToRpc, ToEngine], arena: Arena, digest_seed: int | None) -> None:
+    def __init__(self, link: Link[messages.ToRpc, messages.ToEngine], arena: Arena, digest_seed: int | None) -> None:
         self.link = link
         self.arena = arena
         self.digest_seed = digest_seed
         self._numbers = count()
         self._open: dict[int, tuple[Settle, Fail]] = {}
         self._replies: dict[int, asyncio.Future[list[int]]] = {}
-        self._spares: list[Spare] = []
+        self._spares: list[messages.Spare] = []
         self._fault: Exception | None = None
         """Why requests fail at once; None while the engine's process responds."""
 
@@ -56,42 +37,27 @@ class RemoteSessions:
         """See Sessions."""
         session = next(self._numbers)
         self._open[session] = settle, fail
-        self.link.send(
-            Open(
-                session,
-                opening.principal,
-                opening.caller,
-                opening.deadline,
-                int(opening.priority),
-                opening.request_id,
-                consumer_form_of(opening.consumer) if opening.consumer else None,
-            )
-        )
+        self.link.send(messages.Open(session, opening))
         return RemoteSession(self, session)
 
-    def receive(self, message: Reply | Rows | Placed | Fault | Spare) -> None:
+    def receive(self, message: messages.ToSession) -> None:
         """Handle a message of the engine."""
-        if isinstance(message, Spare):
-            self._spares.append(message)
-            return
-        if isinstance(message, Reply):
-            future = self._replies.pop(message.number, None)
-            if future is None or future.done():  # the RPC was cancelled
-                return
-            if message.error:
-                future.set_exception(unpickled(message.error, EncoderError))
-            else:
-                future.set_result(message.offsets)
-            return
-        if message.session not in self._open:
-            return
-        settle, _ = self._open[message.session]
-        if isinstance(message, Fault):
-            settle(message.key, unpickled(message.error, EncoderError))
-        elif isinstance(message, Placed):
-            settle(message.key, placed_of(message))
-        else:
-            settle(message.key, encoded_of(message, self.arena.view(message.offset, message.nbytes).toreadonly()))
+        match message:
+            case messages.Spare():
+                self._spares.append(message)
+            case messages.Reply():
+                future = self._replies.pop(message.number, None)
+                if future is None or future.done():  # the RPC was cancelled
+                    return
+                if message.error:
+                    future.set_exception(unpickled(message.error, EncoderError))
+                else:
+                    future.set_result(message.offsets)
+            case messages.Fault() if message.session in self._open:
+                self._open[message.session][0](message.key, unpickled(message.error, EncoderError))
+            case messages.Done() if message.session in self._open:
+                rows = self.arena.view(message.offset, message.nbytes).toreadonly()
+                self._open[message.session][0](message.key, encoded_of(message, rows))
 
     def lost(self, fault: Exception) -> None:
         """The engine's process is gone or silent: every RPC that works with it, now or later, ends with `fault`."""
@@ -110,23 +76,22 @@ class RemoteSessions:
     def release(self, session: int, key: int) -> None:
         """An item is not needed any more."""
         if session in self._open:
-            self.link.send(Release(session, key))
+            self.link.send(messages.Release(session, key))
 
     def closed(self, session: int) -> None:
         """A session is over."""
         if self._open.pop(session, None):
-            self.link.send(Close(session))
+            self.link.send(messages.Close(session))
 
     def take_spares(self, items: Collection[Item | CacheLookup]) -> list[int] | None:
         """Offsets of a spare block for each item; None unless all items have bytes and fit."""
-        if len(items) > len(self._spares):
+        taken, left = self._spares[: len(items)], self._spares[len(items) :]
+        fits = (
+            isinstance(item, Item) and item.nbytes <= spare.nbytes for item, spare in zip(items, taken, strict=False)
+        )
+        if len(taken) < len(items) or not all(fits):
             return None
-        if not all(
-            isinstance(item, Item) and item.nbytes <= spare.nbytes
-            for item, spare in zip(items, self._spares, strict=False)
-        ):
-            return None
-        taken, self._spares = self._spares[: len(items)], self._spares[len(items) :]
+        self._spares = left
         return [spare.offset for spare in taken]
 
     def check(self, session: int) -> None:
@@ -138,20 +103,17 @@ class RemoteSessions:
         if self._fault:
             raise Unavailable(str(self._fault))
 
-    async def request(self, message: Reserve | Admit | Find | Queue | Submit | Ask) -> list[int]:
-        """The engine's reply. Raises EncoderError."""
-        self.check(message.session)
+    async def request(self, session: int, kind: Callable[..., messages.Requests], *fields: object) -> list[int]:
+        """The engine's reply to a message of this kind. Raises EncoderError."""
+        self.check(session)
+        number = next(self._numbers)
         future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-        self._replies[message.number] = future
-        self.link.send(message)
+        self._replies[number] = future
+        self.link.send(kind(number, session, *fields))
         try:
             return await future
         finally:
-            self._replies.pop(message.number, None)
-
-    def number(self) -> int:
-        """A number for a request."""
-        return next(self._numbers)
+            self._replies.pop(number, None)
 
 
 class RemoteSession:
@@ -160,53 +122,46 @@ class RemoteSession:
     def __init__(self, engine: RemoteSessions, session: int) -> None:
         self._engine = engine
         self._session = session
+        self._request = partial(engine.request, session)
         self._reserved: set[int] = set()
 
     async def reserve(self, key: int, item: Item) -> memoryview:
         """See Session."""
-        engine = self._engine
-        form = form_of(item)
-        assert isinstance(form, ItemForm)
-        (offset,) = await engine.request(Reserve(engine.number(), self._session, key, form))
+        (offset,) = await self._request(messages.Reserve, key, form_of(item))
         self._reserved.add(key)
-        return engine.arena.view(offset, item.nbytes)
+        return self._engine.arena.view(offset, item.nbytes)
 
     async def answer(self, key: int, item: Item, digest: bytes) -> bool:
         """See Session."""
-        engine = self._engine
-        form = form_of(item)
-        assert isinstance(form, ItemForm)
-        return bool(await engine.request(Find(engine.number(), self._session, key, form, digest)))
+        return bool(await self._request(messages.Find, key, form_of(item), digest))
 
     async def submit(self, items: Mapping[int, Item | CacheLookup], digests: Mapping[int, bytes]) -> None:
         """See Session."""
-        engine = self._engine
+        arena, engine = self._engine.arena, self._engine
         engine.check(self._session)
         new = {key: item for key, item in items.items() if key not in self._reserved}
+        forms = {key: form_of(item) for key, item in new.items()}
+        ready = {key: item for key, item in items.items() if isinstance(item, Item)}
         if new and len(new) == len(items) and (blocks := engine.take_spares(new.values())):
-            await self._submit({key: item for key, item in new.items() if isinstance(item, Item)}, blocks, digests)
+            for offset, item in zip(blocks, ready.values(), strict=True):
+                for _ in _copied(arena, offset, item):  # nothing is awaited before the engine knows the blocks' use
+                    pass
+            await self._request(messages.Submit, forms, blocks, dict(digests))
             return
         if new:
-            forms = {key: form_of(item) for key, item in new.items()}
-            offsets = await engine.request(Admit(engine.number(), self._session, forms))
+            offsets = await self._request(messages.Admit, forms)
             work = [item for item in new.values() if isinstance(item, Item)]
             for offset, item in zip(offsets, work, strict=True):
-                for at, part in _parts(offset, item):
-                    engine.arena.array(at, len(part))[:] = part
+                for _ in _copied(arena, offset, item):
                     await asyncio.sleep(0)
-        ready = {key: item for key, item in items.items() if isinstance(item, Item)}
         self._reserved.difference_update(ready)
         if ready:
-            regions = {
-                key: (item.region.offset, item.region.nbytes, item.on_device)
-                for key, item in ready.items()
-                if item.region
-            }
-            await engine.request(Queue(engine.number(), self._session, list(ready), dict(digests), regions))
+            regions = {key: (item.region, item.on_device) for key, item in ready.items() if item.region}
+            await self._request(messages.Queue, list(ready), dict(digests), regions)
 
     async def forecast(self, tokens: int) -> float:
         """See Session."""
-        (microseconds,) = await self._engine.request(Ask(self._engine.number(), self._session, tokens))
+        (microseconds,) = await self._request(messages.Ask, tokens)
         return microseconds / 1e6
 
     def release(self, key: int) -> None:
@@ -218,20 +173,13 @@ class RemoteSession:
         """See Session."""
         self._engine.closed(self._session)
 
-    async def _submit(self, items: Mapping[int, Item], blocks: Sequence[int], digests: Mapping[int, bytes]) -> None:
-        """Items that fit spare blocks; nothing is awaited before the engine is informed of the blocks' use."""
-        engine = self._engine
-        for offset, item in zip(blocks, items.values(), strict=True):
-            for at, part in _parts(offset, item):
-                engine.arena.array(at, len(part))[:] = part
-        forms = {key: form for key, item in items.items() if isinstance(form := form_of(item), ItemForm)}
-        await engine.request(Submit(engine.number(), self._session, forms, list(blocks), dict(digests)))
 
-
-def _parts(offset: int, item: Item) -> Iterator[tuple[int, np.ndarray[tuple[int], np.dtype[np.uint8]]]]:
-    """An item's bytes in parts that are copied at once, and where each goes in the arena."""
+def _copied(arena: Arena, offset: int, item: Item) -> Iterator[None]:
+    """Copy an item's bytes into the arena; yields after each part, so that other RPCs may get their turn."""
     for tensor in (item.pixels, item.crops):
         data = np.frombuffer(tensor.data, np.uint8) if tensor and tensor.nbytes else np.empty(0, np.uint8)
         for start in range(0, len(data), _COPIED_BYTES):
-            yield offset + start, data[start : start + _COPIED_BYTES]
+            part = data[start : start + _COPIED_BYTES]
+            arena.array(offset + start, len(part))[:] = part
+            yield
         offset += len(data)

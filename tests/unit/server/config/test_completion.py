@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from vitwire_server.config.completion import main
+from vitwire_server.config.command_line import complete
 
 _COMPLETED = """
 source /dev/stdin
@@ -25,7 +25,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
     ],
 )
 def test_bash_completes(words: list[str], completed: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bash"]) == 0
+    assert complete(["bash"]) == 0
     script = capsys.readouterr().out
     command = ["bash", "-c", _COMPLETED, "bash", "vitwire-server", *words]
     done = subprocess.run(command, input=script, capture_output=True, text=True, check=True)

@@ -10,8 +10,7 @@ from pydantic import ValidationError
 from tools.tables import flags_table
 
 from vitwire_server.config import resolving
-from vitwire_server.config.messages import FORMS
-from vitwire_server.config.resolving import resolve, warnings
+from vitwire_server.config.resolving import FORMS, resolve, warnings
 from vitwire_server.config.settings import ServeSettings, UsageError
 
 

@@ -6,26 +6,28 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import psutil
 import pytest
 
 from vitwire_server.process import children, heartbeat
-from vitwire_server.process.children import ChildProcess, Launch, StartFailed
-from vitwire_server.process.output import labelled
+from vitwire_server.process.children import ChildProcess, Launch, StartFailed, labelled
 
 ECHO = "import os, socket; link = socket.socket(fileno=int(os.environ['LINK'])); link.send(link.recv(9))\n"
 FOREVER = "import time\ntime.sleep(60)\n"
 
 
-class Linked(Launch):
+class Linked:
     """A launch that hands one end of a socket pair to the child, and writes down what happens."""
 
     def __init__(self, code: str, events: list[str]) -> None:
         self.ours, self.theirs = socket.socketpair()
         self.events = events
         self.running = asyncio.Event()
-        super().__init__((sys.executable, "-c", code), {"LINK": str(self.theirs.fileno())}, [self.theirs.fileno()])
+        environment = {"LINK": str(self.theirs.fileno())}
+        follow = {"release": self.release, "started": self.started, "ended": self.ended}
+        self.launch = Launch((sys.executable, "-c", code), environment, [self.theirs.fileno()], **follow)
 
     def release(self) -> None:
         self.theirs.close()
@@ -51,10 +53,10 @@ async def test_each_start_has_its_own_link(monkeypatch: pytest.MonkeyPatch) -> N
     events: list[str] = []
     launches: asyncio.Queue[Linked] = asyncio.Queue()
 
-    def launch() -> Linked:
+    def launch() -> Launch:
         made = Linked(ECHO, events)
         launches.put_nowait(made)
-        return made
+        return made.launch
 
     child, stopping, loop = kept(launch), asyncio.Event(), asyncio.get_running_loop()
     running = asyncio.create_task(child.keep_running(stopping))
@@ -74,7 +76,7 @@ async def test_each_start_has_its_own_link(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_cancelling_kills_the_process() -> None:
     events: list[str] = []
     launch = Linked(FOREVER, events)
-    child = kept(lambda: launch)
+    child = kept(lambda: launch.launch)
     running = asyncio.create_task(child.keep_running(asyncio.Event()))
     await asyncio.wait_for(launch.running.wait(), 30)
     process = psutil.Process(child.pid)
@@ -88,10 +90,8 @@ async def test_cancelling_kills_the_process() -> None:
 async def test_a_command_that_cannot_start_leaves_nothing_open() -> None:
     events: list[str] = []
 
-    def launch() -> Linked:
-        made = Linked("", events)
-        made.command = ["/nowhere/python"]
-        return made
+    def launch() -> Launch:
+        return replace(Linked("", events).launch, command=["/nowhere/python"])
 
     before = psutil.Process().num_fds()
     with pytest.raises(FileNotFoundError):

@@ -106,7 +106,7 @@ def test_pages_beyond_what_is_kept_return_to_the_system(memory: ArenaMemory) -> 
 
 def test_two_mappings_are_the_same_memory(memory: ArenaMemory) -> None:
     block = memory.allocate(100)
-    other = Arena(os.dup(memory.arena.descriptor), memory.arena.size)
+    other = Arena(os.dup(memory.arena.descriptor))
     other.array(start_of(memory, block), 100)[:] = range(100)
     assert bytes(block) == bytes(range(100))
     assert bytes(other.view(start_of(memory, block), 100)) == bytes(range(100))

@@ -6,8 +6,10 @@ import sys
 
 import pytest
 
+from vitwire_server.scheduling.tickets import Priority
 from vitwire_server.sessions.link import Link
 from vitwire_server.sessions.messages import FROM_ENGINE, FROM_RPC, Open, Queue, Release, Reply, ToEngine, ToRpc
+from vitwire_server.sessions.session import Opening
 
 SECONDS = 60
 ECHO = """
@@ -18,7 +20,7 @@ from vitwire_server.sessions.messages import FROM_RPC, Reply
 async def main():
     def answer(message):
         if type(message).__name__ == "Open":  # whose request id is as long as the answer is to be
-            link.send(Reply(message.session, [], message.request_id.encode()))
+            link.send(Reply(message.session, [], message.opening.request_id.encode()))
         else:
             link.send(Reply(message.session, [message.key]))
 
@@ -50,7 +52,7 @@ class Peer:
 
 
 def opening(number: int, nbytes: int) -> Open:
-    return Open(number, "", "", None, 0, "x" * nbytes, None)
+    return Open(number, Opening("", "", None, Priority.BATCH, "x" * nbytes))
 
 
 async def test_messages_of_all_sizes_many_at_once_and_in_order() -> None:

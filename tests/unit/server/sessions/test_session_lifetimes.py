@@ -26,12 +26,11 @@ from vitwire_server.scheduling.intake import Intake
 from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.scheduling.tickets import Priority
 from vitwire_server.sessions.arena import Arena, ArenaMemory
-from vitwire_server.sessions.forms import ItemForm, form_of
 from vitwire_server.sessions.host import SessionHost
 from vitwire_server.sessions.link import Link
 from vitwire_server.sessions.local import LocalSession, LocalSessions
-from vitwire_server.sessions.mailbox import Mailbox
-from vitwire_server.sessions.messages import FROM_ENGINE, FROM_RPC, Close, Open, Queue, Reserve
+from vitwire_server.sessions.messages import FROM_ENGINE, FROM_RPC, Close, Open, Queue, Reserve, form_of
+from vitwire_server.sessions.outcomes import Mailbox
 from vitwire_server.sessions.remote import RemoteSessions
 from vitwire_server.sessions.session import Opening
 
@@ -120,10 +119,9 @@ def test_memory_of_a_session_that_waits_for_itself_is_free_when_it_is_closed() -
         link: Link[object, object] = await Link.over(end, FROM_RPC, lambda _: None)
         host = SessionHost(rig.sessions(), rig.memory, link)
         form = form_of(ITEM)
-        assert isinstance(form, ItemForm)
         gc.disable()
         try:
-            host.receive(Open(0, "", "", None, 0, "", None))
+            host.receive(Open(0, OPENING))
             host.receive(Reserve(1, 0, 0, form))
             host.receive(Queue(2, 0, [0], {0: b"digest"}))
             host.receive(Reserve(3, 0, 1, form))

@@ -39,11 +39,20 @@ from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.scheduling.scheduler import Scheduler
 from vitwire_server.scheduling.tickets import Priority
 from vitwire_server.sessions.arena import Arena, ArenaMemory
-from vitwire_server.sessions.forms import form_of
 from vitwire_server.sessions.host import SessionHost, not_ready
 from vitwire_server.sessions.link import Link
 from vitwire_server.sessions.local import LocalSessions
-from vitwire_server.sessions.messages import FROM_ENGINE, FROM_RPC, Close, Reply, Reserve, ToEngine, ToRpc, unpickled
+from vitwire_server.sessions.messages import (
+    FROM_ENGINE,
+    FROM_RPC,
+    Close,
+    Reply,
+    Reserve,
+    ToEngine,
+    ToRpc,
+    form_of,
+    unpickled,
+)
 from vitwire_server.sessions.remote import RemoteSessions
 from vitwire_server.sessions.session import Opening, Session, Sessions
 
@@ -126,7 +135,7 @@ class Rig:
 
     async def over_a_link(self, *, spares: bool = False) -> "Rig":
         """Sessions over a link, with a mapping of the arena of their own; with `spares`, blocks are granted before."""
-        arena = Arena(os.dup(self.memory.arena.descriptor), self.memory.arena.size)
+        arena = Arena(os.dup(self.memory.arena.descriptor))
         own, other = socket.socketpair()
         self.own: Link[ToEngine, ToRpc] = await Link.over(own, FROM_RPC, lambda message: host.receive(message))  # noqa: PLW0108 - it is made below
         self.other: Link[ToRpc, ToEngine] = await Link.over(other, FROM_ENGINE, lambda message: remote.receive(message))  # noqa: PLW0108 - as above
@@ -591,7 +600,6 @@ async def test_a_process_that_is_gone_gives_everything_back(remote: Rig) -> None
 
 def test_requests_before_the_model_is_loaded_are_refused() -> None:
     form = form_of(item())
-    assert not isinstance(form, CacheLookup)
     reply = not_ready(Reserve(7, 1, 1, form))
     assert isinstance(reply, Reply)
     assert reply.number == 7

@@ -14,7 +14,7 @@ from vitwire_server.config.settings import ServeSettings
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.models import Geometry, Precision
 from vitwire_server.preparing.rules.patches import patch_rows
-from vitwire_server.process.precision import fingerprint
+from vitwire_server.process.computing import fingerprint
 from vitwire_server.runtime.precision import float8
 from vitwire_server.runtime.precision.float8 import Float8Linear, device_fault, quantised, reduce
 from vitwire_server.runtime.precision.similarity import dead_leaves, least_cosines, norm_errors, picture_items

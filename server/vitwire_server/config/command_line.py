@@ -1,5 +1,6 @@
-"""The command line of `vitwire-server serve`: flags under headings, and the nearest one for a flag that is misspelt."""
+"""The command line of `vitwire-server serve`: its flags under headings, and their completion by shells."""
 
+import sys
 from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -10,19 +11,7 @@ from pydantic_settings import CliSettingsSource
 
 from vitwire_server.config.settings import ServeSettings, UsageError
 
-_HEADINGS = {
-    "model": "model",
-    "host": "addresses",
-    "device": "device and precision",
-    "graphs": "graphs and batches",
-    "max_queued_items": "limits of requests",
-    "decode_processes": "items sent as files",
-    "cache_bytes": "cache",
-    "idle_seconds": "timeouts and shutdown",
-    "tls_cert": "TLS and tokens",
-    "nixl": "delivery through NIXL",
-    "reflection": "logs and debugging",
-}
+_HEADINGS = {next(iter(each.__annotations__)): each.__doc__ for each in ServeSettings.__bases__}
 """Headings by the field that is the first under each."""
 
 
@@ -74,3 +63,19 @@ class _Parser(ArgumentParser):
         close = get_close_matches(flag, self._option_string_actions, n=1)
         meant = f"did you mean {close[0]}?" if close else "vitwire-server serve --help lists all"
         return f"unknown flag {flag}; {meant}"
+
+
+def complete(words: Sequence[str]) -> int:
+    """Print a script by which a shell completes commands and flags; those of `serve`, which needs no name."""
+    import shtab  # noqa: PLC0415 - each command loads what it needs
+
+    parser = ArgumentParser("vitwire-server completion", description="Print a script for completion by a shell.")
+    parser.add_argument("shell", choices=shtab.SUPPORTED_SHELLS, help='load it with: eval "$(%(prog)s bash)"')
+    shell = parser.parse_args(words).shell
+    serving = source_of(ServeSettings).root_parser
+    serving.prog, serving.usage = "vitwire-server", None
+    serving.add_argument(
+        "command", nargs="?", choices=("serve", "download", "demo-checkpoint", "budgets", "completion")
+    )
+    sys.stdout.write(shtab.complete(serving, shell) + "\n")
+    return 0

@@ -3,16 +3,15 @@
 import asyncio
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.core.footprints import Footprints
 from vitwire_server.core.health import Health
 from vitwire_server.core.models import ModelCard
 from vitwire_server.observe.metrics.rpc import RpcMetrics
-from vitwire_server.process.descriptors import rpc_connections
 from vitwire_server.process.preparing import decoding
-from vitwire_server.process.threads import read_at_start, refresh_for_ever
+from vitwire_server.process.system import read_at_start, refresh_for_ever, rpc_connections
 from vitwire_server.rpc.calls import Serving
 from vitwire_server.rpc.codec import Codec
 from vitwire_server.rpc.credentials import Certificates, Tokens
@@ -29,36 +28,8 @@ _TLS = "--tls-cert, --tls-key, --tls-client-ca"
 _TOKENS = "--auth-tokens-file"
 
 
-class Front(Protocol):
-    """What speaks gRPC for an engine: this process, or several others. Used on the event loop."""
-
-    async def start(self) -> int:
-        """Listen, alive but not ready; returns the port. Raises OSError or UsageError."""
-        ...
-
-    def describe(self, card: ModelCard) -> None:
-        """Answer GetModel with another description of the model that is served."""
-        ...
-
-    async def show(self) -> None:
-        """Let probes see the server's state."""
-        ...
-
-    async def watch(self) -> None:
-        """Wait until RPCs cannot be served any more; this may be forever."""
-        ...
-
-    async def drain(self, seconds: float) -> None:
-        """Refuse new RPCs; wait at most `seconds` until those in flight are answered."""
-        ...
-
-    async def stop(self) -> None:
-        """Close the ports and end open connections; a second call does nothing."""
-        ...
-
-
 class LocalFront:
-    """See Front."""
+    """Speaks gRPC for an engine of this process, or of the one that this edge serves. Used on the event loop."""
 
     def __init__(
         self,
@@ -78,7 +49,11 @@ class LocalFront:
         self._decoding: Decoding | None = None
         slots = ReceiveSlots(settings.message_bytes, settings.max_queued_bytes // processes, settings.idle_seconds)
         self._service = EncoderService(metrics, health, slots, settings.idle_seconds)
-        self._tracer = _tracer(settings)
+        self._tracer: OtlpTracer | None = None
+        if settings.otlp_endpoint:
+            from vitwire_server.observe import otlp  # noqa: PLC0415 - slow import, needed only for tracing
+
+            self._tracer = otlp.OtlpTracer(settings.otlp_endpoint)
         self._rpc: RpcServer | None = None
         self._refreshing: list[asyncio.Task[None]] = []
 
@@ -88,12 +63,12 @@ class LocalFront:
         self._service.serving = Serving(card, Codec(card, footprints), sessions, self._decoding)
 
     def describe(self, card: ModelCard) -> None:
-        """See Front."""
+        """Answer GetModel with another description of the model that is served."""
         if self._service.serving:
             self._service.serving = replace(self._service.serving, card=card)
 
     async def start(self) -> int:
-        """See Front."""
+        """Listen, alive but not ready; returns the port. Raises OSError or UsageError."""
         settings = self._settings
         listen = await _listen(settings, self._port, self._metrics)
         self._rpc = RpcServer(
@@ -110,21 +85,21 @@ class LocalFront:
         return port
 
     async def show(self) -> None:
-        """See Front."""
+        """Let probes see the server's state."""
         assert self._rpc, "it was started"
         self._rpc.set_ready(ready=self._health.is_ready)
         self._rpc.set_alive(alive=self._health.is_alive)
 
     async def watch(self) -> None:
-        """See Front."""
+        """Wait until RPCs cannot be served any more; here that is forever."""
         await asyncio.get_running_loop().create_future()
 
     async def drain(self, seconds: float) -> None:
-        """See Front."""
+        """Refuse new RPCs; wait at most `seconds` until those in flight are answered."""
         await self._service.drain(seconds)
 
     async def stop(self) -> None:
-        """See Front."""
+        """Close the ports and end open connections; a second call does nothing."""
         for task in self._refreshing:
             task.cancel()
         if self._rpc:
@@ -157,11 +132,3 @@ async def _listen(settings: ServeSettings, shared_port: int | None, metrics: Rpc
         max_age_seconds=settings.max_connection_age_seconds,
         max_connections=rpc_connections() // listeners,
     )
-
-
-def _tracer(settings: ServeSettings) -> "OtlpTracer | None":
-    if not settings.otlp_endpoint:
-        return None
-    from vitwire_server.observe.otlp import OtlpTracer  # noqa: PLC0415 - slow import, needed only for tracing
-
-    return OtlpTracer(settings.otlp_endpoint)

@@ -5,7 +5,6 @@ import logging
 import pickle
 import socket
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -16,63 +15,27 @@ from vitwire_server.core.models import ModelCard
 from vitwire_server.observe.metrics.edges import EdgeMetrics
 from vitwire_server.observe.metrics.processes import ProcessMetrics
 from vitwire_server.process.children import ChildProcess, Launch, StartFailed
-from vitwire_server.process.inheritance import Inherited
+from vitwire_server.process.edge import VARIABLE
 from vitwire_server.rpc.addresses import PortReservation, raise_if_socket_unusable
+from vitwire_server.sessions import messages
 from vitwire_server.sessions.arena import ArenaMemory
 from vitwire_server.sessions.host import SessionHost, not_ready
 from vitwire_server.sessions.link import Link
 from vitwire_server.sessions.local import LocalSessions
-from vitwire_server.sessions.messages import (
-    BEAT_SECONDS,
-    FROM_RPC,
-    Beat,
-    Configure,
-    Describe,
-    Drain,
-    Drained,
-    Serve,
-    Show,
-    Started,
-    Stop,
-    ToEngine,
-    ToRpc,
-)
 
 _log = logging.getLogger(__name__)
 _STOP_SECONDS = 5.0
 _DRAIN_MARGIN = 5.0
 
 
-@dataclass(slots=True)
-class _EdgeLaunch(Launch):
-    """One start of an edge: its end of the link is closed here once it was inherited."""
-
-    end: socket.socket | None = None
-    on_start: Callable[[int], None] = lambda _: None
-    on_end: Callable[[], None] = lambda: None
-
-    def release(self) -> None:
-        """See Launch."""
-        if self.end:
-            self.end.close()
-
-    def started(self, pid: int) -> None:
-        """See Launch."""
-        self.on_start(pid)
-
-    def ended(self) -> None:
-        """See Launch."""
-        self.on_end()
-
-
-class _Edge:
+class _SupervisedEdge:
     """One edge, over all its restarts. The memory it uses is reclaimed only once its process has ended."""
 
     def __init__(self, front: "EdgeFront", index: int) -> None:
         self._front = front
         self._index = index
         self._pid = 0
-        self._link: Link[ToEngine, ToRpc] | None = None
+        self._link: Link[messages.ToEngine, messages.ToRpc] | None = None
         self._host: SessionHost | None = None
         self._connecting: asyncio.Task[None] | None = None
         self.listening = asyncio.Event()
@@ -85,7 +48,7 @@ class _Edge:
             json_lines=settings.log_format == "json",
         )
 
-    def send(self, message: ToRpc) -> None:
+    def send(self, message: messages.ToRpc) -> None:
         """Send a message to the process, if there is one."""
         if self._link:
             self._link.send(message)
@@ -95,21 +58,19 @@ class _Edge:
         front = self._front
         if front.model and front.sessions and self._link:
             self._host = SessionHost(front.sessions, front.memory, self._link)
-            self._link.send(Serve(front.model, front.sessions.digest_seed))
+            self._link.send(front.model)
 
     def _launch(self) -> Launch:
         front = self._front
         own, other = socket.socketpair()
-        arena = front.memory.arena
-        descriptors = (other.fileno(), arena.descriptor)
-        inheritance = Inherited(*descriptors, arena.size, self._index, len(front.edges)).environment
-        return _EdgeLaunch(
+        link, arena = descriptors = (other.fileno(), front.memory.arena.descriptor)
+        return Launch(
             (sys.executable, "-P", "-m", "vitwire_server", "edge"),
-            {**inheritance, **front.metrics.environment},
+            {VARIABLE: f"{link},{arena},{self._index}", **front.metrics.environment},
             descriptors,
-            end=other,
-            on_start=lambda pid: self._started(pid, own),
-            on_end=lambda: self._ended(own),
+            release=other.close,
+            started=lambda pid: self._started(pid, own),
+            ended=lambda: self._ended(own),
         )
 
     def _started(self, pid: int, end: socket.socket) -> None:
@@ -119,12 +80,12 @@ class _Edge:
 
     async def _connect(self, end: socket.socket) -> None:
         front = self._front
-        link: Link[ToEngine, ToRpc] = await Link.over(end, FROM_RPC, self._receive)
+        link: Link[messages.ToEngine, messages.ToRpc] = await Link.over(end, messages.FROM_RPC, self._receive)
         self._link = link
         settings = front.settings
         if self._index:  # one process serves the socket: the kernel spreads no connections over those of a path
             settings = settings.model_copy(update={"unix_socket": None})
-        link.send(Configure(pickle.dumps(settings), front.port))
+        link.send(messages.Configure(pickle.dumps(settings), front.port, front.count))
         link.send(front.state())
         self.serve()
         if front.draining:
@@ -146,26 +107,25 @@ class _Edge:
             self._front.processes.ended(self.child.label)
             self._pid = 0
 
-    def _receive(self, message: ToEngine) -> None:
+    def _receive(self, message: messages.ToEngine) -> None:
         match message:
-            case Started():
+            case messages.Started():
                 if message.fault:
                     self._front.fault = message.fault
                 else:
                     self.child.mark_ready()
                     self.listening.set()
-            case Drained():
+            case messages.Drained():
                 self.drained.set()
             case _ if self._host:
                 self._host.receive(message)
-            case _:
-                if reply := not_ready(message):
-                    self.send(reply)
+            case _ if reply := not_ready(message):
+                self.send(reply)
 
 
 @dataclass(slots=True)
 class EdgeFront:
-    """See Front. Keeps the edges running, and connects them with the engine."""
+    """As LocalFront, by edges. Keeps them running, and connects them with the engine."""
 
     settings: ServeSettings
     health: Health
@@ -174,14 +134,14 @@ class EdgeFront:
     processes: ProcessMetrics
     count: int
     port: int = 0
-    edges: list[_Edge] = field(default_factory=list)
-    model: bytes = b""
-    """Pickled card and footprints, once the model is loaded."""
+    edges: list[_SupervisedEdge] = field(default_factory=list)
+    model: messages.Serve | None = None
+    """Once the model is loaded."""
     footprints: Footprints | None = None
     sessions: LocalSessions | None = None
     fault: str = ""
     """Why an edge could not listen."""
-    draining: Drain | None = None
+    draining: messages.Drain | None = None
     """Sent to edges that are started during the drain as well."""
     _running: list[asyncio.Task[bool]] = field(default_factory=list)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -189,7 +149,7 @@ class EdgeFront:
     _beating: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
-        """See Front."""
+        """See LocalFront."""
         settings = self.settings
         if settings.unix_socket:
             try:
@@ -198,7 +158,7 @@ class EdgeFront:
                 raise OSError(f"cannot listen on {settings.unix_socket}: {error}") from error
         self._reservation = PortReservation(settings.host, settings.port)
         self.port = self._reservation.port
-        self.edges += [_Edge(self, index) for index in range(self.count)]
+        self.edges += [_SupervisedEdge(self, index) for index in range(self.count)]
         self._beating = asyncio.create_task(self._beat())
         self.processes.expect(edge.child.label for edge in self.edges)
         self._running = [asyncio.create_task(edge.child.keep_running(self._stopping)) for edge in self.edges]
@@ -212,9 +172,9 @@ class EdgeFront:
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(BEAT_SECONDS)
+            await asyncio.sleep(messages.BEAT_SECONDS)
             for edge in self.edges:
-                edge.send(Beat())
+                edge.send(messages.Beat())
 
     async def _all_listening(self) -> bool:
         for edge in self.edges:
@@ -223,37 +183,37 @@ class EdgeFront:
 
     def serve(self, card: ModelCard, footprints: Footprints, sessions: LocalSessions) -> None:
         """The model is loaded: accept RPCs."""
-        self.footprints = footprints
-        self.model = pickle.dumps((card, footprints))
-        self.sessions = sessions
+        self.model = messages.Serve(pickle.dumps((card, footprints)), sessions.digest_seed)
+        self.footprints, self.sessions = footprints, sessions
         for edge in self.edges:
             edge.serve()
 
     def describe(self, card: ModelCard) -> None:
-        """See Front."""
-        self.model = pickle.dumps((card, self.footprints))
+        """See LocalFront."""
+        assert self.sessions, "the model is loaded"
+        self.model = messages.Serve(pickle.dumps((card, self.footprints)), self.sessions.digest_seed)
         for edge in self.edges:
-            edge.send(Describe(pickle.dumps(card)))
+            edge.send(self.model)
 
-    def state(self) -> Show:
+    def state(self) -> messages.Show:
         """The server's state as it is sent."""
-        return Show(self.health.state.value, self.health.reason)
+        return messages.Show(self.health.state.value, self.health.reason)
 
     async def show(self) -> None:
-        """See Front."""
+        """See LocalFront."""
         for edge in self.edges:
             edge.send(self.state())
 
     async def watch(self) -> None:
-        """See Front."""
+        """See LocalFront."""
         done, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             if error := task.exception():
                 _log.error("%s", error, exc_info=None if isinstance(error, StartFailed | OSError) else error)
 
     async def drain(self, seconds: float) -> None:
-        """See Front."""
-        self.draining = Drain(seconds)
+        """See LocalFront."""
+        self.draining = messages.Drain(seconds)
         for edge in self.edges:
             edge.drained.clear()
             edge.send(self.draining)
@@ -262,14 +222,14 @@ class EdgeFront:
                 await asyncio.gather(*(edge.drained.wait() for edge in self.edges if edge.child.pid))
 
     async def stop(self) -> None:
-        """See Front."""
+        """See LocalFront."""
         if self._stopping.is_set():
             return
         self._stopping.set()
         if self._beating:
             self._beating.cancel()
         for edge in self.edges:
-            edge.send(Stop())
+            edge.send(messages.Stop())
         if self._running:
             _, alive = await asyncio.wait(self._running, timeout=_STOP_SECONDS)
             for task in alive:
