@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import isqrt
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +17,9 @@ from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import total
 from vitwire_server.core.models import Geometry
 from vitwire_server.towers.metadata import Capacity
+
+_SQUARE = 16
+"""Tokens a side of the images that budgets are sampled with."""
 
 
 @dataclass(slots=True)
@@ -58,17 +62,25 @@ class Budgeted:
         return self.capacities.budget(tokens, max_items=max_items, max_frames=max_frames)
 
     def samples(self, tokens: int, items: int) -> list[Grid]:
-        """At most `items` images that together have `tokens` tokens: squares of 256, and a strip."""
-        merge = self.geometry.merge
-        squares = min(tokens // 256, items - 1)
-        grids = [Grid(1, 16 * merge, 16 * merge)] * squares
-        if rest := tokens - 256 * squares:
-            grids.append(Grid(1, merge, merge * rest))
-        return grids
+        """At most `items` images of `tokens` together, or of a few less: squares of 256, and a nearly square rest."""
+        merge, longest = self.geometry.merge, self.geometry.longest_side
+        squares = min(tokens // _SQUARE**2, items - 1)
+        rest = tokens - squares * _SQUARE**2
+        rows = next((n for n in range(isqrt(rest), 0, -1) if rest % n == 0), 0)
+        columns = rest // rows if rows else 0
+        if longest is not None and columns * merge > longest:
+            rows = columns = isqrt(rest)
+        shapes = [(_SQUARE, _SQUARE)] * squares + [(rows, columns)] * bool(rest)
+        return [Grid(1, height * merge, width * merge) for height, width in shapes]
 
     def samples_for(self, budget: Budget) -> list[Grid]:
-        """Images that about fill a budget and that it holds."""
-        return self.samples(budget.tokens, budget.max_items)
+        """Images that about fill a budget and that it holds: for short segments, squares of about their length."""
+        merge, grids = self.geometry.merge, self.samples(budget.tokens, budget.max_items)
+        if max(self.footprint(grid).longest for grid in grids) <= budget.max_segment_patches:
+            return grids
+        side = isqrt(budget.max_segment_patches // merge**2)
+        count = min(budget.tokens // side**2, budget.max_items, budget.max_segments)
+        return [Grid(1, side * merge, side * merge)] * max(1, count)
 
 
 class Tower(Budgeted, ABC):

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, isqrt
+from math import ceil
 from typing import Any
 
 import torch
@@ -64,15 +64,6 @@ class PatchTower(Tower):
         linear_patches(self.model)
         if self.device.type == "cuda":
             aligned_mlps(self.model)
-
-    def samples_for(self, budget: Budget) -> list[Grid]:
-        """See Tower; for short segments, squares of about their length."""
-        merge, grids = self.geometry.merge, super().samples_for(budget)
-        if max(self.footprint(grid).longest for grid in grids) <= budget.max_segment_patches:
-            return grids
-        side = isqrt(budget.max_segment_patches // merge**2)
-        count = min(budget.tokens // side**2, budget.max_items, budget.max_segments)
-        return [Grid(1, side * merge, side * merge)] * max(1, count)
 
     def capacity(self, budget: Budget) -> Capacity:
         patches = budget.tokens * self.geometry.merge**2

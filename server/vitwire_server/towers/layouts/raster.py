@@ -4,7 +4,6 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,6 @@ from vitwire_server.towers.layouts.patches import PatchFamily, PatchTower
 from vitwire_server.towers.metadata import Capacity
 from vitwire_server.towers.processors.settings import ReadProcessor, read_settings
 from vitwire_server.towers.tower import Metadata
-
-_SQUARE = 16
-"""Tokens a side of the images that budgets are sampled with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,18 +82,6 @@ class RasterTower(PatchTower):
 
     def rows(self, capacity: Capacity) -> int:
         return capacity.segments if self._pool else capacity.tokens
-
-    def samples(self, tokens: int, items: int) -> list[Grid]:
-        """At most `items` images, nearly square, of `tokens` together, or of a few less than that."""
-        merge, longest = self.geometry.merge, self.geometry.longest_side
-        squares = min(tokens // _SQUARE**2, items - 1)
-        rest = tokens - squares * _SQUARE**2
-        rows = next((n for n in range(isqrt(rest), 0, -1) if rest % n == 0), 0)
-        columns = rest // rows if rows else 0
-        if longest is not None and columns * merge > longest:
-            rows = columns = isqrt(rest)
-        shapes = [(_SQUARE, _SQUARE)] * squares + [(rows, columns)] * bool(rest)
-        return [Grid(1, height * merge, width * merge) for height, width in shapes]
 
     def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
         """`pixels (patches, columns)` to rows `(tokens, width)`, or `(segments, width)` if they are pooled."""
