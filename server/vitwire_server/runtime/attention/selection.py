@@ -69,7 +69,7 @@ class Selection:
         return cls((backend,) * len(_BANDS), reason)
 
     def shorter(self, longest: int) -> list[int]:
-        """Lengths below `longest` up to which another backend is faster, where it differs from that of longer ones."""
+        """Lengths below `longest` up to which another backend is faster, if it differs from that of longer ones."""
         below = [(most, one.name) for one, (most, _) in zip(self.bands, _BANDS, strict=True) if most < longest]
         steps = pairwise([*below, (longest, self.at(longest).name)])
         return [most for (most, name), (_, longer) in steps if name != longer]
