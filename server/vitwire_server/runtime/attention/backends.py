@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vitwire_server.runtime.devices import architecture
+from vitwire_server.runtime.devices import AMPERE, architecture
 from vitwire_server.runtime.kernels.operands import Attend, Segments
 
 
@@ -162,17 +162,16 @@ def _opaque(name: str, attend: Attend) -> Attend:
 
 
 _HALF = (torch.bfloat16, torch.float16)
-_AMPERE = (8, 0)
 _TRITON_HEADS = frozenset({16, 32, 64, 72, 80, 88, 96, 128})
 _FA3, _FA4 = partial(_flash, "flash_attn_interface"), partial(_flash, "flash_attn.cute")
 BACKENDS = {
     backend.name: backend
     for backend in (
         Backend("sdpa", lambda: segment_sdpa, ("cpu", "cuda"), (*_HALF, torch.float32), syncs=True),
-        Backend("triton", _triton, ("cuda",), _HALF, _TRITON_HEADS, capability=_AMPERE),
-        Backend("varlen", _varlen, ("cuda", "meta"), _HALF, traceable=True, capability=_AMPERE),
-        Backend("cudnn", _cudnn, ("cuda",), _HALF, isolates=False, capability=_AMPERE),
+        Backend("triton", _triton, ("cuda",), _HALF, _TRITON_HEADS, capability=AMPERE),
+        Backend("varlen", _varlen, ("cuda", "meta"), _HALF, traceable=True, capability=AMPERE),
+        Backend("cudnn", _cudnn, ("cuda",), _HALF, isolates=False, capability=AMPERE),
         Backend("fa3", _FA3, ("cuda",), _HALF, isolates=False, generations=frozenset({9})),
-        Backend("fa4", _FA4, ("cuda",), _HALF, isolates=False, capability=_AMPERE),
+        Backend("fa4", _FA4, ("cuda",), _HALF, isolates=False, capability=AMPERE),
     )
 }

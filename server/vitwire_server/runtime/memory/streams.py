@@ -3,7 +3,7 @@
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -16,12 +16,7 @@ from vitwire_server.core.errors import Overloaded
 from vitwire_server.core.items import DType, Pixels
 
 _log = logging.getLogger(__name__)
-TORCH_TYPES = {
-    DType.FLOAT32: torch.float32,
-    DType.FLOAT16: torch.float16,
-    DType.BFLOAT16: torch.bfloat16,
-    DType.UINT8: torch.uint8,
-}
+TORCH_TYPES: Mapping[DType, torch.dtype] = {each: getattr(torch, each.label) for each in DType}
 _ALIGNMENT = 256
 # Tensors over received bytes are only read.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
