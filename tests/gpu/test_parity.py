@@ -198,8 +198,6 @@ class TestCudaOnly:
         """A synchronisation within the largest budget's capture makes it fail for real, not by a stub."""
 
         class Syncing:
-            name = "syncing"
-
             def __init__(self, inner: object) -> None:
                 self._inner, self._first = inner, True
 

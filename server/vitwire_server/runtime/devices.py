@@ -1,4 +1,4 @@
-"""What a CUDA device offers a kernel: by it tiles and backends are chosen, without a list of models."""
+"""The limits of a CUDA device, by which tiles and backends are chosen, without a list of models."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ def kernel_fault(device: torch.device) -> str:
 
 
 def memory(device: torch.device, graphs: int) -> dict[str, int]:
-    """Bytes of a CUDA device by kind; `graphs` took so many when they were captured. Raises RuntimeError."""
+    """Bytes of a CUDA device by kind; `graphs` is what capturing them took. Raises RuntimeError."""
     free, total = torch.cuda.mem_get_info(device)
     reserved, used = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     return {"total": total, "free": free, "reserved": reserved, "used": used, "graphs": graphs}

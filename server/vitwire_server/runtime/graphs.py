@@ -6,7 +6,7 @@ and buffer reuse are then the same as on a GPU and can be tested on any machine.
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,24 +24,8 @@ Fill = Callable[[Tensor, Tensor | None], None]
 """Writes the pixels of a batch, and its crops in towers that take them, into the given rows."""
 
 
-class Recorder(Protocol):
-    """Records a forward over static buffers for replay."""
-
-    name: str
-
-    def record(self, forward: Callable[[], None]) -> Callable[[], None]:
-        """Run `forward` at least once and return its replay. Raises RuntimeError."""
-        ...
-
-    def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
-        """Return the replay of a forward that ran before, while batches are in flight. Raises RuntimeError."""
-        ...
-
-
 class SimulatedRecorder:
-    """A replay calls the recorded function again."""
-
-    name = "simulated"
+    """As CudaRecorder; a replay calls the recorded function again."""
 
     def record(self, forward: Callable[[], None]) -> Callable[[], None]:
         forward()
@@ -54,8 +38,6 @@ class SimulatedRecorder:
 class CudaRecorder:
     """CUDA graphs that share a memory pool, captured on the stream they are replayed on."""
 
-    name = "cuda"
-
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
         self._pool = torch.cuda.graph_pool_handle()
@@ -63,6 +45,7 @@ class CudaRecorder:
         """Kept alive, as torch's host allocator may still query their capture."""
 
     def record(self, forward: Callable[[], None]) -> Callable[[], None]:
+        """Run `forward` at least once and return its replay. Raises RuntimeError."""
         # The inputs of the forward were written on the caller's stream.
         caller = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(caller)
@@ -74,8 +57,9 @@ class CudaRecorder:
         return self.capture(forward)
 
     def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
-        """Unlike `torch.cuda.graph`, neither waits for the device nor frees cached memory, which batches go on using.
+        """Return the replay of a forward that ran before, while batches are in flight. Raises RuntimeError.
 
+        Unlike `torch.cuda.graph`, neither waits for the device nor frees cached memory, which batches go on using.
         Other threads may use the device meanwhile.
         """
         graph = torch.cuda.CUDAGraph()
@@ -104,6 +88,9 @@ class CudaRecorder:
         else:
             self._invalidated.append(graph)
         self._pool = torch.cuda.graph_pool_handle()
+
+
+Recorder: TypeAlias = SimulatedRecorder | CudaRecorder
 
 
 class InputBuffer:
@@ -227,7 +214,10 @@ class GraphSet:
                 graph.record(recorder)
                 self._graphs[budget] = graph
             except RuntimeError as error:
-                self._drop(budget, str(error).partition("\n")[0])
+                self.dropped[budget] = str(error).partition("\n")[0]
+                _log.warning("cannot capture the budget of %d tokens: %s", budget.tokens, self.dropped[budget])
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
 
     def __getitem__(self, budget: Budget) -> Graph:
         return self._graphs[budget]
@@ -264,12 +254,6 @@ class GraphSet:
     def keep(self, ladder: Ladder) -> None:
         """Drop the graphs of all other budgets; none of them may be in flight."""
         self._graphs = {budget: self._graphs[budget] for budget in ladder}
-
-    def _drop(self, budget: Budget, reason: str) -> None:
-        _log.warning("cannot capture the budget of %d tokens: %s", budget.tokens, reason)
-        self.dropped[budget] = reason
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
 
 def _no_pixels(pixels: Tensor, crops: Tensor | None) -> None:

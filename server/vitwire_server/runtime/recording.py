@@ -1,4 +1,4 @@
-"""Whether the engine thread is recording a forward, so that what is slow once may be done to make replays faster."""
+"""A flag while the engine thread records a forward: slow steps are then worth it if they make replays faster."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

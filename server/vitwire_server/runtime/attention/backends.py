@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vitwire_server.runtime.devices import Architecture, architecture
+from vitwire_server.runtime.devices import AMPERE, architecture
 from vitwire_server.runtime.kernels.operands import Attend, Segments
 
 
@@ -46,23 +46,18 @@ class Backend:
 
     def fault(self, device: torch.device, dtype: torch.dtype, head_dim: int, *, captured: bool) -> str:
         """Why it does not support this device, dtype or head size, `captured` by CUDA graphs; empty if it does."""
-        if device.type not in self.devices:
-            return f"it does not run on {device.type}"
-        if dtype not in self.dtypes:
-            return f"it does not compute {str(dtype).removeprefix('torch.')}"
-        if self.head_dims and head_dim not in self.head_dims:
-            return f"it does not support heads of {head_dim} columns"
-        if device.type == "cuda" and captured and self.syncs:
-            return "CUDA graphs cannot capture it"
-        return self._missing(architecture(device)) if device.type == "cuda" else ""
-
-    def _missing(self, on: Architecture) -> str:
-        if on.capability < self.capability:
-            return f"it needs compute capability {'{}.{}'.format(*self.capability)}, the device has {on.name}"
-        if self.generations and on.capability[0] not in self.generations:
-            known = ", ".join(f"{major}.x" for major in sorted(self.generations))
-            return f"it has kernels for compute capability {known}, the device has {on.name}"
-        return ""
+        on, least = architecture(device), "{}.{}".format(*self.capability)
+        known = ", ".join(f"{major}.x" for major in sorted(self.generations))
+        faults = {
+            f"it does not run on {device.type}": device.type not in self.devices,
+            f"it does not compute {str(dtype).removeprefix('torch.')}": dtype not in self.dtypes,
+            f"it does not support heads of {head_dim} columns": self.head_dims and head_dim not in self.head_dims,
+            "CUDA graphs cannot capture it": device.type == "cuda" and captured and self.syncs,
+            f"it needs compute capability {least}, the device has {on.name}": on.capability < self.capability,
+            f"it has kernels for compute capability {known}, the device has {on.name}": self.generations
+            and on.capability[0] not in self.generations,
+        }
+        return next((fault for fault, found in faults.items() if found), "")
 
 
 def segment_sdpa(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
@@ -167,17 +162,16 @@ def _opaque(name: str, attend: Attend) -> Attend:
 
 
 _HALF = (torch.bfloat16, torch.float16)
-_AMPERE = (8, 0)
 _TRITON_HEADS = frozenset({16, 32, 64, 72, 80, 88, 96, 128})
 _FA3, _FA4 = partial(_flash, "flash_attn_interface"), partial(_flash, "flash_attn.cute")
 BACKENDS = {
     backend.name: backend
     for backend in (
         Backend("sdpa", lambda: segment_sdpa, ("cpu", "cuda"), (*_HALF, torch.float32), syncs=True),
-        Backend("triton", _triton, ("cuda",), _HALF, _TRITON_HEADS, capability=_AMPERE),
-        Backend("varlen", _varlen, ("cuda", "meta"), _HALF, traceable=True, capability=_AMPERE),
-        Backend("cudnn", _cudnn, ("cuda",), _HALF, isolates=False, capability=_AMPERE),
+        Backend("triton", _triton, ("cuda",), _HALF, _TRITON_HEADS, capability=AMPERE),
+        Backend("varlen", _varlen, ("cuda", "meta"), _HALF, traceable=True, capability=AMPERE),
+        Backend("cudnn", _cudnn, ("cuda",), _HALF, isolates=False, capability=AMPERE),
         Backend("fa3", _FA3, ("cuda",), _HALF, isolates=False, generations=frozenset({9})),
-        Backend("fa4", _FA4, ("cuda",), _HALF, isolates=False, capability=_AMPERE),
+        Backend("fa4", _FA4, ("cuda",), _HALF, isolates=False, capability=AMPERE),
     )
 }

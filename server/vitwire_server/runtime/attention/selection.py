@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from vitwire_server.runtime.attention.backends import BACKENDS, Backend, segment_sdpa
+from vitwire_server.runtime.attention.backends import BACKENDS, segment_sdpa
 from vitwire_server.runtime.graphs import CudaRecorder
 from vitwire_server.runtime.kernels.operands import Attend, Segments
 
@@ -69,7 +69,7 @@ class Selection:
         return cls((backend,) * len(_BANDS), reason)
 
     def shorter(self, longest: int) -> list[int]:
-        """Lengths below `longest` up to which another backend is faster, where it differs from that of longer ones."""
+        """Lengths below `longest` up to which another backend is faster, if it differs from that of longer ones."""
         below = [(most, one.name) for one, (most, _) in zip(self.bands, _BANDS, strict=True) if most < longest]
         steps = pairwise([*below, (longest, self.at(longest).name)])
         return [most for (most, name), (_, longer) in steps if name != longer]
@@ -128,7 +128,13 @@ def select(
         for each in BACKENDS.values()
     }
     wanted = [backend for backend in BACKENDS.values() if name in ("auto", backend.name)]
-    loaded = [one for each in wanted if not faults[each.name] and (one := _loaded(each, faults))]
+    loaded = []
+    for backend in wanted:
+        if not faults[backend.name]:
+            try:
+                loaded.append(LoadedBackend(backend.name, backend.load()))
+            except Exception as error:  # noqa: BLE001 - third-party packages may fail in any way when imported
+                faults[backend.name] = f"it cannot be loaded: {str(error).partition(_NEW_LINE)[0]}"
     if not loaded:
         known = ", ".join(f"{backend.name} ({'/'.join(backend.devices)})" for backend in BACKENDS.values())
         why = "; ".join(f"{each.name}: {faults[each.name]}" for each in wanted) or "there is no such backend"
@@ -145,14 +151,6 @@ def select(
     if selection.unused and name == "auto":
         _log.info("attention: not used: %s", "; ".join(f"{name}: {why}" for name, why in selection.unused.items()))
     return selection
-
-
-def _loaded(backend: Backend, faults: dict[str, str]) -> LoadedBackend | None:
-    try:
-        return LoadedBackend(backend.name, backend.load())
-    except Exception as error:  # noqa: BLE001 - third-party packages may fail in any way when imported
-        faults[backend.name] = f"it cannot be loaded: {str(error).partition(_NEW_LINE)[0]}"
-        return None
 
 
 def _fastest(

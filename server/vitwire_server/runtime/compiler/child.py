@@ -36,27 +36,24 @@ class Compiler:
 
     def __init__(self, blueprint: Blueprint) -> None:
         """Start a process. Raises CompilerGone."""
-        own, other = socket.socketpair()
-        self._link = own
-        self._lines = own.makefile("rwb")
+        self._link, other = socket.socketpair()
+        self._lines = self._link.makefile("rwb")
         self._closing = Lock()
         self._closed = False
         self._unsent = json.encode(blueprint) + b"\n"
         """Sent with the first request: the process may read it late, and `close` must not wait for that."""
-        try:
-            self.folder = Path(tempfile.mkdtemp(prefix="vitwire-compiler-")).resolve()
-        except OSError as error:
-            other.close()
-            self._disconnect()
-            raise CompilerGone(f"the compiler has no folder to write to: {error}") from error
-        try:
-            self.process = self._spawn(other)
-        except OSError as error:
-            self._disconnect()
-            shutil.rmtree(self.folder, ignore_errors=True)
-            raise CompilerGone(f"the compiler cannot be started: {error}") from error
-        finally:
-            other.close()
+        with other:
+            try:
+                self.folder = Path(tempfile.mkdtemp(prefix="vitwire-compiler-")).resolve()
+            except OSError as error:
+                self._disconnect()
+                raise CompilerGone(f"the compiler has no folder to write to: {error}") from error
+            try:
+                self.process = self._spawn(other)
+            except OSError as error:
+                self._disconnect()
+                shutil.rmtree(self.folder, ignore_errors=True)
+                raise CompilerGone(f"the compiler cannot be started: {error}") from error
 
     def compile(self, request: Compile, seconds: float) -> Compiled:
         """The compiled forward. Raises NotCompiled; CompilerGone if the process ended or took over `seconds`."""

@@ -18,7 +18,7 @@ PIXELS, CROPS = "pixels", "crops"
 
 
 class Layout(Struct, array_like=True, frozen=True):
-    """All that compiled code assumes about a tensor: everything but its values."""
+    """Everything that compiled code assumes about a tensor except its values."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -116,7 +116,7 @@ def named_tensors(tower: Tower) -> dict[str, Tensor]:
 
 
 def named_inputs(pixels: Tensor, metadata: Metadata) -> dict[str, Tensor]:
-    """What a forward reads of a batch."""
+    """The tensors of a batch that a forward reads."""
     inputs = {PIXELS: pixels, **{f".{name}": tensor for name, tensor in metadata.tensors.items()}}
     return inputs if metadata.crops is None else {**inputs, CROPS: metadata.crops}
 

@@ -16,7 +16,6 @@ from vitwire_server.runtime.compiler.messages import (
     BLUEPRINT,
     REQUEST,
     Blueprint,
-    Compile,
     FromCompiler,
     Refused,
     named_tensors,
@@ -39,8 +38,10 @@ def serve(end: int) -> NoReturn:
         for line in lines:
             answer: FromCompiler
             try:
+                from vitwire_server.runtime.compiler.forwards import compiled  # noqa: PLC0415 - takes seconds to import
+
                 tower = tower or _unfilled(blueprint)
-                answer = _answer(tower, REQUEST.decode(line), blueprint.threads)
+                answer = compiled(tower, REQUEST.decode(line), blueprint.threads)
             except Exception as error:  # noqa: BLE001 - a compiler may fail in any way; the shape stays eager
                 answer = Refused(_brief(error))
             lines.write(json.encode(answer) + b"\n")
@@ -62,12 +63,6 @@ def _unfilled(blueprint: Blueprint) -> Tower:
         empty = layout.empty()
         setattr(parent, last, nn.Parameter(empty, requires_grad=False) if last in parent._parameters else empty)  # noqa: SLF001
     return tower
-
-
-def _answer(tower: Tower, request: Compile, threads: int) -> FromCompiler:
-    from vitwire_server.runtime.compiler.forwards import compiled  # noqa: PLC0415 - takes seconds to import
-
-    return compiled(tower, request, threads)
 
 
 def _brief(error: Exception) -> str:

@@ -73,15 +73,10 @@ def fuse(layers: Sequence[nn.Module], attention: Selection | None, *, reduced: b
             continue
         stock.forward = layer.__call__
         fused.append(layer)
-    _chain(fused)
-    return len(fused)
-
-
-def _chain(layers: Sequence[Layer]) -> None:
-    """Let layers in float8 compute the first norm of the layer after them."""
-    for one, following in pairwise(layer.parts for layer in layers):
+    for one, following in pairwise(layer.parts for layer in fused):
         if isinstance(one, Float8) and isinstance(following, Float8):
             one.following = following
+    return len(fused)
 
 
 def _differences(stock: nn.Module, layer: Layer) -> list[float]:

@@ -55,12 +55,12 @@ class Form:
             return False
         inner = dict(parts[self.attention].named_children())
         wanted = {self.output, *self.projections}
-        beside = parts.keys() - named - {path.split(".")[0] for path in self.factors}
+        others = parts.keys() - named - {path.split(".")[0] for path in self.factors}
         extras = inner.keys() - wanted - {"q_norm", "k_norm"}
-        return wanted <= inner.keys() and all(map(_is_idle, (*map(parts.get, beside), *map(inner.get, extras))))
+        return wanted <= inner.keys() and all(map(_is_idle, (*map(parts.get, others), *map(inner.get, extras))))
 
     def unknown_arguments(self, layer: nn.Module, known: Set[str]) -> list[str]:
-        """Arguments other than the usual ones in their order, or of attention beside rows, mask and what is `known`.
+        """Arguments other than the usual ones in their order; else those of attention that are not `known`.
 
         Layers pass arguments on to attention by keyword, also such as they do not name themselves.
         """

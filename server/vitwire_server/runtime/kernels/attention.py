@@ -20,8 +20,8 @@ from vitwire_server.runtime.kernels.operands import Segments, attention_division
 _LOG2_E = 1.4426950408889634
 _FEW_KEYS = 16
 _SHORT = 1024
-"""In segments of so many patches, a last block of few keys is computed as that many: 224 x 224 pixels are 3 * 64 + 4
-patches. In longer ones it does not pay for the registers."""
+"""Up to this segment length, a last block of few keys is computed as `_FEW_KEYS`: 224 x 224 pixels are 3 * 64 + 4
+patches. In longer segments it does not pay for the registers."""
 _DENSE = 8192
 """Segment length in patches above which cuDNN is used if possible."""
 

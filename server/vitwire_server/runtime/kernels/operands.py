@@ -1,8 +1,9 @@
 """What kernels work on: packed segments, rows in float8, and the tiles of attention. Imports no Triton."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -54,12 +55,10 @@ class Segments(NamedTuple):
         return (self.boundaries, self.longest) if self.key_boundaries is None else (self.key_boundaries, self.most_keys)
 
 
-class Attend(Protocol):
-    """Attention within segments."""
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]
+"""Attention of `q, k, v (rows, heads, head_dim)` within segments, whose scores are multiplied by the last argument.
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
-        """`q, k, v (rows, heads, head_dim)` to rows like `q`; those behind the last boundary are undefined."""
-        ...
+Returns rows like `q`; those behind the last boundary are undefined."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
 _WIDE = 4096
 """Columns from which a row takes eight warps."""
 _MANY_ROWS, _NARROW = 1024, 2048
-"""From so many rows on, rows of at most so many columns take one warp each."""
+"""From `_MANY_ROWS` rows on, rows of up to `_NARROW` columns take one warp each."""
 
 
 def quantise(rows: Tensor) -> Scaled:
-    """Rows `(rows, columns)`, each scaled by its own largest absolute value."""
+    """Rows `(rows, columns)`, each scaled by its largest absolute value."""
     count, columns = rows.shape
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out = empty_scaled(rows, columns)

@@ -57,8 +57,8 @@ def measure_costs(engine: Engine, tower: Tower, ladder: Ladder, most: int, items
 
     Both use images of 256 tokens and a remainder, or of one tile, so that attention within segments costs the same in
     both. The device's time of an eager forward is taken behind replays that keep the device busy while its kernels are
-    launched, as under load; without graphs it is that of an idle engine. The host's time is that of the smallest
-    batches: what it takes to stage more depends on where their pixels are.
+    launched, as under load; without graphs on an idle engine. The host's time is taken from the smallest
+    batches: staging more depends on where their pixels are.
     """
     largest = {budget.tokens: budget for budget in ladder}  # of as many tokens the one for all segments
     replays = {

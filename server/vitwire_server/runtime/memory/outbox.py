@@ -20,10 +20,18 @@ from vitwire_server.delivery import cuda
 from vitwire_server.delivery.messages import Outbox as Exported
 
 
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """When rows on a CUDA device are complete, and the stream that copies them to the host."""
+
+    written: torch.cuda.Event
+    downloads: torch.cuda.Stream
+
+
 class DeviceRows:
     """Rows in the outbox; see `core.delivery.DeviceRows`. Their room is free again once nothing refers to them."""
 
-    def __init__(self, memory: Memory, source: Tensor, taken: int, ready: "_Ready | None") -> None:
+    def __init__(self, memory: Memory, source: Tensor, taken: int, ready: _Ready | None) -> None:
         """`source` are the bytes at `memory`; `ready` is None on the CPU."""
         self.address, self.nbytes, self.device = memory
         self.taken = taken
@@ -36,29 +44,17 @@ class DeviceRows:
 
     def download(self) -> memoryview:
         """See DeviceRows of core. The copy is in memory that is not pinned, as it may be kept."""
-        copy = np.empty(self.nbytes, np.uint8)
-        source = self._ready.pinned(self._source) if self._ready else self._source
+        copy, source = np.empty(self.nbytes, np.uint8), self._source
+        if self._ready:
+            with torch.cuda.stream(self._ready.downloads):
+                self._ready.written.wait()
+                source = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+                source.copy_(self._source, non_blocking=True)
+                copied = torch.cuda.Event(blocking=True)
+                copied.record()
+            copied.synchronize()
         np.copyto(copy, source.numpy())  # without the GIL
         return copy.data
-
-
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """When rows on a CUDA device are complete, and how they are read there."""
-
-    written: torch.cuda.Event
-    downloads: torch.cuda.Stream
-
-    def pinned(self, source: Tensor) -> Tensor:
-        """A copy in pinned memory."""
-        with torch.cuda.stream(self.downloads):
-            self.written.wait()
-            pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-            pinned.copy_(source, non_blocking=True)
-            copied = torch.cuda.Event(blocking=True)
-            copied.record()
-        copied.synchronize()
-        return pinned
 
 
 class Outbox:

@@ -3,11 +3,10 @@
 import logging
 import time
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -17,12 +16,7 @@ from vitwire_server.core.errors import Overloaded
 from vitwire_server.core.items import DType, Pixels
 
 _log = logging.getLogger(__name__)
-TORCH_TYPES = {
-    DType.FLOAT32: torch.float32,
-    DType.FLOAT16: torch.float16,
-    DType.BFLOAT16: torch.bfloat16,
-    DType.UINT8: torch.uint8,
-}
+TORCH_TYPES: Mapping[DType, torch.dtype] = {each: getattr(torch, each.label) for each in DType}
 _ALIGNMENT = 256
 # Tensors over received bytes are only read.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -45,41 +39,13 @@ class Download:
     """Blocks until the transfer is done; returns the seconds of computation on the device, and of `preparing` in it."""
 
 
-class Streams(ABC):
-    """Upload, computation and download of a device."""
-
-    depth: int
-    """Maximum batches in flight."""
-    joins: bool
-    """Whether uploaded tensors of one type become one tensor, which later steps handle at once."""
-
-    @abstractmethod
-    def upload(self, groups: Sequence[Sequence[Pixels]]) -> list[Tensor]:
-        """The bytes of each group as a flat tensor on the device, to be read within `computing`.
-
-        The tensors of a group have one type; without `joins` a group is a single tensor.
-        """
-
-    @abstractmethod
-    def computing(self) -> AbstractContextManager[None]:
-        """A context in which work is enqueued for computation."""
-
-    @abstractmethod
-    def preparing(self) -> AbstractContextManager[None]:
-        """A context in which pictures are prepared, within `computing` and at most once in it."""
-
-    @abstractmethod
-    def download(self, rows: Sequence[Tensor], checks: Sequence[Tensor]) -> Download:
-        """Start the transfer of tensors computed within `computing` to the host; `rows` go to the host memory."""
-
-
 def flat(pixels: Pixels) -> Tensor:
     """A flat tensor over the bytes on the host, of their type."""
     return torch.frombuffer(pixels.data, dtype=TORCH_TYPES[pixels.dtype])
 
 
-class HostStreams(Streams):
-    """For the CPU: every call is synchronous, and nothing is copied unless rows go to another process."""
+class HostStreams:
+    """As CudaStreams, for the CPU: calls are synchronous, and nothing is copied unless rows go to another process."""
 
     depth = 1
     joins = False
@@ -110,7 +76,7 @@ class HostStreams(Streams):
         return Download([*rows, *checks], lambda: seconds)
 
 
-class CudaStreams(Streams):
+class CudaStreams:
     """Separate streams for upload, computation and download, so that three batches overlap.
 
     Pinned memory comes from torch's caching host allocator, which reuses a block only after the copies issued on it
@@ -118,7 +84,9 @@ class CudaStreams(Streams):
     """
 
     depth = 2
+    """Maximum batches in flight."""
     joins = True
+    """Whether uploaded tensors of one type become one tensor, which later steps handle at once."""
 
     def __init__(self, device: torch.device, memory: HostMemory | None = None) -> None:
         """`memory` is where rows go; None takes pinned memory of torch's."""
@@ -131,6 +99,10 @@ class CudaStreams(Streams):
         self._preparing: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def upload(self, groups: Sequence[Sequence[Pixels]]) -> list[Tensor]:
+        """The bytes of each group as a flat tensor on the device, to be read within `computing`.
+
+        The tensors of a group have one type; without `joins` a group is a single tensor.
+        """
         ends = [0]
         starts: list[int] = []
         for group in groups:
@@ -154,6 +126,7 @@ class CudaStreams(Streams):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
+        """A context in which work is enqueued for computation."""
         with torch.cuda.stream(self.compute):
             self._started = torch.cuda.Event(enable_timing=True)
             self._started.record()
@@ -162,6 +135,7 @@ class CudaStreams(Streams):
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
+        """A context in which pictures are prepared, within `computing` and at most once in it."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record(self.compute)
         yield
@@ -169,6 +143,7 @@ class CudaStreams(Streams):
         self._preparing = start, end
 
     def download(self, rows: Sequence[Tensor], checks: Sequence[Tensor]) -> Download:
+        """Start the transfer of tensors computed within `computing` to the host; `rows` go to the host memory."""
         started, done, copied = (self._started, *(torch.cuda.Event(enable_timing=True) for _ in range(2)))
         preparing = self._preparing
         done.record(self.compute)
@@ -186,6 +161,9 @@ class CudaStreams(Streams):
             return _seconds(started, done), _seconds(*preparing) if preparing else 0.0
 
         return Download(host, wait)
+
+
+Streams: TypeAlias = HostStreams | CudaStreams
 
 
 def _seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:

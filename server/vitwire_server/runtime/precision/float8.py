@@ -1,7 +1,7 @@
 """Linear layers in float8: weights with a scale per output channel, rows with a scale each.
 
 A value keeps 3 bits of mantissa (e4m3): it is rounded by at most 1/16 of itself or, if it is 28,000 times smaller than
-the largest of its row, by 2^-10 of the row's scale. As each row has a scale of its own, neither a large value nor NaN
+the largest of its row, by 2^-10 of the row's scale. As each row has a scale, neither a large value nor NaN
 changes another row.
 """
 
@@ -20,7 +20,7 @@ _FIRST_DEVICE = (8, 9)
 
 
 def quantised(rows: Tensor) -> Scaled:
-    """Rows `(rows, columns)`, each scaled by its own largest absolute value."""
+    """Rows `(rows, columns)`, each scaled by its largest absolute value."""
     if rows.is_cuda:
         from vitwire_server.runtime.kernels.quantise import quantise  # noqa: PLC0415 - triton comes with CUDA
 

@@ -1,4 +1,4 @@
-"""How close a tower's rows are to those of its plain forward: after a reduction to float8, or once compiled.
+"""Similarity of a tower's rows to its plain forward: after a reduction to float8, or once compiled.
 
 They are compared on pictures with the statistics of photographs, drawn from a seed: dead leaves, discs that hide each
 other, their radii distributed so that no scale stands out. As in photographs, there are edges, shading, texture, noise

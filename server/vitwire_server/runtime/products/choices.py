@@ -1,4 +1,4 @@
-"""What was chosen by measurement on a device, kept on disk beside Triton's compiled kernels."""
+"""Choices by measurement on a device, kept on disk next to Triton's compiled kernels."""
 
 import json
 import os

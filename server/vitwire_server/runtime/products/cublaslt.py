@@ -1,6 +1,6 @@
-"""Products by a chosen algorithm of cuBLASLt, which torch takes the first proposal of.
+"""Products by a chosen algorithm of cuBLASLt, of which torch takes the first proposal.
 
-torch's own binding has no choice of the algorithm, so this calls the library that torch has loaded, by its C interface.
+torch's binding has no choice of the algorithm, so this calls the library that torch has loaded, by its C interface.
 Used on the engine thread.
 """
 

@@ -37,7 +37,7 @@ _MOST_ERROR = 1.1
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """What decides how fast a product is."""
+    """The properties on which the speed of a product depends."""
 
     rows: int
     columns: int
@@ -102,7 +102,7 @@ class Products:
         self._library.run(algorithm, rows, weight, bias, out)
 
     def _tunes(self, rows: Tensor, weight: Tensor) -> bool:
-        """Whether this product may be done in a way of its own."""
+        """Whether this product may be tuned."""
         return (
             is_recording()
             and not self._unavailable

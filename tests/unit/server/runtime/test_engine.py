@@ -34,8 +34,6 @@ def yardstick(yardsticks: Callable[[str, torch.dtype], Yardstick]) -> Yardstick:
 class Failing(SimulatedRecorder):
     """A recorder that cannot record the `number`-th graph that it is asked for."""
 
-    name = "failing"
-
     def __init__(self, inner: Recorder, number: int, error: Exception) -> None:
         self._inner = inner
         self._left = number
@@ -82,8 +80,6 @@ class TestCaptureFails:
         self, checkpoints: Callable[[str], Path], device: torch.device, yardstick: Yardstick
     ) -> None:
         class Never(SimulatedRecorder):
-            name = "never"
-
             def record(self, forward: Callable[[], None]) -> Callable[[], None]:
                 raise RuntimeError("no graphs on this device")
 

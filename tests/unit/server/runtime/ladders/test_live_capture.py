@@ -12,7 +12,7 @@ from rigs import RIGHT, Rig, Yardstick, rows_of
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.runner import Running
-from vitwire_server.runtime.graphs import Graph, Recorder
+from vitwire_server.runtime.graphs import Graph, Recorder, SimulatedRecorder
 from vitwire_server.runtime.ladders.live_capture import CaptureFailed, LiveCapture
 
 MODEL_TYPE = "qwen3_vl"
@@ -65,12 +65,8 @@ def test_batches_run_on_between_the_parts_of_a_capture(rig: Rig, yardstick: Yard
 
 
 def test_a_failed_capture_leaves_the_graphs_as_they_were(rig: Rig, yardstick: Yardstick) -> None:
-    class Failing:
-        name = "failing"
+    class Failing(SimulatedRecorder):
         left = 1
-
-        def record(self, forward: Callable[[], None]) -> Callable[[], None]:
-            raise NotImplementedError
 
         def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
             if not self.left:
