@@ -6,22 +6,18 @@ framing of messages against plain protobuf. The last line of stdout is one JSON 
 
 import argparse
 import json
-import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import google.protobuf
 import torch
-import transformers
 from bench.models import PUBLISHED, Load, build, draw, factory, items, plain, preprocessing, shrunk, square
+from bench.report import environment, show
 from bench.sizes import MERGE, footprints
 from rich.console import Console
-from rich.table import Table
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
@@ -56,16 +52,16 @@ Row = dict[str, Any]
 def main() -> None:
     options = _parser().parse_args()
     console = Console(width=110)
-    document: Row = {"bench": "cpu", **_environment(), "quick": options.quick}
+    document: Row = {"bench": "cpu", **environment(), "threads": torch.get_num_threads(), "quick": options.quick}
     if "planner" in options.parts:
         document["planner"] = planner(options)
-        _show(console, "planner: our ladder and packing, against ascending on powers of two", document["planner"])
+        show(console, "planner: our ladder and packing, against ascending on powers of two", document["planner"])
     if "towers" in options.parts:
         document["towers"] = towers(quick=options.quick, repeats=options.repeats)
-        _show(console, "eager forward: ours over plain transformers (below 1 is faster)", document["towers"])
+        show(console, "eager forward: ours over plain transformers (below 1 is faster)", document["towers"])
     if "codec" in options.parts:
         document["codec"] = codec(options)
-        _show(console, "framing of an item's message: plain protobuf over ours (above 1 is faster)", document["codec"])
+        show(console, "framing of an item's message: plain protobuf over ours (above 1 is faster)", document["codec"])
     print(json.dumps(document))
 
 
@@ -243,27 +239,6 @@ def _protobuf_write(message: pb.EncodeRequest, pixels: bytes) -> bytes:
 
 def _protobuf_read(raw: bytes) -> bytes:
     return pb.EncodeRequest.FromString(raw).items[0].pixels.data
-
-
-# -- output ------------------------------------------------------------------------------------------------
-
-
-def _environment() -> Mapping[str, Any]:
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "protobuf": google.protobuf.__version__,
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _show(console: Console, title: str, rows: Sequence[Row]) -> None:
-    table = Table(*(name.replace("_", "\n") for name in rows[0]), title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    console.print(table)
 
 
 def _parser() -> argparse.ArgumentParser:

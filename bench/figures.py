@@ -1,21 +1,9 @@
-"""Tables and a figure of `make gpu-bench`."""
+"""The figure of `make gpu-bench`."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from bench.stopwatch import Row
-from rich.console import Console
-from rich.table import Table
-
-
-def show(console: Console, title: str, rows: Sequence[Row]) -> None:
-    """Print a table, unless it has no rows."""
-    if not rows:
-        return
-    table = Table(*(name.replace("_", "\n") for name in rows[0]), title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*("-" if value is None else str(value) for value in row.values()))
-    console.print(table)
 
 
 def plot(path: Path, document: Row, times: Sequence[str]) -> None:

@@ -8,21 +8,19 @@ measures towers of other makers. The last line of stdout is one JSON document.
 import argparse
 import gc
 import json
-import platform
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 import torch
-import transformers
 from bench.catalogue import OTHERS
 from bench.columns import Columns, fused, ladder_of
-from bench.figures import plot, show
+from bench.figures import plot
 from bench.floor import Ceilings, floor_seconds
 from bench.models import PUBLISHED, Load, build, draw, items, plain, shrunk, square, stock
 from bench.others import OtherBench
+from bench.report import environment, show
 from bench.stopwatch import FAILURES, Row, Stopwatch
 from rich.console import Console
 from transformers.utils.import_utils import is_flash_attn_2_available
@@ -121,14 +119,11 @@ class Bench:
         cuda = self._device.type == "cuda"
         return {
             "bench": "gpu",
-            "date": datetime.now(UTC).date().isoformat(),
+            **environment(),
             "device": torch.cuda.get_device_name(self._device) if cuda else "cpu",
             "graphs": "cuda" if cuda else "simulated",
             "tiny": self._options.tiny,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
             "cuda": torch.version.cuda,
-            "transformers": transformers.__version__,
             "ceilings": {"tflops": self._options.tflops, "terabytes_per_s": self._options.terabytes},
             "attention": self._attention,
             "fp8_similarity": self._similarity,

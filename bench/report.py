@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -50,12 +50,7 @@ class Report:
         """Print the tables of sections that have a title, and the document as the last line."""
         self.note("wall_seconds", round(time.monotonic() - self._began, 1))
         for section, rows in self._sections.items():
-            columns = list(dict.fromkeys(name for row in rows for name in row))
-            table = Table(*(name.replace("_", "\n") for name in columns), title=titles.get(section, section))
-            table.title_justify = "left"
-            for row in rows:
-                table.add_row(*(_cell(row.get(name, "")) for name in columns))
-            self._console.print(table)
+            show(self._console, titles.get(section, section), rows)
         for line in self._document["skipped"]:
             self._say(f"skipped {line}")
         print(json.dumps(self.document()), flush=True)
@@ -73,6 +68,17 @@ class Report:
         if self._out:
             text = json.dumps(self.document(), indent=1) + "\n"
             self._out.write_text(text, encoding="utf-8")
+
+
+def show(console: Console, title: str, rows: Sequence[Row]) -> None:
+    """Print a table, unless it has no rows."""
+    if not rows:
+        return
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    table = Table(*(name.replace("_", "\n") for name in columns), title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*(_cell(row.get(name, "")) for name in columns))
+    console.print(table)
 
 
 def environment() -> Row:
