@@ -16,7 +16,7 @@ from vitwire_server.core.errors import DeadlineExceeded, EncoderError, InvalidRe
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.rpc import decodes
 from vitwire_server.rpc.calls import Call
-from vitwire_server.rpc.checks import consumer_of, refuse, region_of
+from vitwire_server.rpc.checks import consumer_of, refuse, region_of, violations
 from vitwire_server.rpc.codec import parsed
 from vitwire_server.rpc.grpc_types import Stream, read, wait_for_cancellation
 from vitwire_server.rpc.unprepared import Unprepared
@@ -86,7 +86,7 @@ class Uploads:
             frame = parsed(message)
             await self._take(frame.message, frame.data)
             # Twice as many as may wait for other items, which may be those whose bytes are to be read.
-            await answers.room(2 * self._most)
+            await answers.room(2 * self._most, self._unfinished)
         if self._unfinished:
             await wait_for_cancellation()
         self._finish()
@@ -172,13 +172,13 @@ class Uploads:
     def _ask_region(self, message: pb.EncodeStreamHeader) -> None:
         """The item's region follows. Raises InvalidRequest or Overloaded."""
         item, answers = message.header, self._call.answers
-        reasons = {
-            "needs the delivery of the request": self._call.consumer is None,
-            "must be false for an item with a region": item.HasField("region"),
-            "must be false for an item whose rows are only stored": item.store_only,
-            "must be false for an item without content": not (message.encoded_bytes or item.HasField("pixels")),
-        }
-        wrong = [Violation("region_follows", reason) for reason, is_so in reasons.items() if is_so]
+        has_content = message.encoded_bytes or item.HasField("pixels")
+        wrong = violations(
+            ("region_follows", "needs the delivery of the request", self._call.consumer is None),
+            ("region_follows", "must be false for an item with a region", item.HasField("region")),
+            ("region_follows", "must be false for an item whose rows are only stored", item.store_only),
+            ("region_follows", "must be false for an item without content", not has_content),
+        )
         refuse(wrong, f"items[{message.item}]")
         if sum(each.awaits_region for each in answers.items.values()) >= self._most:
             text = f"{self._most} items of this RPC wait for their regions: send those first"
