@@ -4,7 +4,7 @@ from enum import Enum
 
 
 class State(Enum):
-    """What a server is doing."""
+    """State of a server."""
 
     STARTING = "starting"
     """Listening; weights are being loaded."""

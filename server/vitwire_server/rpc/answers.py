@@ -22,7 +22,7 @@ class Pending:
     """Its number in the session: a client may use its own numbers again."""
     answered: bool = False
     accepted: Accepted | None = None
-    """What is sent before the outcome, if the item's rows are only stored or its region follows."""
+    """Sent before the outcome if the item's rows are only stored or its region follows."""
     is_accepted: bool = False
     """Whether that was sent."""
     region: asyncio.Future[Region | None] | None = None

@@ -22,7 +22,7 @@ from vitwire_server.sessions.session import Opening, Session, Sessions
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What RPCs work with once the model is loaded."""
+    """Shared by all RPCs once the model is loaded."""
 
     card: ModelCard
     codec: Codec

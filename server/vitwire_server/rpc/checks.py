@@ -1,4 +1,4 @@
-"""What may be wrong with a request, field by field. Fields of an item are named within the item."""
+"""Checks of requests, field by field. Fields of an item are named within the item."""
 
 from collections.abc import Iterator, Sequence
 from math import prod

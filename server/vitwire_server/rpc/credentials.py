@@ -192,7 +192,7 @@ def principal(context: Context) -> str:
 
 
 class Caller(NamedTuple):
-    """What shares of receive slots and permits are counted by."""
+    """The owner of a share of receive slots and permits."""
 
     name: str
     """The principal; the host if all callers are one principal."""

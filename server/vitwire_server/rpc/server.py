@@ -206,12 +206,12 @@ class RpcServer:
         return port
 
     def set_ready(self, *, ready: bool) -> None:
-        """What readiness probes and balancers see."""
+        """Tell readiness probes and balancers."""
         for name in ("", SERVICE):
             self._health.set(name, serving=ready)
 
     def set_alive(self, *, alive: bool) -> None:
-        """What liveness probes see."""
+        """Tell liveness probes."""
         self._health.set(LIVENESS, serving=alive)
 
     async def stop(self, grace: float) -> None:

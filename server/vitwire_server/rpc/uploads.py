@@ -152,7 +152,7 @@ class Uploads:
                 self._unfinished[number] = upload
 
     async def _upload(self, number: int, item: pb.Item, file_bytes: int) -> _Upload | None:
-        """What will receive the item's bytes; None if it has none. Raises EncoderError."""
+        """The upload that receives the item's bytes; None if it has none. Raises EncoderError."""
         call, codec, field = self._call, self._codec, f"items[{number}]"
         due = self._waited + self._stall_seconds
         if codec.is_unprepared(item, file_bytes):
