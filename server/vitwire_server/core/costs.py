@@ -14,7 +14,7 @@ from vitwire_server.core.grids import Footprint
 
 
 class Work(NamedTuple):
-    """What one batch occupies."""
+    """Time of host and device that one batch takes."""
 
     host: float
     """Seconds that the host is busy with staging and launching."""

@@ -34,7 +34,7 @@ class Consumer:
         object.__setattr__(self, "digest", blake2b(self.metadata, digest_size=16).digest())
 
     def problem(self) -> str | None:
-        """What is wrong with the memory; None if it is a range of addresses."""
+        """The fault of the memory; None if it is a range of addresses."""
         if self.nbytes < 1 or self.address < 1:
             return "must name the address and the bytes of the registered memory"
         if self.address + self.nbytes > _MAX_ADDRESS:

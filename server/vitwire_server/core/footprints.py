@@ -1,4 +1,4 @@
-"""How much items of each kind of tower cost: functions of the grid alone, without the tower."""
+"""Costs of items for each kind of tower: functions of the grid alone, without the tower."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ from enum import Enum
 
 
 class State(Enum):
-    """What a server is doing."""
+    """State of a server."""
 
     STARTING = "starting"
     """Listening; weights are being loaded."""
@@ -30,34 +30,29 @@ class Health:
     """The state of one server. Written on the event loop only; any thread may read."""
 
     def __init__(self) -> None:
-        self._state = State.STARTING
+        self.state = State.STARTING
         self.reason = ""
         """Why the state is FAILED; empty in other states."""
 
     @property
-    def state(self) -> State:
-        """The current state."""
-        return self._state
-
-    @property
     def is_ready(self) -> bool:
         """Whether to send new requests to this server."""
-        return self._state is State.SERVING
+        return self.state is State.SERVING
 
     @property
     def is_alive(self) -> bool:
         """Whether the process works; if not, an orchestrator may restart it."""
-        return self._state is not State.FAILED
+        return self.state is not State.FAILED
 
     def follow(self, state: State, reason: str) -> None:
         """Take over the state of another process, which checked the change."""
-        self._state, self.reason = state, reason
+        self.state, self.reason = state, reason
 
     def change(self, state: State, reason: str = "") -> None:
         """Change to `state`, unless it is the current one. Raises ValueError if the current state does not allow it."""
-        if state is self._state:
+        if state is self.state:
             return
-        if state not in _NEXT[self._state]:
-            raise ValueError(f"the state cannot change from {self._state.value} to {state.value}")
-        self._state = state
+        if state not in _NEXT[self.state]:
+            raise ValueError(f"the state cannot change from {self.state.value} to {state.value}")
+        self.state = state
         self.reason = reason if state is State.FAILED else ""

@@ -71,7 +71,7 @@ class Geometry:
         return not self.one_row
 
     def wrong(self, grid: Grid, modality: Modality | None) -> Iterator[tuple[str, str]]:
-        """What is wrong about a grid of positive sides: the side, empty for all of them, and why."""
+        """Faults of a grid of positive sides: the side, empty for all of them, and the reason."""
         for name, value in (("h", grid.h), ("w", grid.w)):
             if value % self.merge:
                 yield name, f"must be a multiple of the merge size {self.merge}, got {value}"
@@ -179,7 +179,7 @@ class TileGeometry(Geometry):
 
 
 class Resizing(StrEnum):
-    """How the target size is chosen that an image is resized to before it is cut into patches."""
+    """Rule for the size that an image is resized to before it is cut into patches."""
 
     AREA = "area"
     """Its area: within the bounds, nearly in its own shape."""
@@ -197,7 +197,7 @@ class Resizing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Preprocessing:
-    """How pixels of one modality are prepared: `(pixel * rescale_factor - mean) / std` per channel."""
+    """Preparation of pixels of one modality: `(pixel * rescale_factor - mean) / std` per channel."""
 
     min_pixels: int
     max_pixels: int
@@ -213,11 +213,11 @@ class Preprocessing:
     crop_std: tuple[float, ...] = ()
     """Normalisation of crops; empty if the tiles' is used."""
     tiling: Tiling | None = None
-    """How images are cut, for towers that take tiles."""
+    """Cuts images, for towers that take tiles."""
     drops_transparency: bool = False
     """Transparency is dropped; otherwise images are put on white."""
     sampling: Sampling | None = None
-    """How frames of encoded clips are chosen; None if clips come as pixels only."""
+    """Chooses frames of encoded clips; None if clips come as pixels only."""
 
     @property
     def of_crops(self) -> "Preprocessing":
@@ -254,7 +254,7 @@ class Preparation:
     place: Place = Place.CPU
     reason: NotOnDevice | None = NotOnDevice.NO_DEVICE
     detail: str = ""
-    """What was found, for `UNVERIFIED`."""
+    """The finding, for `UNVERIFIED`."""
 
 
 class Encoding(StrEnum):
@@ -338,7 +338,7 @@ class ModelCard:
     """None if all layers are computed in `dtype`."""
     pooling: Pooling = Pooling.NONE
     poolings: tuple[Pooling, ...] = (Pooling.NONE,)
-    """What the checkpoint offers."""
+    """Poolings of the checkpoint."""
 
     @property
     def rows_by_grid(self) -> tuple[Modality, ...]:

@@ -1,4 +1,4 @@
-"""How the rows of an image are pooled."""
+"""Pooling of the rows of an image."""
 
 from enum import StrEnum
 

@@ -15,7 +15,7 @@ from vitwire_server.core.runner import Timings
 
 
 class Path(StrEnum):
-    """How an item was encoded."""
+    """The way an item was encoded."""
 
     GRAPH = "graph"
     EAGER = "eager"
@@ -24,7 +24,7 @@ class Path(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ItemReport:
-    """How one item was encoded. Times in seconds."""
+    """Report on one encoded item. Times in seconds."""
 
     path: Path
     fallback: Fallback | None
@@ -48,7 +48,7 @@ class Encoded:
     embedding: Embedding
     report: ItemReport
     delivery: Delivered | NotDelivered | Stored | None = None
-    """What came of the rows; None if they are returned and the item has no region."""
+    """Outcome of the delivery; None if the rows are returned and the item has no region."""
 
 
 Outcome = Encoded | EncoderError
@@ -96,7 +96,7 @@ class Monitor(Protocol):
 
 
 class Refit(StrEnum):
-    """What came of a fit of the ladder to recent loads."""
+    """Outcome of a fit of the ladder to recent loads."""
 
     SWAPPED = "swapped"
     KEPT = "kept"

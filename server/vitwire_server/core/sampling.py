@@ -1,4 +1,4 @@
-"""How frames of a clip are chosen."""
+"""Choice of the frames of a clip."""
 
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,11 +1,11 @@
-"""How an image is cut into tiles of one size."""
+"""Cutting an image into tiles of one size."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class TilingRule(StrEnum):
-    """How the layout of an image's tiles is chosen."""
+    """Rule for the layout of an image's tiles."""
 
     STRETCH = "stretch"
     """One tile, to which the image is resized whatever its shape."""

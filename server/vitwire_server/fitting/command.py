@@ -6,8 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from vitwire_server.core.budgets import Budget, Ladder
-from vitwire_server.core.capacities import Capacities
+from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.costs import ASSUMED
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.plans import Fallback
@@ -33,11 +32,17 @@ def _run(options: argparse.Namespace) -> int:
     trace = read_trace(options.trace, options.merge_size)
     judged = trace if options.judge is None else read_trace(options.judge, options.merge_size)
     capacities = capacities_of([*trace, *judged])
-    largest = _budget(capacities, options.max_budget_tokens, options).tokens
+    bounds = {"max_items": options.max_items_per_batch, "max_frames": _FRAMES}
+    largest = capacities.budget(options.max_budget_tokens, **bounds).tokens
+
+    def ladder(sizes: Iterable[int]) -> Ladder:
+        """The budgets that a server makes of these sizes."""
+        return Ladder(tuple(sorted({capacities.budget(size, **bounds) for size in sizes})))
+
     weights = held_loads(trace, capacities, largest)
     sizes = optimal_ladder(weights, options.count, largest, ASSUMED)
-    doubling = _ladder(powers_of_two(options.max_budget_tokens), capacities, options)
-    score, reference = _evaluate(judged, _ladder(sizes, capacities, options), doubling, options)
+    doubling = ladder(powers_of_two(options.max_budget_tokens))
+    score, reference = _evaluate(judged, ladder(sizes), doubling, options)
     _show(sizes, score, reference, options.queue_depth)
     saved = gain(weights, [budget.tokens for budget in doubling], sizes, ASSUMED)
     print(f"predicted gain over powers of two at depths 1 and 4: {saved:.1%}")
@@ -71,15 +76,6 @@ def _evaluate(
     if options.plans:
         options.plans.write_text("".join(lines), encoding="utf-8")
     return score, reference
-
-
-def _ladder(sizes: Iterable[int], capacities: Capacities, options: argparse.Namespace) -> Ladder:
-    """The budgets that a server makes of these sizes."""
-    return Ladder(tuple(sorted({_budget(capacities, size, options) for size in sizes})))
-
-
-def _budget(capacities: Capacities, tokens: int, options: argparse.Namespace) -> Budget:
-    return capacities.budget(tokens, max_items=options.max_items_per_batch, max_frames=_FRAMES)
 
 
 def _show(sizes: Sequence[int], score: Score, reference: Score, depth: int) -> None:

@@ -143,7 +143,7 @@ class StateFile:
         return cls(folder / f"vitwire-ladder-{name}.json", Header(_FORMAT, fingerprint, device, largest))
 
     def read(self) -> Learned | None:
-        """What was learned before. A file that cannot be used is ignored with a log line."""
+        """The ladder that was learned before. A file that cannot be used is ignored with a log line."""
         try:
             learned = self._parsed(read_regular(self.path, _MOST_BYTES))
         except (FileNotFoundError, NotADirectoryError):

@@ -84,20 +84,17 @@ def read_trace(path: Path, merge: int) -> list[Footprint]:
 def _items(line: str, merge: int, where: str) -> Iterator[Footprint]:
     try:
         for item in json.loads(line)["items"]:
-            grid, counts = Grid(*map(int, item["grid"])), item.get("footprint")
-            yield _recorded(counts) if counts else _from_grid(grid, merge)
+            yield _footprint(Grid(*map(int, item["grid"])), item.get("footprint"), merge)
     except (ValueError, KeyError, TypeError) as error:
         raise TraceError(f'{where}: expected {{"items": [{{"grid": [t, h, w]}}]}}, got {error!r}') from error
 
 
-def _recorded(counts: dict[str, int]) -> Footprint:
-    footprint = Footprint(**{name: int(count) for name, count in counts.items()})
-    if min(footprint.patches, footprint.tokens, footprint.segments, footprint.longest) < 1 or min(footprint) < 0:
-        raise ValueError(f"expected a footprint of positive counts, got {counts}")
-    return footprint
-
-
-def _from_grid(grid: Grid, merge: int) -> Footprint:
+def _footprint(grid: Grid, counts: dict[str, int] | None, merge: int) -> Footprint:
+    if counts:
+        footprint = Footprint(**{name: int(count) for name, count in counts.items()})
+        if min(footprint[:4]) < 1 or min(footprint) < 0:
+            raise ValueError(f"expected a footprint of positive counts, got {counts}")
+        return footprint
     if min(grid) < 1 or not _divides(grid, merge):
         raise ValueError(f"expected a grid of positive multiples of the merge size {merge}, got {list(grid)}")
     return _packed_footprint(grid, merge)

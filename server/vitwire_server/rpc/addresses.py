@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 _MOST_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
-"""What fits into a `sockaddr_un` with the zero byte that ends it."""
+"""Room in a `sockaddr_un`, without the zero byte at its end."""
 _ATTEMPTS = 20
 """Free ports to try until one is free at every address of the host."""
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from bisect import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -20,11 +20,9 @@ class Pending:
 
     key: int
     """Its number in the session: a client may use its own numbers again."""
-    submitted: bool = False
-    """Whether all of its bytes have arrived."""
     answered: bool = False
     accepted: Accepted | None = None
-    """What is sent before the outcome, if the item's rows are only stored or its region follows."""
+    """Sent before the outcome if the item's rows are only stored or its region follows."""
     is_accepted: bool = False
     """Whether that was sent."""
     region: asyncio.Future[Region | None] | None = None
@@ -126,13 +124,13 @@ class Answers:
         self._freed.set()
         return self.items.pop(index)
 
-    async def room(self, most: int) -> None:
-        """Wait while `most` items or more are in the engine's hands, or wait to be sent.
+    async def room(self, most: int, uploading: Container[int]) -> None:
+        """Wait while `most` items or more, except those uploading, are in the engine's hands or wait to be sent.
 
         A client that sends faster than it reads waits, as its next message is not read. What waits for a region does
         not count: that is one of the messages.
         """
-        while sum(item.answered or (item.submitted and not item.awaits_region) for item in self.items.values()) >= most:
+        while sum(not item.awaits_region for index, item in self.items.items() if index not in uploading) >= most:
             self._freed.clear()
             await self._freed.wait()
 

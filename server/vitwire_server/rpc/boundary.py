@@ -13,6 +13,7 @@ from vitwire_server.core.errors import EncoderError, Overloaded
 from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.observe.request_ids import REQUEST_ID, request_id
 from vitwire_server.observe.tracing import Span, Tracer, exemplar
+from vitwire_server.rpc.credentials import IS_REFUSED
 from vitwire_server.rpc.grpc_types import Behaviour, Context, Continuation, RpcHandler, replaced
 from vitwire_server.rpc.status import code_of, message_of, trailers_of
 
@@ -75,8 +76,9 @@ class RpcBoundary(grpc.aio.ServerInterceptor):
         async def run(request: M, context: Context) -> R:
             start = time.perf_counter()
             context.set_trailing_metadata(((_ID_HEADER, REQUEST_ID.get()),))
-            self._metrics.inflight.inc()
-            self._active += 1
+            counts = not IS_REFUSED.get()
+            self._metrics.inflight.inc(counts)
+            self._active += counts
             code = counted = grpc.StatusCode.OK
             with self.tracer.rpc(self._service, method, headers) if self.tracer else nullcontext() as span:
                 try:
@@ -94,10 +96,10 @@ class RpcBoundary(grpc.aio.ServerInterceptor):
                     code = counted = context.code() or grpc.StatusCode.UNKNOWN
                     raise
                 finally:
-                    self._active -= 1
+                    self._active -= counts
                     self._idle.set()
-                    self._metrics.inflight.dec()
-                    if counted is not grpc.StatusCode.UNAUTHENTICATED:
+                    self._metrics.inflight.dec(counts)
+                    if counts:
                         self._metrics.requests.labels(method, counted.name).inc()
                         self._metrics.request_seconds.labels(method).observe(time.perf_counter() - start, exemplar())
                     _log_failure(method, context, code, span)

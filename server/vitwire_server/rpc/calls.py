@@ -22,7 +22,7 @@ from vitwire_server.sessions.session import Opening, Session, Sessions
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What RPCs work with once the model is loaded."""
+    """Shared by all RPCs once the model is loaded."""
 
     card: ModelCard
     codec: Codec
@@ -91,7 +91,6 @@ class Call:
             except Exception as error:  # noqa: BLE001 - the RPC raises and maps it
                 self.answers.end(error)
 
-        self.answers.item(index).submitted = True
         task = asyncio.create_task(run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -119,8 +118,6 @@ class Call:
         work = {index: item for index, item in items.items() if isinstance(item, Item)}
         if digests is None:
             digests = await self.digests({index: parts_of(item) for index, item in work.items()})
-        for each in pending.values():
-            each.submitted = True
         for index, item in work.items():
             pending[index].accept(item)
             if item.is_picture and self.serving.decoding:  # the engine prepares it

@@ -1,4 +1,4 @@
-"""What may be wrong with a request, field by field. Fields of an item are named within the item."""
+"""Checks of requests, field by field. Fields of an item are named within the item."""
 
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -32,7 +32,7 @@ def refuse(wrong: Sequence[Violation], field: str = "") -> None:
         )
 
 
-def _violations(*cases: tuple[str, str, object]) -> list[Violation]:
+def violations(*cases: tuple[str, str, object]) -> list[Violation]:
     """Field and reason of the cases that are true."""
     return [Violation(field, reason) for field, reason, is_so in cases if is_so]
 
@@ -57,7 +57,7 @@ def wrong_modality(item: pb.Item, card: ModelCard) -> Iterator[Violation]:
 def wrong_extras(item: pb.Item, card: ModelCard) -> Iterator[Violation]:
     """Of any kind of item: bytes that come separately, pruning, its name, storing."""
     separate = "must be empty: the bytes follow in chunks"
-    yield from _violations(
+    yield from violations(
         ("encoded", separate, item.encoded),
         ("pixels.data", separate, item.pixels.data),
         ("crops.data", separate, item.crops.data),
@@ -71,7 +71,7 @@ def wrong_extras(item: pb.Item, card: ModelCard) -> Iterator[Violation]:
         pooled = f"each frame has one row, as the server runs with --pooling {card.pooling}"
         yield Violation("keep_ratio", f"must be 0: {pooled if card.geometry.one_row else several}")
     store, cache = item.store_only, card.limits.cached_bytes
-    yield from _violations(
+    yield from violations(
         ("content_id", f"must have at most {_MAX_CONTENT_ID} characters", len(item.content_id) > _MAX_CONTENT_ID),
         ("content_id", "is missing: the rows of a store_only item are cached under it", store and not item.content_id),
         ("store_only", "must be false: the server has no cache (--cache-bytes)", store and not cache),
@@ -128,7 +128,7 @@ def wrong_file(item: pb.Item, nbytes: int, limits: Limits) -> Iterator[Violation
         yield Violation("encoded", "is not accepted: this server prepares no files; send pixels")
     elif nbytes > most:
         yield Violation("encoded", f"has {nbytes} bytes, at most {most} are accepted")
-    yield from _violations(
+    yield from violations(
         ("encoded", "must be empty if the item has pixels", item.HasField("pixels")),
         ("crops", "must be absent: the server makes the crops of a file", item.HasField("crops")),
         ("grid", "must be absent: the server chooses the grid of a file", item.HasField("grid")),
@@ -176,9 +176,7 @@ def consumer_of(message: pb.EncodeRequest | pb.EncodeStreamOptions, principal: s
         "agent": problem_of(delivery.agent, delivery.agent_metadata),
         "address": consumer.problem(),
     }
-    violations = [Violation(f"{field}.{name}", reason) for name, reason in wrong.items() if reason]
-    if violations:
-        raise InvalidRequest(violations)
+    refuse([Violation(name, reason) for name, reason in wrong.items() if reason], field)
     return consumer
 
 

@@ -22,6 +22,8 @@ _SHORT = 16
 _HEALTH = "/grpc.health.v1.Health/"
 _SCHEME = "bearer "
 _token_name: ContextVar[str] = ContextVar("token_name", default="")
+IS_REFUSED: ContextVar[bool] = ContextVar("is_refused", default=False)
+"""Whether the RPC of this task has no valid token."""
 
 
 class WatchedFiles(ABC):
@@ -192,7 +194,7 @@ def principal(context: Context) -> str:
 
 
 class Caller(NamedTuple):
-    """What shares of receive slots and permits are counted by."""
+    """The owner of a share of receive slots and permits."""
 
     name: str
     """The principal; the host if all callers are one principal."""
@@ -219,6 +221,7 @@ class TokenAuth(grpc.aio.ServerInterceptor):
             token = _bearer(details)
             name = self._tokens.name(token) if token else None
             if name is None:
+                IS_REFUSED.set(True)
                 return _refusal("the bearer token is not valid" if token else "a bearer token is required")
             _token_name.set(name)
         return await continuation(details)

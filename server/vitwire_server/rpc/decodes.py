@@ -106,7 +106,7 @@ async def _decode(call: Call, index: int, given: Unprepared, region_seconds: flo
 
 
 async def _measured(pool: DecodePool, flow: Flow, index: int, given: Unprepared) -> tuple[Measured, Attributes]:
-    """What the item will be once it was prepared, and attributes of its spans. Raises NotDecoded."""
+    """Sizes of the prepared item, and attributes of its spans. Raises NotDecoded."""
     began = time.monotonic()
     if given.picture:
         measured = pool.measure_picture(given.picture, given.modality)

@@ -181,7 +181,8 @@ class RpcServer:
 
     async def start(self) -> int:
         """Listen, alive but not ready; returns the port. Raises OSError if it is taken."""
-        listen = self._listen
+        listen, tls = self._listen, self._listen.certificates
+        address = f"{bracketed(listen.host)}:{listen.port}"
         for reason in listen.warnings:
             _log.warning("listening on %s, which %s", listen.host, reason)
         self.set_ready(ready=False)
@@ -189,7 +190,10 @@ class RpcServer:
         try:
             if not listen.is_shared:
                 raise_if_port_taken(listen.host, listen.port)
-            port = self._open(f"{bracketed(listen.host)}:{listen.port}")
+            if tls:
+                port = self._server.add_secure_port(address, tls.credentials())
+            else:
+                port = self._server.add_insecure_port(address)
         except (OSError, RuntimeError) as error:
             raise OSError(f"cannot listen on {listen.host}:{listen.port}: {error}") from error
         try:
@@ -201,18 +205,13 @@ class RpcServer:
         await self._server.start()
         return port
 
-    def _open(self, address: str) -> int:
-        if self._listen.certificates is None:
-            return self._server.add_insecure_port(address)
-        return self._server.add_secure_port(address, self._listen.certificates.credentials())
-
     def set_ready(self, *, ready: bool) -> None:
-        """What readiness probes and balancers see."""
+        """Tell readiness probes and balancers."""
         for name in ("", SERVICE):
             self._health.set(name, serving=ready)
 
     def set_alive(self, *, alive: bool) -> None:
-        """What liveness probes see."""
+        """Tell liveness probes."""
         self._health.set(LIVENESS, serving=alive)
 
     async def stop(self, grace: float) -> None:

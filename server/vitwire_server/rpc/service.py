@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
-from vitwire_server.core.errors import DeadlineExceeded, EncoderError, NotCached, Overloaded, Unavailable
+from vitwire_server.core.errors import EncoderError, NotCached, Overloaded, Unavailable
 from vitwire_server.core.health import Health, State
 from vitwire_server.core.reports import Accepted
 from vitwire_server.observe.metrics.rpc import RpcMetrics
@@ -22,7 +22,7 @@ from vitwire_server.rpc.checks import consumer_of, region_of
 from vitwire_server.rpc.codec import parsed, priority
 from vitwire_server.rpc.credentials import caller_of, principal
 from vitwire_server.rpc.decodes import submit_all
-from vitwire_server.rpc.grpc_types import Context, Stream, read, wait_for_cancellation
+from vitwire_server.rpc.grpc_types import Context
 from vitwire_server.rpc.receive_slots import ReceiveSlots
 from vitwire_server.rpc.responses import Answer, accepted_message, messages, model_message
 from vitwire_server.rpc.status import code_of, worst_of
@@ -33,9 +33,6 @@ T = TypeVar("T")
 SERVICE = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
 
 _REPLICA = "x-vitwire-replica"
-_IDLE_FACTOR = 10
-"""A stream with nothing in flight may stay open for this many times as long as an upload may stall."""
-Chunk: TypeAlias = wire.Frame[pb.EncodeStreamRequest] | wire.Malformed
 
 
 class EncoderService:
@@ -166,36 +163,7 @@ class EncoderService:
 
     async def _read(self, call: Call, context: Context) -> None:
         """Handle the stream's messages; an error ends the call."""
-        uploads, answers = Uploads(call, self._stall_seconds), call.answers
         try:
-            while (message := await self._message(uploads, call, context)) is not None:
-                frame = parsed(message)
-                await uploads.take(frame.message, frame.data)
-                # Twice as many as may wait for other items, which may be those whose bytes are to be read.
-                await answers.room(2 * call.serving.card.limits.items_per_request)
-            if uploads.waiting:
-                await wait_for_cancellation()
-            uploads.finish()
-            answers.end()
+            await Uploads(call, self._stall_seconds).read_all(context)
         except Exception as error:  # noqa: BLE001 - the RPC, which waits for outcomes, raises and maps it
-            answers.end(error)
-
-    async def _message(self, uploads: Uploads, call: Call, context: Stream[Chunk, Any]) -> Chunk | None:
-        """The next message. Raises DeadlineExceeded if an upload stalls or a stream stays idle for too long."""
-        seconds = (
-            uploads.time_left()
-            if uploads.waiting
-            else self._stall_seconds * _IDLE_FACTOR
-            if not call.answers.items
-            else None
-        )
-        start = time.monotonic()
-        try:
-            async with asyncio.timeout(seconds):
-                return await read(context)
-        except TimeoutError:
-            if uploads.waiting:
-                raise uploads.stalled() from None
-            raise DeadlineExceeded(f"no message arrived for {seconds:.3g} s while nothing was in flight") from None
-        finally:
-            uploads.waited += time.monotonic() - start
+            call.answers.end(error)

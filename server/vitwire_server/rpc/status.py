@@ -1,7 +1,6 @@
 """One table from the server's errors to gRPC statuses and their details."""
 
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc import StatusCode
@@ -57,9 +56,14 @@ def status_of(error: errors.EncoderError) -> Status:
     """
     number: int = code_of(error).value[0]
     status = Status(code=number, message=message_of(error))
-    detail = _detail(error)
-    if detail is not None:
-        status.details.add().Pack(detail)
+    if isinstance(error, errors.InvalidRequest):
+        violations = [
+            BadRequest.FieldViolation(field=violation.field, description=violation.reason[:_MOST_CHARACTERS])
+            for violation in error.violations[:_MOST_VIOLATIONS]
+        ]
+        status.details.add().Pack(BadRequest(field_violations=violations))
+    elif isinstance(error, errors.Overloaded):
+        status.details.add().Pack(RetryInfo(retry_delay=duration(error.retry_seconds)))
     return status
 
 
@@ -69,20 +73,6 @@ def trailers_of(error: errors.EncoderError) -> tuple[tuple[str, str | bytes], ..
     if isinstance(error, errors.Overloaded):
         trailers.append(("grpc-retry-pushback-ms", str(round(error.retry_seconds * 1000))))
     return tuple(trailers)
-
-
-def _detail(error: errors.EncoderError) -> Message | None:
-    if isinstance(error, errors.InvalidRequest):
-        violations = [
-            BadRequest.FieldViolation(field=violation.field, description=violation.reason[:_MOST_CHARACTERS])
-            for violation in error.violations[:_MOST_VIOLATIONS]
-        ]
-        bad: Message = BadRequest(field_violations=violations)
-        return bad
-    if isinstance(error, errors.Overloaded):
-        retry: Message = RetryInfo(retry_delay=duration(error.retry_seconds))
-        return retry
-    return None
 
 
 def duration(seconds: float) -> Duration:

@@ -44,7 +44,7 @@ class Unprepared:
 
 
 class Prepared(NamedTuple):
-    """What the server chose for a file or picture, for its report."""
+    """The server's choices for a file or picture, for its report."""
 
     grid: tuple[int, int, int]
     frame_seconds: tuple[float, ...] = ()
@@ -52,7 +52,7 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """What all RPCs of a process prepare with."""
+    """Prepares files and pictures for all RPCs of a process."""
 
     pool: DecodePool
     waiting: Admission

@@ -1,9 +1,11 @@
 """Items that arrive in chunks on one stream."""
 
 import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 from xxhash import xxh3_128
@@ -14,9 +16,14 @@ from vitwire_server.core.errors import DeadlineExceeded, EncoderError, InvalidRe
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.rpc import decodes
 from vitwire_server.rpc.calls import Call
-from vitwire_server.rpc.checks import consumer_of, refuse, region_of
+from vitwire_server.rpc.checks import consumer_of, refuse, region_of, violations
+from vitwire_server.rpc.codec import parsed
+from vitwire_server.rpc.grpc_types import Stream, read, wait_for_cancellation
 from vitwire_server.rpc.unprepared import Unprepared
 
+Chunk: TypeAlias = wire.Frame[pb.EncodeStreamRequest] | wire.Malformed
+_IDLE_FACTOR = 10
+"""A stream with nothing in flight may stay open for this many times as long as an upload may stall."""
 _SLOWEST = 64 << 10
 """Bytes a second that an upload must reach: from its header on it holds a permit for all of its bytes."""
 _REMEMBERED = 4096
@@ -29,7 +36,7 @@ class _Upload:
     """Without its bytes."""
     data: memoryview
     due: float
-    """When it counts as stalled unless more bytes arrive, on the clock of `Uploads.waited`."""
+    """When it counts as stalled unless more bytes arrive, on the clock of `Uploads._waited`."""
     digest: xxh3_128 | None = None
     """None if nothing is cached, or the item is a file or picture."""
     filled: int = 0
@@ -64,7 +71,7 @@ class Uploads:
         self._most = call.serving.card.limits.items_per_request
         """Unfinished uploads that may be open at once."""
         self._stall_seconds = stall_seconds
-        self.waited = 0.0
+        self._waited = 0.0
         """Seconds spent waiting for the client's messages; time that the server takes does not count."""
         self._unfinished: dict[int, _Upload] = {}
         self._refused: set[int] = set()
@@ -72,23 +79,37 @@ class Uploads:
         """Whether more were refused than are remembered."""
         self._started = False
 
-    @property
-    def waiting(self) -> bool:
-        """Whether an upload is unfinished."""
-        return bool(self._unfinished)
+    async def read_all(self, context: Stream[Chunk, Any]) -> None:
+        """Handle all messages. Raises InvalidRequest or DeadlineExceeded if the stream cannot continue."""
+        answers = self._call.answers
+        while (message := await self._next(context)) is not None:
+            frame = parsed(message)
+            await self._take(frame.message, frame.data)
+            # Twice as many as may wait for other items, which may be those whose bytes are to be read.
+            await answers.room(2 * self._most, self._unfinished)
+        if self._unfinished:
+            await wait_for_cancellation()
+        self._finish()
+        answers.end()
 
-    def time_left(self) -> float:
-        """Seconds until an upload counts as stalled."""
-        return max(0.0, min(upload.due for upload in self._unfinished.values()) - self.waited)
+    async def _next(self, context: Stream[Chunk, Any]) -> Chunk | None:
+        number, first = min(self._unfinished.items(), key=lambda each: each[1].due, default=(0, None))
+        idle = None if self._call.answers.items else self._stall_seconds * _IDLE_FACTOR
+        seconds = max(0.0, first.due - self._waited) if first else idle
+        start = time.monotonic()
+        try:
+            async with asyncio.timeout(seconds):
+                return await read(context)
+        except TimeoutError:
+            reason = f"no message arrived for {seconds:.3g} s while nothing was in flight"
+            if first:
+                reason = f"items[{number}]: upload stalled at {first.filled} of {first.item.nbytes} bytes"
+                reason += f", {self._stall_seconds:g} s behind the minimum of {_SLOWEST >> 10} KiB/s"
+            raise DeadlineExceeded(reason) from None
+        finally:
+            self._waited += time.monotonic() - start
 
-    def stalled(self) -> DeadlineExceeded:
-        """The error that ends the stream once no time is left."""
-        number, upload = min(self._unfinished.items(), key=lambda each: each[1].due)
-        reason = f"items[{number}]: upload stalled at {upload.filled} of {upload.item.nbytes} bytes"
-        return DeadlineExceeded(f"{reason}, {self._stall_seconds:g} s behind the minimum of {_SLOWEST >> 10} KiB/s")
-
-    async def take(self, message: pb.EncodeStreamRequest, data: wire.Buffer) -> None:
-        """Handle one message. Raises InvalidRequest if the stream cannot continue."""
+    async def _take(self, message: pb.EncodeStreamRequest, data: wire.Buffer) -> None:
         kind = message.WhichOneof("message")
         if kind == "options":
             if self._started:
@@ -105,7 +126,7 @@ class Uploads:
             raise _stream_error("message", "must hold options, a header, a region or a chunk")
         self._started = True
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """The client sends no more: refuse unfinished uploads."""
         for item in self._call.answers.items.values():
             item.place(None)
@@ -131,9 +152,9 @@ class Uploads:
                 self._unfinished[number] = upload
 
     async def _upload(self, number: int, item: pb.Item, file_bytes: int) -> _Upload | None:
-        """What will receive the item's bytes; None if it has none. Raises EncoderError."""
+        """The upload that receives the item's bytes; None if it has none. Raises EncoderError."""
         call, codec, field = self._call, self._codec, f"items[{number}]"
-        due = self.waited + self._stall_seconds
+        due = self._waited + self._stall_seconds
         if codec.is_unprepared(item, file_bytes):
             file = codec.unprepared(field, item, file_bytes, self._output)
             call.claim(number, region_of(item))
@@ -151,13 +172,13 @@ class Uploads:
     def _ask_region(self, message: pb.EncodeStreamHeader) -> None:
         """The item's region follows. Raises InvalidRequest or Overloaded."""
         item, answers = message.header, self._call.answers
-        reasons = {
-            "needs the delivery of the request": self._call.consumer is None,
-            "must be false for an item with a region": item.HasField("region"),
-            "must be false for an item whose rows are only stored": item.store_only,
-            "must be false for an item without content": not (message.encoded_bytes or item.HasField("pixels")),
-        }
-        wrong = [Violation("region_follows", reason) for reason, is_so in reasons.items() if is_so]
+        has_content = message.encoded_bytes or item.HasField("pixels")
+        wrong = violations(
+            ("region_follows", "needs the delivery of the request", self._call.consumer is None),
+            ("region_follows", "must be false for an item with a region", item.HasField("region")),
+            ("region_follows", "must be false for an item whose rows are only stored", item.store_only),
+            ("region_follows", "must be false for an item without content", not has_content),
+        )
         refuse(wrong, f"items[{message.item}]")
         if sum(each.awaits_region for each in answers.items.values()) >= self._most:
             text = f"{self._most} items of this RPC wait for their regions: send those first"
@@ -186,7 +207,7 @@ class Uploads:
             return
         upload.data[upload.filled : end] = data
         upload.filled = end
-        upload.due = min(upload.due + len(data) / _SLOWEST, self.waited + self._stall_seconds)
+        upload.due = min(upload.due + len(data) / _SLOWEST, self._waited + self._stall_seconds)
         if upload.digest:
             upload.digest.update(data)
         if end == upload.item.nbytes:

@@ -11,6 +11,7 @@ from vitwire_server.core.errors import Unavailable
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.readings import Readings
 from vitwire_server.rpc.boundary import RpcBoundary, cancellation
+from vitwire_server.rpc.credentials import IS_REFUSED
 
 
 class _GoneClient:
@@ -31,6 +32,9 @@ class _GoneClient:
     def details(self) -> str:
         return ""
 
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAUTHENTICATED
+
     async def abort(self, *_: Any) -> None:
         raise RuntimeError("ExecuteBatchError")
 
@@ -47,6 +51,23 @@ def test_a_client_that_left_before_its_status_was_sent_raises_no_error() -> None
         asyncio.run(boundary.around(_refuse, "Encode", {})(None, cast("Any", _GoneClient())))
     requests = Readings(metrics.registry).by("vitwire_requests_total", "code", method="Encode")
     assert requests == {"UNAVAILABLE": 1}
+
+
+def test_an_rpc_without_a_valid_token_is_not_counted() -> None:
+    metrics = Metrics()
+    boundary = RpcBoundary("vitwire.v1.EncoderService", metrics.rpc, 1.0)
+
+    async def refuse(_: object, __: object) -> None:
+        assert boundary._active == 0
+        raise grpc.aio.AbortError
+
+    async def refused() -> None:
+        IS_REFUSED.set(True)
+        await boundary.around(refuse, "Encode", {})(None, cast("Any", _GoneClient()))
+
+    with pytest.raises(grpc.aio.AbortError):
+        asyncio.run(refused())
+    assert not Readings(metrics.registry).by("vitwire_requests_total", "code", method="Encode")
 
 
 @pytest.mark.parametrize(
