@@ -1,6 +1,6 @@
 """Configurations of Hugging Face models, as far as towers read them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from functools import reduce
 from typing import Any, Protocol
@@ -37,7 +37,7 @@ def changed(config: Config, fields: Mapping[str, object]) -> Config:
     return copied
 
 
-def new_config(model_type: str, **fields: Any) -> Config:  # noqa: ANN401 - of the class
+def new_config(model_type: str, /, **fields: Any) -> Config:  # noqa: ANN401 - of the class
     """A configuration of transformers' class for this `model_type`. Raises what the class raises over its fields."""
     config_class: Any = CONFIG_MAPPING[model_type]
     config: Config = config_class(**fields)
@@ -47,6 +47,17 @@ def new_config(model_type: str, **fields: Any) -> Config:  # noqa: ANN401 - of t
 def usual_fields(vision: Mapping[str, Any], *more: str) -> dict[str, Any]:
     """The fields of a vision transformer that have their usual names in a config.json, and `more` that it may have."""
     return {name: vision[name] for name in (*_USUAL, *more) if name in vision}
+
+
+def any_of(values: Iterable[object]) -> str:
+    """The values that a field may have, in words."""
+    return " or ".join(map(repr, values))
+
+
+def require(name: str, value: object, *accepted: object, field: str = "") -> None:
+    """Raises ValueError unless the field of this name has one of these values: that of another `field`, if named."""
+    if value not in accepted:
+        raise ValueError(f"{name} is {value!r}, but must be {field}{', ' * bool(field)}{any_of(accepted)}")
 
 
 def dtype_of(settings: Mapping[str, Any]) -> str | None:

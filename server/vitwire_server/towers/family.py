@@ -37,9 +37,8 @@ def in_model(*names: str) -> dict[str, str]:
     return stripped(*(f"{outer}{name}" for name in names for outer in ("model.", "")))
 
 
-def unchanged(weights: Weights, config: Config) -> Weights:
+def unchanged(weights: Weights, _: Config) -> Weights:
     """Weights that are stored as the module holds them."""
-    del config
     return weights
 
 
@@ -99,7 +98,7 @@ class Module:
         if expected and isinstance(whole, expected):  # transformers 5.17 names the whole model's class for some towers
             expected = None
         found = same_class(own, expected) or no_heads(own)
-        found = found or next(filter(None, (field.problem(own) for field in self.served)), None)
+        found = found or next(filter(None, (each.problem(own) for each in self.served)), None)
         return self.named(found) if found else None
 
     def named(self, problem: str) -> str:
@@ -117,9 +116,8 @@ class Module:
         return None if name.startswith(self.ignored) else name
 
 
-def always(config: Config) -> bool:
-    """Whether checkpoints of any configuration have it: they do."""
-    del config
+def always(_: Config) -> bool:
+    """Checkpoints of any configuration have it."""
     return True
 
 
@@ -143,9 +141,8 @@ Raises KeyError, TypeError or ValueError over a model that is not supported, Che
 """
 
 
-def of_transformers(folder: Path, settings: Mapping[str, Any]) -> Config:
+def of_transformers(folder: Path, _: Mapping[str, Any]) -> Config:
     """The configuration that transformers reads. Raises what it raises over one that is broken."""
-    del settings
     config: Config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     return config
 
@@ -164,14 +161,14 @@ class Accepts(StrEnum):
 class Family(ABC):
     """A row of the table: what to load of a `model_type`, and how to build its tower."""
 
-    model_type: str
+    model_type: str = field(kw_only=False)
     """`model_type` of the checkpoint's config.json."""
+    title: str = field(kw_only=False)
+    """The models' published name."""
     tower_type: str = ""
     """`vision_config.model_type` of its checkpoints, if another row of this `model_type` serves all other towers."""
     original: str = ""
     """Class of the makers' code, by which `architectures` names checkpoints that have no `model_type`."""
-    title: str
-    """The models' published name."""
     tower: Module
     """The vision tower."""
     beside: Mapping[str, Module] | None = None
@@ -221,14 +218,15 @@ class Family(ABC):
         found = (each for each in self.poolers if each.pooling is pooling and each.offered(config))
         return replace(self, pooler=next(found, None))
 
-    def nested(self, prefix: str, **fields: Any) -> Self:  # noqa: ANN401 - those of the row
+    def nested(self, prefix: str, model_type: str, title: str, **fields: Any) -> Self:  # noqa: ANN401 - of the row
         """The row of checkpoints that hold the same modules as parts of a larger model, by names with this prefix."""
 
         def inside(module: Module) -> Module:
             return replace(module, prefixes={f"{prefix}{name}": own for name, own in module.prefixes.items()})
 
         beside = {name: inside(module) for name, module in (self.beside or {}).items()}
-        return replace(self, tower=inside(self.tower), beside=beside, **fields)
+        outer = {"model_type": model_type, "title": title, **fields}
+        return replace(self, tower=inside(self.tower), beside=beside, **outer)
 
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
         """The checkpoint's configuration; `settings` is its config.json. Raises what `configuration` raises."""

@@ -9,41 +9,30 @@ from typing import Any
 from vitwire_server.towers import models
 from vitwire_server.towers.family import Family
 
-_MAKERS = (
+_FILES = (
     "qwen",
-    "glm",
-    "kimi",
-    "minimax",
-    "baidu",
+    "baidu_lfm",
+    "kimi_videollama",
     "internvl",
-    "llava",
-    "cohere",
-    "gemma",
+    "llava_cohere",
+    "gemma_hunyuan",
     "deepseek",
     "sam_ocr",
-    "llama",
-    "ovis",
+    "aria_llama",
+    "ovis_granite",
     "microsoft",
     "step",
-    "mistral",
+    "mistral_muse",
     "minicpm",
-    "aria",
-    "siglip",
     "idefics",
-    "lfm",
-    "muse",
-    "videollama",
-    "granite_docling",
-    "clip",
-    "dino",
-    "vit",
     "nvidia",
-    "hunyuan",
+    "clip_siglip",
+    "dino_vit",
 )
 """Modules of `models`, each with its `ROWS`, in the order of the tables of models."""
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {row.name: row for maker in _MAKERS for row in import_module(f"{models.__name__}.{maker}").ROWS}
+    {row.name: row for file in _FILES for row in import_module(f"{models.__name__}.{file}").ROWS}
 )
 """By name; that of a row without a `tower_type` is its `model_type`."""
 

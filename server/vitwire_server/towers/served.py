@@ -1,4 +1,4 @@
-"""What a configuration has to say for its tower to be served: checked before any weight is read."""
+"""Requirements on a configuration, checked before any weight is read."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, any_of
 
 _DEPTHS = ("depth", "num_hidden_layers")
 """Fields that hold a number of layers; where a configuration has several, the first counts."""
@@ -22,7 +22,7 @@ _MOST_LAYERS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The values of one field that are served."""
+    """The supported values of one field."""
 
     field: str
     """Name within the module's configuration."""
@@ -41,6 +41,11 @@ class Served:
         return None if served else f"{self.field} is {value!r}, but must be {self.accepted}"
 
 
+def one_of(field: str, *values: object) -> Served:
+    """Requires that the field has one of these values."""
+    return Served(field, lambda value, _: value in values, any_of(values))
+
+
 def same_class(config: Config, expected: type[Any] | None) -> str | None:
     """What is wrong about the kind of a configuration; None if it is of the class that its module takes."""
     if expected is None or isinstance(config, expected):
@@ -48,21 +53,16 @@ def same_class(config: Config, expected: type[Any] | None) -> str | None:
     return f"model_type is {config.model_type!r}, but must be {expected.model_type!r}"
 
 
-def no_heads(config: Config, path: str = "") -> str | None:
-    """What is wrong where a configuration asks for less than one attention head; None if it does not."""
-    for key, value in vars(config).items():
-        found = None
-        if isinstance(value, PreTrainedConfig):
-            found = no_heads(value, f"{path}{key}.")
-        elif key in _HEADS and _smallest(value) < 1:
-            found = f"{path}{key} is {value}, but must be positive"
-        if found:
-            return found
+def no_heads(config: Config) -> str | None:
+    """What is wrong with a configuration that asks for less than one attention head; None if it does not."""
+    for path, name, value in _fields(config):
+        if name in _HEADS and min(_numbers(value), default=1) < 1:
+            return f"{path} is {value}, but must be positive"
     return None
 
 
 def surplus_layers(config: Config, names: Iterable[str]) -> str | None:
-    """What is wrong where a configuration asks for more layers than weights are named; None if it does not."""
+    """What is wrong with a configuration that asks for more layers than weights are named; None if it does not."""
     held = _most_layers(names)
     for path, layers in _depths(config):
         if layers > held:
@@ -70,29 +70,27 @@ def surplus_layers(config: Config, names: Iterable[str]) -> str | None:
     return None
 
 
-def absurd_layers(settings: Mapping[str, Any], path: str = "") -> str | None:
-    """What is wrong where a config.json asks for more layers than any model has; None if it does not."""
-    for key, value in settings.items():
-        found = None
-        if isinstance(value, dict):
-            found = absurd_layers(value, f"{path}{key}.")
-        elif _LAYERS.search(key) and _largest(value) > _MOST_LAYERS:
-            found = f"{path}{key} is {value}, but must be at most {_MOST_LAYERS}"
-        if found:
-            return found
+def absurd_layers(settings: Mapping[str, Any]) -> str | None:
+    """What is wrong with a config.json that asks for more layers than any model has; None if it does not."""
+    for path, name, value in _fields(settings):
+        if _LAYERS.search(name) and max(_numbers(value), default=0) > _MOST_LAYERS:
+            return f"{path} is {value}, but must be at most {_MOST_LAYERS}"
     return None
 
 
-def _largest(value: object) -> int:
-    """The largest of a number or of a list of numbers; 0 where there is none."""
-    numbers = value if isinstance(value, list) else [value]
-    return max((number for number in numbers if isinstance(number, int)), default=0)
+def _fields(whole: Any, outer: str = "") -> Iterator[tuple[str, str, Any]]:  # noqa: ANN401 - a config.json or its class
+    """Path, name and value of each field of a configuration or of a config.json, and of those within."""
+    kind, fields = (dict, whole) if isinstance(whole, dict) else (PreTrainedConfig, vars(whole))
+    for name, value in fields.items():
+        if isinstance(value, kind):
+            yield from _fields(value, f"{outer}{name}.")
+        else:
+            yield f"{outer}{name}", name, value
 
 
-def _smallest(value: object) -> int:
-    """The smallest of a number or of a list of numbers; 1 where there is none."""
-    numbers = value if isinstance(value, list | tuple) else [value]
-    return min((number for number in numbers if isinstance(number, int)), default=1)
+def _numbers(value: object) -> list[int]:
+    """Those of a field that holds a number or a list of numbers."""
+    return [number for number in (value if isinstance(value, list | tuple) else [value]) if isinstance(number, int)]
 
 
 def _most_layers(names: Iterable[str]) -> int:

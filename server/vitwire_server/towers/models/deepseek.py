@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config, changed, dtype_of
-from vitwire_server.towers.family import Parts, Weights, in_model, stripped
+from vitwire_server.towers.configs import Config, changed, dtype_of, require
+from vitwire_server.towers.family import Parts, in_model, stripped
 from vitwire_server.towers.files import optional_json
 from vitwire_server.towers.layouts.crops import PairEncoder
 from vitwire_server.towers.layouts.tiles import TileFamily
@@ -19,7 +19,7 @@ from vitwire_server.towers.processors.settings import CLIP, HALF, images, normal
 from vitwire_server.towers.processors.tiles import shade, squared, tiled
 from vitwire_server.towers.shared.fused import position_tables, split_qkv
 from vitwire_server.towers.shared.modules import SingleParameter
-from vitwire_server.towers.shared.parts import part, projector, stock
+from vitwire_server.towers.shared.parts import part, projector, stock, variant
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
 from vitwire_server.towers.shared.sam import gather_relative_positions
 from vitwire_server.towers.shared.siglip import siglip, siglip_config
@@ -94,11 +94,8 @@ def _vl2_config(folder: Path, settings: Mapping[str, Any]) -> Config:
     name = str(vision.get("model_name", "siglip_large_patch16_384"))
     if not name.startswith("siglip") or vision.get("class_token"):
         raise ValueError(f"vision_config.model_name is {name!r}; supported: SigLIP's towers without a class token")
-    if projector["projector_type"] != "downsample_mlp_gelu" or projector["token_pooling"]:
-        raise ValueError(
-            f"projector_config.projector_type is {projector['projector_type']!r}; "
-            "supported: 'downsample_mlp_gelu' without token_pooling"
-        )
+    require("projector_config.projector_type", projector["projector_type"], "downsample_mlp_gelu")
+    require("projector_config.token_pooling", projector["token_pooling"], None, False)
     config = siglip_config(
         {
             "hidden_size": vision["width"],
@@ -139,10 +136,6 @@ def _layout(sides: Sequence[int], tile: int) -> tuple[int, int]:
     return height // tile, width // tile
 
 
-def _unfused(weights: Weights, _: Config) -> Weights:
-    return position_tables(split_qkv(weights, ".attn.qkv.", ".self_attn.{}_proj."))
-
-
 class DownsampleProjector(nn.Module):
     """Squares of patches, zeros beyond the last row and column, through an MLP."""
 
@@ -177,8 +170,8 @@ class DeepseekVL2(ProjectedTiles):
 
 
 _DEEPSEEK_VL = TileFamily(
-    model_type="deepseek_vl",
-    title="DeepSeek-VL",
+    "deepseek_vl",
+    "DeepSeek-VL",
     tower=siglip("vision_model."),
     beside=projector("deepseek_vl.DeepseekVLAligner", in_model("aligner.")),
     encoder=ProjectedTiles,
@@ -187,8 +180,8 @@ _DEEPSEEK_VL = TileFamily(
 )
 
 _HYBRID = TileFamily(
-    model_type="deepseek_vl_hybrid",
-    title="DeepSeek-VL with SAM",
+    "deepseek_vl_hybrid",
+    "DeepSeek-VL with SAM",
     tower=siglip("vision_model."),
     beside={
         "sam": stock("sam.SamVisionModel", in_model("high_res_vision_model."), config="high_res_vision_config"),
@@ -218,8 +211,8 @@ _HYBRID = TileFamily(
 )
 
 _DEEPSEEK_VL2 = TileFamily(
-    model_type="deepseek_vl_v2",
-    title="DeepSeek-VL2",
+    "deepseek_vl_v2",
+    "DeepSeek-VL2",
     configuration=_vl2_config,
     tower=stock(
         "siglip.SiglipVisionModel",
@@ -233,17 +226,17 @@ _DEEPSEEK_VL2 = TileFamily(
             (r"\.attn\.proj\.", ".self_attn.out_proj."),
         ),
         ignored=("attn_pool.",),
-        convert=_unfused,
+        convert=lambda weights, _: position_tables(split_qkv(weights, ".attn.qkv.", ".self_attn.{}_proj.")),
     ),
     beside=projector(DownsampleProjector, stripped("projector.")),
     encoder=DeepseekVL2,
     processor=images(_vl2_settings),
 )
 
-_JANUS = replace(
+_JANUS = variant(
     _DEEPSEEK_VL,
-    model_type="janus",
-    title="Janus",
+    "janus",
+    "Janus",
     tower=stock("janus.JanusVisionModel", in_model("vision_model.")),
     beside={"projector": stock("janus.JanusVisionAlignerMLP", in_model("aligner."))},
 )

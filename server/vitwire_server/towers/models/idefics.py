@@ -1,7 +1,6 @@
 """Idefics 2 and 3 and SmolVLM (Hugging Face), and retrieval models: ModernVBERT (Illuin), UltraVBERT."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, require
 from vitwire_server.towers.family import Accepts, Parts, in_model
 from vitwire_server.towers.layouts.raster import RasterFamily
 from vitwire_server.towers.layouts.tiles import TileFamily, side
@@ -30,7 +29,7 @@ from vitwire_server.towers.processors.settings import (
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.learned import fractional_positions, positioned
 from vitwire_server.towers.shared.modules import Constants
-from vitwire_server.towers.shared.parts import part, projector, stock
+from vitwire_server.towers.shared.parts import part, projector, stock, variant
 from vitwire_server.towers.shared.perceiver import resampled
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles, whole_squares
 from vitwire_server.towers.shared.resampled import QueriedTower
@@ -44,9 +43,8 @@ _LARGEST = 4096
 
 def _tiling(files: Mapping[str, Any], size: Mapping[str, Any], config: Config, *, cut: bool) -> Tiling:
     """Raises ValueError over sizes that are not supported."""
-    tile, own = side(config.vision_config.image_size), square(files, "max_image_size", _TILE)
-    if own != tile:
-        raise ValueError(f"max_image_size is {own}, but must be the tower's image_size, {tile}")
+    tile = side(config.vision_config.image_size)
+    require("max_image_size", square(files, "max_image_size", _TILE), tile, field="the tower's image_size")
     longest = size.get("longest_edge") if isinstance(size, Mapping) else None
     if not isinstance(longest, int) or not 1 <= longest <= _LARGEST:
         raise ValueError(f"size.longest_edge is {longest!r}, but must be from 1 to {_LARGEST}")
@@ -131,8 +129,8 @@ _CONNECTOR = in_model("connector.")
 _SHUFFLED = (whole_squares("pixel_shuffle_factor"),)
 
 _IDEFICS2 = RasterFamily(
-    model_type="idefics2",
-    title="Idefics 2",
+    "idefics2",
+    "Idefics 2",
     tower=stock("idefics2.Idefics2VisionTransformer", in_model("vision_model.")),
     beside={"connector": part("idefics2.Idefics2Connector", _CONNECTOR)},
     forward=Idefics2Tower,
@@ -142,18 +140,18 @@ _IDEFICS2 = RasterFamily(
 )
 
 _IDEFICS3 = TileFamily(
-    model_type="idefics3",
-    title="Idefics 3, SmolVLM",
+    "idefics3",
+    "Idefics 3, SmolVLM",
     tower=stock("idefics3.Idefics3VisionTransformer", in_model("vision_model.")),
     beside=projector("idefics3.Idefics3Connector", _CONNECTOR),
     encoder=Idefics3,
     processor=images(_images),
 )
 
-_SMOLVLM = replace(
+_SMOLVLM = variant(
     _IDEFICS3,
-    model_type="smolvlm",
-    title="SmolVLM2",
+    "smolvlm",
+    "SmolVLM2",
     video_processor="SmolVLM",
     tower=stock("smolvlm.SmolVLMVisionTransformer", in_model("vision_model.")),
     beside=projector("smolvlm.SmolVLMConnector", _CONNECTOR),
@@ -161,20 +159,20 @@ _SMOLVLM = replace(
     videos=Accepts.PICTURES,
 )
 
-_MODERNVBERT = replace(
+_MODERNVBERT = variant(
     _IDEFICS3,
-    model_type="modernvbert",
-    title="ModernVBERT",
+    "modernvbert",
+    "ModernVBERT",
     tower=siglip("vision_model."),
     beside=projector("modernvbert.ModernVBertConnector", _CONNECTOR, served=_SHUFFLED),
     encoder=partial(ProjectedTiles, merged_by="pixel_shuffle_factor"),
     transformers="5.23.0",
 )
 
-_ULTRAVBERT = replace(
+_ULTRAVBERT = variant(
     _MODERNVBERT,
-    model_type="ultravbert",
-    title="UltraVBERT",
+    "ultravbert",
+    "UltraVBERT",
     beside=projector("ultravbert.UltraVBertConnector", _CONNECTOR, served=_SHUFFLED),
     # The processor shrinks an image until it has few enough tiles.
     processor=images(lambda image, _: unsized(image, HALF, LANCZOS)),
@@ -186,6 +184,6 @@ ROWS = (
     _IDEFICS3,
     _SMOLVLM,
     _MODERNVBERT,
-    _MODERNVBERT.nested("vlm.", model_type="colmodernvbert", title="ColModernVBERT", within="vlm_config"),
+    _MODERNVBERT.nested("vlm.", "colmodernvbert", "ColModernVBERT", within="vlm_config"),
     _ULTRAVBERT,
 )

@@ -15,15 +15,15 @@ from transformers.models.internvl.modeling_internvl import InternVLMultiModalPro
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config, changed, dtype_of, new_config, usual_fields
+from vitwire_server.towers.configs import Config, changed, dtype_of, new_config, require, usual_fields
 from vitwire_server.towers.family import Accepts, in_model, stripped
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.layouts.tiles import TileFamily, side
 from vitwire_server.towers.processors.settings import BICUBIC, HALF, IMAGENET, ProcessorFiles, images, whole
 from vitwire_server.towers.processors.tiles import fits_tower, nearest_ratio, stretched, tiled
-from vitwire_server.towers.served import Served
+from vitwire_server.towers.served import Served, one_of
 from vitwire_server.towers.shared.fused import unfused
-from vitwire_server.towers.shared.parts import part, projector, stock
+from vitwire_server.towers.shared.parts import part, projector, stock, variant
 from vitwire_server.towers.shared.pixel_shuffle import MLP1, SHUFFLED, shuffled, shuffles
 from vitwire_server.towers.shared.pooling import MEAN, class_token
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
@@ -52,7 +52,7 @@ _NAMES = (
 _RATIO = Served("downsample_ratio", shuffles, SHUFFLED)
 _PROJECTION = (
     _RATIO,
-    Served("vision_feature_select_strategy", lambda strategy, _: strategy == "default", "'default'"),
+    one_of("vision_feature_select_strategy", "default"),
 )
 
 
@@ -70,13 +70,10 @@ def _config(_: Path, settings: Mapping[str, Any]) -> Config:
 
     Raises ValueError over a generation that computes rows in another way.
     """
-    vision, language = dict(settings["vision_config"]), settings["llm_config"]
-    if settings.get("ps_version", "v2") != "v2":
-        raise ValueError(f"unsupported ps_version {settings['ps_version']!r}; supported: 'v2'")
-    if settings.get("force_image_size", vision["image_size"]) != vision["image_size"]:
-        raise ValueError(
-            f"force_image_size {settings['force_image_size']} differs from image_size {vision['image_size']}"
-        )
+    vision, language = settings["vision_config"], settings["llm_config"]
+    size = vision["image_size"]
+    require("ps_version", settings.get("ps_version", "v2"), "v2")
+    require("force_image_size", settings.get("force_image_size", size), size, field="vision_config.image_size")
     config = new_config(
         "internvl",
         vision_config=_intern_vit(vision),
@@ -92,15 +89,10 @@ def _config(_: Path, settings: Mapping[str, Any]) -> Config:
     return changed(config, {name: settings.get(name, default) for name, default in _DYNAMIC.items()})
 
 
-def _tower_config(_: Path, settings: Mapping[str, Any]) -> Config:
-    return new_config("internvl_vision", **_intern_vit(settings), dtype=dtype_of(settings))
-
-
 def _eagle_config(_: Path, settings: Mapping[str, Any]) -> Config:
     """Of a config.json with InternVL's fields around a SigLIP tower. Raises ValueError over another tower."""
-    vision = dict(settings["vision_config"])
-    if vision.get("model_type") != "siglip_vision_model":
-        raise ValueError(f"vision_config.model_type is {vision.get('model_type')!r}; supported: 'siglip_vision_model'")
+    vision = settings["vision_config"]
+    require("vision_config.model_type", vision.get("model_type"), "siglip_vision_model")
     config = siglip_config(
         {**vision, "image_size": settings.get("force_image_size") or vision["image_size"]},
         width=settings["text_config"]["hidden_size"],
@@ -165,17 +157,11 @@ def _eagle_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
 
 
 class Shuffled(ProjectedTiles):
-    """Pixel shuffle before the projector."""
+    """Pixel shuffle before the projector; a class token, which InternVL's tower puts first, is left out."""
 
     def rows(self, tiles: Tensor) -> Tensor:
-        return shuffled(super().rows(tiles), self.merge)
-
-
-class InternVL(ProjectedTiles):
-    """A ViT with a class token, which is left out, then pixel shuffle and the projector."""
-
-    def rows(self, tiles: Tensor) -> Tensor:
-        return shuffled(super().rows(tiles)[:, 1:], self.merge)
+        patches = self.tile.tokens * self.merge**2
+        return shuffled(super().rows(tiles)[:, -patches:], self.merge)
 
 
 class NvlmProjector(InternVLMultiModalProjector):
@@ -191,20 +177,20 @@ class NvlmProjector(InternVLMultiModalProjector):
 _unfused = unfused(".attn.qkv.", ".attention.{}_proj.")
 
 _INTERNVL = TileFamily(
-    model_type="internvl",
-    title="InternVL",
+    "internvl",
+    "InternVL",
     video_processor="InternVL",
     tower=stock("internvl.InternVLVisionModel", in_model("vision_tower.")),
     beside=projector("internvl.InternVLMultiModalProjector", served=_PROJECTION),
-    encoder=partial(InternVL, merged_by="downsample_ratio", layers="encoder.layer"),
+    encoder=partial(Shuffled, merged_by="downsample_ratio", layers="encoder.layer"),
     processor=_settings,
     videos=Accepts.PICTURES,
 )
 
-_CHAT = replace(
+_CHAT = variant(
     _INTERNVL,
-    model_type="internvl_chat",
-    title="InternVL 2, 2.5, 3 and 3.5",
+    "internvl_chat",
+    "InternVL 2, 2.5, 3 and 3.5",
     configuration=_config,
     tower=stock("internvl.InternVLVisionModel", stripped("vision_model."), renames=_NAMES, convert=_unfused),
     beside=projector("internvl.InternVLMultiModalProjector", MLP1, served=_PROJECTION),
@@ -213,10 +199,10 @@ _CHAT = replace(
 
 _STILL = replace(_CHAT, processor=images(_still_settings), videos=Accepts.NOTHING)
 
-_QIANFAN = replace(
+_QIANFAN = variant(
     _INTERNVL,
-    model_type="qianfan_ocr",
-    title="Qianfan-OCR",
+    "qianfan_ocr",
+    "Qianfan-OCR",
     tower=stock(
         "qianfan_ocr.QianfanOCRVisionModel",
         in_model("vision_tower.", "vision_model."),
@@ -228,15 +214,15 @@ _QIANFAN = replace(
         in_model("multi_modal_projector.") | MLP1,
         served=_PROJECTION,
     ),
-    encoder=partial(InternVL, merged_by="downsample_ratio", layers="layers"),
+    encoder=partial(Shuffled, merged_by="downsample_ratio", layers="layers"),
     processor=lambda files, config: {Modality.IMAGE: _settings(files, config)[Modality.IMAGE]},
     videos=Accepts.NOTHING,
     transformers="5.23.0",
 )
 
 _EAGLE2_5 = TileFamily(
-    model_type="eagle_2_5_vl",
-    title="Eagle 2.5",
+    "eagle_2_5_vl",
+    "Eagle 2.5",
     configuration=_eagle_config,
     tower=siglip("vision_model."),
     beside=projector("internvl.InternVLMultiModalProjector", MLP1, served=(_RATIO,)),
@@ -245,9 +231,9 @@ _EAGLE2_5 = TileFamily(
 )
 
 _INTERN_VIT = PlainFamily(
-    model_type="intern_vit_6b",
-    title="InternViT",
-    configuration=_tower_config,
+    "intern_vit_6b",
+    "InternViT",
+    configuration=lambda _, own: new_config("internvl_vision", **_intern_vit(own), dtype=dtype_of(own)),
     tower=part("internvl.InternVLVisionModel", stripped("vision_model.", ""), renames=_NAMES, convert=_unfused),
     encoder=PlainEncoder,
     layers="encoder.layer",
@@ -258,14 +244,14 @@ _INTERN_VIT = PlainFamily(
 ROWS = (
     _INTERNVL,
     _CHAT,
-    replace(
+    variant(
         _STILL,
-        model_type="NVLM_D",
-        title="NVLM-D",
+        "NVLM_D",
+        "NVLM-D",
         beside=projector(NvlmProjector, MLP1, served=_PROJECTION),
     ),
-    replace(_STILL, model_type="h2ovl_chat", title="H2OVL Mississippi", processor=images(_h2ovl_settings)),
-    replace(_STILL, model_type="skywork_chat", title="Skywork-R1V"),
+    variant(_STILL, "h2ovl_chat", "H2OVL Mississippi", processor=images(_h2ovl_settings)),
+    variant(_STILL, "skywork_chat", "Skywork-R1V"),
     _INTERN_VIT,
     _EAGLE2_5,
     _QIANFAN,

@@ -15,7 +15,7 @@ from vitwire_server.core.geometries import CanvasGeometry
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.tilings import Tiling, TilingRule
-from vitwire_server.towers.configs import Config, changed, dtype_of, new_config
+from vitwire_server.towers.configs import Config, changed, dtype_of, new_config, require
 from vitwire_server.towers.family import Accepts, Parts, Weights, in_model, of_transformers
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, Unit, UnitInput
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape
@@ -95,9 +95,7 @@ def _florence_config(folder: Path, settings: Mapping[str, Any]) -> Config:
 
 def _renamed(vision: Mapping[str, Any]) -> dict[str, Any]:
     """A tower's fields in Microsoft's config.json, by their names in transformers. Raises KeyError or ValueError."""
-    features = vision.get("image_feature_source", _FEATURES)
-    if features != _FEATURES:
-        raise ValueError(f"vision_config.image_feature_source is {features}, but must be {_FEATURES}")
+    require("vision_config.image_feature_source", vision.get("image_feature_source", _FEATURES), _FEATURES)
     return {
         **{name: vision[name] for name in _SAME},
         "embed_dim": vision["dim_embed"],
@@ -115,8 +113,8 @@ def _turned(weights: Weights, _: Config) -> Weights:
 
 
 _FLORENCE2 = TileFamily(
-    model_type="florence2",
-    title="Florence-2",
+    "florence2",
+    "Florence-2",
     configuration=_florence_config,
     tower=stock(
         "florence2.Florence2VisionBackbone",
@@ -247,8 +245,8 @@ def _whole_squares(size: int, vision: Config) -> bool:
 
 
 _PHI4 = TileFamily(
-    model_type="phi4_multimodal",
-    title="Phi-4 multimodal",
+    "phi4_multimodal",
+    "Phi-4 multimodal",
     tower=stock(
         "phi4_multimodal.Phi4MultimodalVisionModel",
         in_model("embed_tokens_extend.image_embed.img_processor."),
@@ -282,8 +280,7 @@ def _original_config(_: Path, settings: Mapping[str, Any]) -> Config:
     """
     embedding = (settings.get("embd_layer") or {}).get("image_embd_layer") or {}
     for name, value in _TRANSFORM.items():
-        if embedding.get(name, value) != value:
-            raise ValueError(f"embd_layer.image_embd_layer.{name} is {embedding[name]!r}, but must be {value!r}")
+        require(f"embd_layer.image_embd_layer.{name}", embedding.get(name, value), value)
     return new_config(
         "phi4_multimodal",
         hidden_size=settings["hidden_size"],

@@ -13,15 +13,15 @@ from transformers import vision_utils
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry
-from vitwire_server.towers.configs import Config, changed, dtype_of, usual_fields
+from vitwire_server.towers.configs import Config, changed, dtype_of, require, usual_fields
 from vitwire_server.towers.family import Accepts, Parts, in_model, stripped
 from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
 from vitwire_server.towers.metadata import Boundaries, Kind, Order, Rows, Sources
 from vitwire_server.towers.processors.settings import HALF, images, unsized
-from vitwire_server.towers.served import Served
+from vitwire_server.towers.served import Served, one_of
 from vitwire_server.towers.shared.learned import positioned
-from vitwire_server.towers.shared.parts import part, projector, stock
+from vitwire_server.towers.shared.parts import part, projector, stock, variant
 from vitwire_server.towers.shared.resampled import ResampledTower
 from vitwire_server.towers.shared.resampler import Resampler
 from vitwire_server.towers.shared.siglip import packed_layers, siglip, siglip_config
@@ -128,10 +128,8 @@ def _original_config(_: Path, settings: Mapping[str, Any], *, versions: Sequence
     Raises ValueError over a `version` other than these, whose tower takes positions in another way.
     """
     version = settings.get("version")
-    if version is None or float(version) not in versions:
-        known = ", ".join(map(str, versions))
-        raise ValueError(f"version is {version!r}, but must be one of {known}")
-    vision = dict(settings["vision_config"])
+    require("version", None if version is None else float(version), *versions)
+    vision = settings["vision_config"]
     dropped = int(bool(settings.get("drop_vision_last_layer")))
     config = siglip_config(
         {
@@ -153,9 +151,9 @@ _WINDOWS = (
     ),
 )
 _MERGER = (
-    Served("downsample_mode", lambda mode, _: mode in ("4x", _MERGED), "'4x' or '16x'"),
+    one_of("downsample_mode", "4x", _MERGED),
     Served("merge_kernel_size", _of_two, _SQUARES),
-    Served("merger_times", lambda times, _: times == 1, "1"),
+    one_of("merger_times", 1),
 )
 
 
@@ -177,8 +175,8 @@ def _row(model_type: str, title: str, name: str) -> RasterFamily:
 
 
 _MINICPMV = RasterFamily(
-    model_type="minicpmv",
-    title="MiniCPM-V 2.6, 4.0 and 4.5",
+    "minicpmv",
+    "MiniCPM-V 2.6, 4.0 and 4.5",
     configuration=partial(_original_config, versions=(2.6, 4.0, 4.5)),
     tower=siglip("vpm."),
     beside={
@@ -201,10 +199,10 @@ ROWS = (
     _row("minicpmv4_7", "MiniCPM-V 4.7", "MiniCPMV4_7"),
     _row("minicpm_ocr", "MiniCPM-OCR", "MiniCPMOcr"),
     _MINICPMV,
-    replace(
+    variant(
         _MINICPMV,
-        model_type="minicpmo",
-        title="MiniCPM-o 2.6 and 4.5",
+        "minicpmo",
+        "MiniCPM-o 2.6 and 4.5",
         configuration=partial(_original_config, versions=(2.6, 4.5)),
     ),
 )

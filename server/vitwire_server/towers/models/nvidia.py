@@ -218,9 +218,9 @@ _unfused = unfused(".attn.qkv.", ".attention.{}_proj.")
 
 ROWS = (
     PlainFamily(
-        model_type="radio",
+        "radio",
+        "C-RADIO 2 to 4",
         original="RADIOModel",
-        title="C-RADIO 2 to 4",
         configuration=_config,
         tower=part(
             "radio.RadioModel",
@@ -238,8 +238,8 @@ ROWS = (
         transformers="5.23.0",
     ),
     RasterFamily(
-        model_type="nemotron_h_omni",
-        title="Nemotron 3 Omni",
+        "nemotron_h_omni",
+        "Nemotron 3 Omni",
         tower=stock(
             "vitwire_server.towers.models.nemotron_tower:Radio",
             stripped("vision_model.radio_model.", "vision_model."),
@@ -269,8 +269,8 @@ ROWS = (
         transformers="5.23.0",
     ),
     PackedFamily(
-        model_type="cosmos3_edge",
-        title="Cosmos 3 Edge",
+        "cosmos3_edge",
+        "Cosmos 3 Edge",
         video_processor="Cosmos3Edge",
         tower=stock("cosmos3_edge.Cosmos3EdgeVisionModel", in_model("visual."), renames=_EDGE_NAMES),
         beside=projector("cosmos3_edge.Cosmos3EdgePatchMerger", in_model("projector.")),

@@ -1,4 +1,4 @@
-"""Qwen's vision towers, the Omni models' included (Alibaba), and models of other makers that have them."""
+"""Packed towers as transformers computes them: Qwen's (Alibaba), which other makers have too, GLM's and MiniMax's."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, new_config, require
 from vitwire_server.towers.family import Accepts, in_model, stripped
-from vitwire_server.towers.layouts.heads import Deepstack, Head, ProjectedTokens
+from vitwire_server.towers.layouts.heads import Deepstack, Head, Projected, ProjectedTokens
 from vitwire_server.towers.layouts.packed import AttentionSpan, Inputs, PackedFamily
 from vitwire_server.towers.processors.areas import AreaRule
 from vitwire_server.towers.served import Served
@@ -24,47 +24,40 @@ _WINDOWS = Served(
     lambda pixels, vision: pixels >= vision.patch_size * vision.spatial_merge_size,
     "at least the pixels of one token's side, patch_size * spatial_merge_size",
 )
-_HYPERCLOVA_TOWERS = ("qwen2_5_vl", "qwen2_5_vl_vision")
 _COSMOS = ("blocks.", "merger.", "patch_embed.", "pos_embed.", "deepstack_merger_list.")
 """Beginnings of the weights of Cosmos 3's tower, which checkpoints hold beside a generator's, without a prefix."""
 
 
 def _hyperclova_config(_: Path, settings: Mapping[str, Any]) -> Config:
-    """NAVER's config.json says `vlm`, and has the whole Qwen2.5-VL's name where the tower's belongs.
+    """NAVER's config.json says `vlm`, and has the whole Qwen2.5-VL's name for the tower's.
 
     Raises ValueError over another tower or projector.
     """
-    from transformers import HyperCLOVAXVisionV2Config  # noqa: PLC0415 - older releases lack it
-
-    tower, kind = settings["vision_config"].get("model_type"), settings.get("mm_projector_type", "linear")
-    if tower not in _HYPERCLOVA_TOWERS:
-        raise ValueError(f"vision_config.model_type is {tower!r}; supported: {', '.join(_HYPERCLOVA_TOWERS)}")
-    if kind != "linear":
-        raise ValueError(f"mm_projector_type is {kind!r}, but must be 'linear'")
-    config: Config = HyperCLOVAXVisionV2Config.from_dict(deepcopy(dict(settings)))
-    return config
+    require("vision_config.model_type", settings["vision_config"].get("model_type"), "qwen2_5_vl", "qwen2_5_vl_vision")
+    require("mm_projector_type", settings.get("mm_projector_type", "linear"), "linear")
+    return new_config("hyperclovax_vision_v2", **deepcopy(dict(settings)))
 
 
 _QWEN2_VL = PackedFamily(
-    model_type="qwen2_vl",
-    title="Qwen2-VL",
+    "qwen2_vl",
+    "Qwen2-VL",
     video_processor="Qwen2VL",
     tower=stock("qwen2_vl.Qwen2VisionTransformerPretrainedModel", _VISUAL),
     width="vision_config.hidden_size",
 )
 
-_QWEN2_5_VL = PackedFamily(
-    model_type="qwen2_5_vl",
-    title="Qwen2.5-VL",
-    video_processor="Qwen2VL",
+_QWEN2_5_VL = variant(
+    _QWEN2_VL,
+    "qwen2_5_vl",
+    "Qwen2.5-VL",
     tower=stock("qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel", _VISUAL, served=(_WINDOWS,)),
     width=_OUT,
     span=AttentionSpan.WINDOWS,
 )
 
 _QWEN3_VL = PackedFamily(
-    model_type="qwen3_vl",
-    title="Qwen3-VL",
+    "qwen3_vl",
+    "Qwen3-VL",
     video_processor="Qwen3VL",
     tower=stock("qwen3_vl.Qwen3VLVisionModel", _VISUAL),
     width=_OUT,
@@ -114,6 +107,20 @@ _HYPERCLOVA = variant(
     transformers="5.23.0",
 )
 
+_GLM4V = PackedFamily(
+    "glm4v",
+    "GLM-4.1V",
+    video_processor="Glm4v",
+    tower=stock("glm4v.Glm4vVisionModel", _VISUAL),
+    width=_OUT,
+    inputs=Inputs(grids=True),
+    image_areas=AreaRule(spans_frames=True),
+    video_areas=AreaRule(pixels=(128 * 28 * 28, 768 * 28 * 28), spans_frames=True),
+)
+
+_GLM_OCR = variant(_GLM4V, "glm_ocr", "GLM-OCR", "glm_ocr.GlmOcrVisionModel", inputs=Inputs(), video_processor="Glm46V")
+_PIXELS: dict[str, Any] = {"images": Accepts.PIXELS, "videos": Accepts.PIXELS, "transformers": "5.23.0"}
+
 ROWS = (
     _QWEN2_VL,
     _QWEN2_5_VL,
@@ -143,10 +150,39 @@ ROWS = (
         _QWEN3_VL,
         "cosmos3_omni",
         "Cosmos 3 (reasoner)",
-        tower=replace(_QWEN3_VL.tower, prefixes={**_QWEN3_VL.tower.prefixes, **{name: name for name in _COSMOS}}),
+        tower=replace(_QWEN3_VL.tower, prefixes={**_VISUAL, **{name: name for name in _COSMOS}}),
         transformers="5.23.0",
     ),
     variant(
         _QWEN3_VL, "cohere_compass", "Cohere Compass", "cohere_compass.CohereCompassVisionModel", transformers="5.23.0"
+    ),
+    _GLM4V,
+    variant(_GLM4V, "glm46v", "GLM-4.6V", video_processor="Glm46V"),
+    variant(_GLM4V, "glm4v_moe", "GLM-4.5V, GLM-4.6V MoE", "glm4v_moe.Glm4vMoeVisionModel"),
+    _GLM_OCR,
+    variant(_GLM4V, "glmga", "GLM-GA", **_PIXELS),
+    variant(_GLM_OCR, "glm5_next", "GLM-5.3 Flash", "glm5_next.Glm5NextVisionModel", **_PIXELS),
+    PackedFamily(
+        "minimax_m3_vl",
+        "MiniMax M3-VL",
+        tower=stock(
+            "minimax_m3_vl.MiniMaxM3VLVisionModel",
+            in_model("vision_tower."),
+            renames=(
+                (r"^vision_model\.embeddings\.patch_embedding\.", "embeddings.proj."),
+                (r"^vision_model\.(encoder\.)?", ""),
+            ),
+        ),
+        beside=projector(
+            "minimax_m3_vl.MiniMaxM3VLMultiModalProjector",
+            in_model("multi_modal_projector.") | {"patch_merge_mlp.": "merge_"},
+        ),
+        head=Projected,
+        layers="layers",
+        span=AttentionSpan.CLIP,
+        inputs=Inputs(frame_positions=True),
+        videos=Accepts.PIXELS,
+        image_areas=AreaRule(pixels=(4 * 28 * 28, 451584)),
+        transformers="5.23.0",
     ),
 )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed
-from vitwire_server.towers.family import Parts, of_transformers, stripped
+from vitwire_server.towers.family import Parts, in_model, of_transformers, stripped
 from vitwire_server.towers.layouts.crops import CropEncoder
 from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, heads_of
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, images, whole
@@ -149,14 +149,13 @@ _SEPARATOR = part(
 """The row behind every image."""
 
 _DEEPSEEK_OCR2 = TileFamily(
-    model_type="deepseek_ocr2",
-    title="DeepSeek-OCR-2",
+    "deepseek_ocr2",
+    "DeepSeek-OCR-2",
     configuration=partial(_config, crop=768),
     tower=stock(
         "deepseek_ocr2.DeepseekOcr2VisionModel",
         {
-            "model.vision_tower.": "",
-            "vision_tower.": "",
+            **in_model("vision_tower."),
             "model.sam_model.": "sam_encoder.",
             "model.qwen2_model.model.model.": "vision_encoder.",
             "model.qwen2_model.query_": "query_",
@@ -177,14 +176,13 @@ _DEEPSEEK_OCR2 = TileFamily(
 )
 
 _UNLIMITED_OCR = TileFamily(
-    model_type="unlimited_ocr",
-    title="Unlimited-OCR",
+    "unlimited_ocr",
+    "Unlimited-OCR",
     configuration=partial(_config, crop=640),
     tower=stock(
         "unlimited_ocr.UnlimitedOcrVisionModel",
         {
-            "model.vision_tower.": "",
-            "vision_tower.": "",
+            **in_model("vision_tower."),
             "model.sam_model.": "sam_encoder.",
             "sam_model.": "sam_encoder.",
             "model.vision_model.": "vision_encoder.",

@@ -50,10 +50,6 @@ def _step3_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     return tiled(image, tiling, CLIP, BILINEAR)
 
 
-def _got_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
-    return tiled(image, nearest_ratio(image, side(config.vision_config.image_size), cuts=False), CLIP)
-
-
 def _resampled(table: Tensor, side: int) -> Tensor:
     """Learned positions `(own * own, C)` of a square grid for one of `side * side`: `(1, side * side, C)`."""
     own = round(len(table) ** 0.5)
@@ -121,8 +117,8 @@ class GotOcr2(ProjectedTiles):
 
 
 _STEP3P7 = TileFamily(
-    model_type="step3p7",
-    title="Step-3.7",
+    "step3p7",
+    "Step-3.7",
     configuration=_step3_config,
     tower=stock("step3p7.Step3p7VisionModel", in_model("vision_model.")),
     beside=projector(
@@ -138,17 +134,19 @@ _STEP3P7 = TileFamily(
     processor=images(_step3_settings),
 )
 
-_GOT_OCR2 = TileFamily(
-    model_type="got_ocr2",
-    title="GOT-OCR 2",
-    tower=stock("got_ocr2.GotOcr2VisionEncoder", in_model("vision_tower.")),
-    beside=projector("got_ocr2.GotOcr2MultiModalProjector"),
-    encoder=GotOcr2,
-    processor=images(_got_settings),
-)
-
 ROWS = (
     _STEP3P7,
     *(replace(_STEP3P7, model_type=name, title="Step3-VL") for name in ("step3_vl", "step_robotics")),
-    _GOT_OCR2,
+    TileFamily(
+        "got_ocr2",
+        "GOT-OCR 2",
+        tower=stock("got_ocr2.GotOcr2VisionEncoder", in_model("vision_tower.")),
+        beside=projector("got_ocr2.GotOcr2MultiModalProjector"),
+        encoder=GotOcr2,
+        processor=images(
+            lambda image, config: tiled(
+                image, nearest_ratio(image, side(config.vision_config.image_size), cuts=False), CLIP
+            )
+        ),
+    ),
 )

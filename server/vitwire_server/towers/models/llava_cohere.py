@@ -1,7 +1,8 @@
-"""LLaVA 1.5, ViP-LLaVA, LLaVA-NeXT, LLaVA-NeXT-Video and LLaVA-OneVision, with CLIP's tower or SigLIP's."""
+"""LLaVA 1.5, ViP-LLaVA, LLaVA-NeXT, LLaVA-NeXT-Video, LLaVA-OneVision; Aya Vision and Command A Vision (Cohere)."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from math import isqrt
 from typing import Any
 
@@ -15,21 +16,21 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, require
 from vitwire_server.towers.family import Accepts, Parts
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, Unit, UnitInput
 from vitwire_server.towers.layouts.tiles import TileFamily
-from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles, images, square
+from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles, images, square, whole
 from vitwire_server.towers.processors.single import tile_of
-from vitwire_server.towers.processors.tiles import fits_tower, stretched, tiled
-from vitwire_server.towers.served import Served
+from vitwire_server.towers.processors.tiles import fits_tower, nearest_ratio, stretched, tiled
+from vitwire_server.towers.served import one_of
 from vitwire_server.towers.shared.clip import clip
-from vitwire_server.towers.shared.parts import projector
+from vitwire_server.towers.shared.parts import projector, variant
 from vitwire_server.towers.shared.projected import ProjectedLayers
+from vitwire_server.towers.shared.projected_tiles import ProjectedTiles, whole_squares
 from vitwire_server.towers.shared.siglip import siglip
 
-_POOLED = Served("spatial_pool_mode", lambda mode, _: mode in ("average", "max"), "'average' or 'max'")
-"""Without weights of its own."""
+_FACTOR = (whole_squares("downsample_factor"),)
 
 
 def _settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
@@ -61,8 +62,7 @@ def _best_fit(image: Mapping[str, Any], config: Config) -> Tiling:
 def _next_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     """Raises ValueError over tiles of another size than the tower takes."""
     side = config.vision_config.image_size
-    if (cut := square(image, "crop_size", side)) != side:
-        raise ValueError(f"crop_size must be image_size, {side}, but is {cut}")
+    require("crop_size", square(image, "crop_size", side), side, field="image_size")
     return tiled(image, _best_fit(image, config), CLIP)
 
 
@@ -80,6 +80,14 @@ def _video_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Pre
     return {Modality.IMAGE: pictures, Modality.VIDEO: frames}
 
 
+def _command_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
+    tile = (config.vision_config.image_size,) * 2
+    fits_tower(image, tile[0])
+    most = whole(image, "max_patches", 12) if image.get("crop_to_patches", True) else 1
+    tiling = Tiling(TilingRule.LEAST_SCALING, tile, overview=Overview.LAST, max_tiles=most)
+    return tiled(image, tiling, CLIP)
+
+
 class LlavaNextVideo(ProjectedLayers, AssembledEncoder):
     """Every tile is projected twice, as it is and pooled: images are made of the former rows, clips of the latter."""
 
@@ -87,10 +95,10 @@ class LlavaNextVideo(ProjectedLayers, AssembledEncoder):
         super().__init__(parts, config)
         self._pool = LlavaNextVideoPooler(config)
         tokens, longest = self.tile.tokens, (self.tile.height // self.patch) ** 2
-        self._frame = (isqrt(tokens) // config.spatial_pool_stride) ** 2
-        self.unit = Unit(1, tokens, tokens + self._frame, longest)
+        pooled = (isqrt(tokens) // config.spatial_pool_stride) ** 2
+        self.unit = Unit(1, tokens, tokens + pooled, longest)
         self.inputs: Mapping[str, UnitInput] = {}
-        self.footprints = PooledFrameFootprints(tokens, self._frame, longest)
+        self.footprints = PooledFrameFootprints(tokens, pooled, longest)
 
     @property
     def geometry(self) -> PooledFrameGeometry:
@@ -112,18 +120,18 @@ class LlavaNextVideo(ProjectedLayers, AssembledEncoder):
 
 
 _LLAVA = TileFamily(
-    model_type="llava",
-    title="LLaVA 1.5",
+    "llava",
+    "LLaVA 1.5",
     tower=clip("vision_tower."),
     beside=projector("llava.LlavaMultiModalProjector"),
     encoder=ProjectedLayers,
     processor=images(_settings),
 )
 
-_LLAVA_NEXT = replace(
+_LLAVA_NEXT = variant(
     _LLAVA,
-    model_type="llava_next",
-    title="LLaVA-NeXT",
+    "llava_next",
+    "LLaVA-NeXT",
     beside=projector("llava_next.LlavaNextMultiModalProjector"),
     processor=images(_next_settings),
 )
@@ -133,19 +141,19 @@ _SIGLIP: dict[str, Any] = {"tower_type": "siglip_vision_model", "tower": siglip(
 ROWS = (
     _LLAVA,
     replace(_LLAVA, title="LLaVA with SigLIP", **_SIGLIP),
-    replace(
+    variant(
         _LLAVA,
-        model_type="vipllava",
-        title="ViP-LLaVA",
+        "vipllava",
+        "ViP-LLaVA",
         beside=projector("vipllava.VipLlavaMultiModalProjector"),
         transformers="5.23.0",
     ),
     _LLAVA_NEXT,
     replace(_LLAVA_NEXT, title="LLaVA-NeXT with SigLIP, Granite Vision", **_SIGLIP),
-    replace(
+    variant(
         _LLAVA,
-        model_type="llava_onevision",
-        title="LLaVA-OneVision",
+        "llava_onevision",
+        "LLaVA-OneVision",
         video_processor="LlavaOnevision",
         tower=siglip("vision_tower."),
         beside=projector("llava_onevision.LlavaOnevisionMultiModalProjector"),
@@ -153,13 +161,34 @@ ROWS = (
         videos=Accepts.PICTURES,
     ),
     TileFamily(
-        model_type="llava_next_video",
-        title="LLaVA-NeXT-Video",
+        "llava_next_video",
+        "LLaVA-NeXT-Video",
         video_processor="LlavaNextVideo",
         tower=clip("vision_tower."),
-        beside=projector("llava_next_video.LlavaNextVideoMultiModalProjector", served=(_POOLED,)),
+        beside=projector(
+            "llava_next_video.LlavaNextVideoMultiModalProjector",
+            served=(one_of("spatial_pool_mode", "average", "max"),),
+        ),
         encoder=LlavaNextVideo,
         processor=_video_settings,
         videos=Accepts.PICTURES,
+    ),
+    TileFamily(
+        "aya_vision",
+        "Aya Vision",
+        tower=siglip("vision_tower."),
+        beside=projector("aya_vision.AyaVisionMultiModalProjector", served=_FACTOR),
+        encoder=ProjectedLayers,
+        processor=images(
+            lambda image, config: tiled(image, nearest_ratio(image, config.vision_config.image_size, cuts=True), CLIP)
+        ),
+    ),
+    TileFamily(
+        "cohere2_vision",
+        "Command A Vision",
+        tower=siglip("vision_tower."),
+        beside=projector("cohere2_vision.Cohere2VisionMultiModalProjector", served=_FACTOR),
+        encoder=partial(ProjectedTiles, merged_by="downsample_factor"),
+        processor=images(_command_settings),
     ),
 )

@@ -1,9 +1,8 @@
-"""Gemma 3, Gemma 4 and PaliGemma (Google), and models of other kinds that have their towers."""
+"""Gemma 3, Gemma 4 and PaliGemma (Google), models of other kinds that have their towers; Hunyuan-VL (Tencent)."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from math import isqrt
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,20 +13,42 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry, Preprocessing, Resizing
 from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Accepts, Parts, in_model, of_transformers
+from vitwire_server.towers.family import Accepts, Parts, in_model
 from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
 from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.metadata import Kind, Rows, Sources
-from vitwire_server.towers.processors.settings import BILINEAR, HALF, IDENTITY, ProcessorFiles, bounded_above, images
+from vitwire_server.towers.processors.settings import (
+    BICUBIC,
+    BILINEAR,
+    CLIP,
+    HALF,
+    IDENTITY,
+    ProcessorFiles,
+    bounded,
+    bounded_above,
+    images,
+)
 from vitwire_server.towers.processors.single import tile_of
 from vitwire_server.towers.processors.tiles import tiled
-from vitwire_server.towers.served import Served
+from vitwire_server.towers.served import Served, one_of
+from vitwire_server.towers.shared.learned import TAPPED, bilinear
 from vitwire_server.towers.shared.parts import projector, stock, variant
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
 from vitwire_server.towers.shared.siglip import siglip
 
 _GEMMA4_TOKENS = {Modality.IMAGE: 280, Modality.VIDEO: 70}
+_HUNYUAN_AREAS = (512 * 512, 2048 * 2048)
+_POOLS = Served(
+    "mm_tokens_per_image",
+    lambda tokens, config: _pools(tokens, config.vision_config),
+    "a square whose root divides image_size / patch_size",
+)
+_UNGROUPED = Served(
+    "num_key_value_heads",
+    lambda heads, vision: heads == vision.num_attention_heads,
+    "num_attention_heads: grouped queries are unsupported",
+)
 
 
 def _gemma4_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
@@ -45,9 +66,17 @@ def _gemma3_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     return tiled(image, Tiling(TilingRule.STRETCH, (config.vision_config.image_size,) * 2), HALF, BILINEAR)
 
 
-def _pools(tokens: int, config: Config) -> bool:
+def _hunyuan_settings(image: Mapping[str, Any], _: Config) -> Preprocessing:
+    """Its processor resizes bicubically, whatever its files say."""
+    size = image.get("size") or {}
+    smallest = int(image.get("min_pixels") or size.get("shortest_edge", _HUNYUAN_AREAS[0]))
+    largest = int(image.get("max_pixels") or size.get("longest_edge", _HUNYUAN_AREAS[1]))
+    return bounded({**image, "resample": BICUBIC}, (smallest, largest), CLIP)
+
+
+def _pools(tokens: int, vision: Config) -> bool:
     """Whether pooling squares of patches leaves so many tokens."""
-    patches, side = config.vision_config.image_size // config.vision_config.patch_size, isqrt(tokens)
+    patches, side = vision.image_size // vision.patch_size, isqrt(tokens)
     return side**2 == tokens and patches // (patches // side) == side
 
 
@@ -64,11 +93,6 @@ class Gemma3(ProjectedTiles):
 class Gemma4Tower(RasterTower):
     """Learned and rotary positions by column and row; tokens are means of squares of patches."""
 
-    def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
-        super().__init__(family, parts, config)
-        self._no_padding = torch.zeros(1, 1, dtype=torch.bool, device=self.device)
-        """The stock tower sees no padding: rows that pad a budget are left out afterwards."""
-
     def _geometry(self, config: Config) -> Geometry:
         own = super()._geometry(config)
         return replace(own, longest_side=self.model.config.position_embedding_size // own.merge * own.merge)
@@ -76,17 +100,14 @@ class Gemma4Tower(RasterTower):
     def _inputs(self) -> dict[str, Kind]:
         return {"positions": Rows((2,), torch.int64), "squares": Sources(self.geometry.merge**2)}
 
-    def to(self, device: torch.device | str) -> None:
-        super().to(device)
-        self._no_padding = self._no_padding.to(device)
-
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
         squares = neighbours(grid, self.geometry.merge)
         return {**super()._compute(grid), "positions": places(grid).flip(1), "squares": squares}
 
     def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
+        """The stock tower sees no padding: rows that pad a budget are left out afterwards."""
         model, positions = self.model, tensors["positions"].unsqueeze(0)
-        states = model.patch_embedder(pixels.unsqueeze(0), positions, self._no_padding)
+        states = model.patch_embedder(pixels.unsqueeze(0), positions, positions.new_zeros((1, 1), dtype=torch.bool))
         rotary = model.encoder.rotary_emb(states, positions)
         for layer in model.encoder.layers:
             states = layer(states, position_embeddings=rotary, position_ids=positions, **attended)
@@ -102,13 +123,40 @@ class Gemma4Tower(RasterTower):
         return rows.to(states.dtype)
 
 
-def _gemma4_config(folder: Path, settings: Mapping[str, Any]) -> Config:
-    """Raises ValueError over grouped queries."""
-    config = of_transformers(folder, settings)
-    vision = config.vision_config
-    if vision.num_key_value_heads != vision.num_attention_heads:
-        raise ValueError("unsupported grouped queries: num_key_value_heads differs from num_attention_heads")
-    return config
+class HunyuanTower(RasterTower):
+    """Learned positions, resampled to each grid; squares of patches become tokens.
+
+    The rows that the model's own merger puts before, between and behind the lines of an image are left out.
+    """
+
+    def _inputs(self) -> dict[str, Kind]:
+        return {**TAPPED, "neighbours": Sources(self.geometry.merge**2)}
+
+    def _compute(self, grid: Grid) -> dict[str, Tensor]:
+        indices, weights = bilinear(grid.h, grid.w, self.model.embeddings.position_edge)
+        return {
+            **super()._compute(grid),
+            "interp_indices": indices + 1,  # before the patches' positions is one of a class token that no image has
+            "interp_weights": weights,
+            "neighbours": neighbours(grid, self.geometry.merge),
+        }
+
+    def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
+        model, embeddings, side = self.model, self.model.embeddings, self.geometry.patch
+        patches = embeddings.patch_embedding(pixels.view(len(pixels), -1, side, side)).flatten(1)
+        taken = embeddings.position_embedding(tensors["interp_indices"]).float()
+        learned = (taken * tensors["interp_weights"][:, :, None]).sum(1)
+        states = (patches + learned.to(patches.dtype)).unsqueeze(0)
+        boundaries, longest = tensors["cu_seqlens"], attended["max_length_q"]
+        for layer in model.layers:
+            states = layer(states, attention_mask=None, cu_seqlens=boundaries, max_seqlen=longest)
+        return self._merged(states[0], tensors["neighbours"])
+
+    def _merged(self, states: Tensor, neighbours: Tensor) -> Tensor:
+        merger, side = self.model.patch_merger, self.geometry.merge
+        squares = merger.before_rms(states)[neighbours].transpose(1, 2).unflatten(2, (side, side))
+        tokens = merger.proj_out(merger.proj_act(merger.proj_conv(squares))).flatten(1)
+        return merger.after_rms(merger.mlp(tokens))  # type: ignore[no-any-return]
 
 
 _IMAGES_ALONE: dict[str, Any] = {
@@ -118,11 +166,10 @@ _IMAGES_ALONE: dict[str, Any] = {
 }
 
 _GEMMA4 = RasterFamily(
-    model_type="gemma4",
-    title="Gemma 4",
+    "gemma4",
+    "Gemma 4",
     video_processor="Gemma4",
-    configuration=_gemma4_config,
-    tower=stock("gemma4.Gemma4VisionModel", in_model("vision_tower.")),
+    tower=stock("gemma4.Gemma4VisionModel", in_model("vision_tower."), served=(_UNGROUPED,)),
     beside=projector(
         "gemma4.Gemma4MultimodalEmbedder",
         in_model("embed_vision."),
@@ -135,12 +182,11 @@ _GEMMA4 = RasterFamily(
     videos=Accepts.PICTURES,
 )
 
-_POOLS = (Served("mm_tokens_per_image", _pools, "a square whose root divides image_size / patch_size"),)
 _GEMMA3 = TileFamily(
-    model_type="gemma3",
-    title="Gemma 3",
+    "gemma3",
+    "Gemma 3",
     tower=siglip("vision_tower."),
-    beside=projector("gemma3.Gemma3MultiModalProjector", served=_POOLS),
+    beside=projector("gemma3.Gemma3MultiModalProjector", served=(_POOLS,)),
     encoder=Gemma3,
     processor=images(_gemma3_settings),
 )
@@ -149,12 +195,12 @@ _T5GEMMA2_ENCODER = variant(
     _GEMMA3,
     "t5gemma2_encoder",
     "T5Gemma 2 (encoder alone)",
-    beside=projector("t5gemma2.T5Gemma2MultiModalProjector", served=_POOLS),
+    beside=projector("t5gemma2.T5Gemma2MultiModalProjector", served=(_POOLS,)),
 )
 
 _PALIGEMMA = TileFamily(
-    model_type="paligemma",
-    title="PaliGemma 1 and 2",
+    "paligemma",
+    "PaliGemma 1 and 2",
     tower=siglip("vision_tower."),
     beside=projector("paligemma.PaliGemmaMultiModalProjector"),
     encoder=ProjectedTiles,
@@ -173,9 +219,33 @@ ROWS = (
     ),
     variant(_GEMMA4, "embedding_gemma2", "EmbeddingGemma 2", **_IMAGES_ALONE),
     _GEMMA3,
-    _GEMMA3.nested("model.", model_type="shieldgemma2", title="ShieldGemma 2"),
-    _T5GEMMA2_ENCODER.nested("model.encoder.", model_type="t5gemma2", title="T5Gemma 2", within="encoder"),
+    _GEMMA3.nested("model.", "shieldgemma2", "ShieldGemma 2"),
+    _T5GEMMA2_ENCODER.nested("model.encoder.", "t5gemma2", "T5Gemma 2", within="encoder"),
     _T5GEMMA2_ENCODER,
     _PALIGEMMA,
-    _PALIGEMMA.nested("vlm.", model_type="colpali", title="ColPali", within="vlm_config"),
+    _PALIGEMMA.nested("vlm.", "colpali", "ColPali", within="vlm_config"),
+    RasterFamily(
+        "hunyuan_vl",
+        "HunyuanOCR",
+        tower=stock(
+            "hunyuan_vl.HunYuanVLVisionTransformer",
+            in_model("vision_tower.", "vit."),
+            renames=(
+                (r"\.mlp\.dense_h_to_4h\.", ".mlp.fc1."),
+                (r"\.mlp\.dense_4h_to_h\.", ".mlp.fc2."),
+                (r"\.input_layernorm\.", ".layer_norm1."),
+                (r"\.post_attention_layernorm\.", ".layer_norm2."),
+                (r"^perceive\.proj\.0\.", "patch_merger.proj_conv."),
+                (r"^perceive\.proj\.2\.", "patch_merger.proj_out."),
+                (r"^perceive\.", "patch_merger."),
+            ),
+            served=(one_of("interpolate_mode", "bilinear"),),
+        ),
+        width="vision_config.text_hidden_size",
+        forward=HunyuanTower,
+        merge="vision_config.spatial_merge_size",
+        layers="layers",
+        processor=images(_hunyuan_settings),
+        transformers="5.23.0",
+    ),
 )

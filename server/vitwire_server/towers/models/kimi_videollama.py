@@ -1,0 +1,269 @@
+"""Packed towers whose heads pool clips: Kimi K2.5 and Kimi-VL (Moonshot AI), VideoLLaMA 3 (Alibaba DAMO Academy)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitwire_server.core.grids import Grid
+from vitwire_server.core.models import Geometry
+from vitwire_server.towers.configs import Config, dtype_of, new_config, require
+from vitwire_server.towers.family import Accepts, Parts, Weights, in_model, of_transformers, stripped
+from vitwire_server.towers.files import CheckpointError, optional_json
+from vitwire_server.towers.layouts.heads import Head, Output, of_clips
+from vitwire_server.towers.layouts.packed import AttentionSpan, Inputs, PackedFamily, frame_of
+from vitwire_server.towers.layouts.patches import neighbours
+from vitwire_server.towers.metadata import Kind, Rows, Sources
+from vitwire_server.towers.processors.settings import ProcessorFiles
+from vitwire_server.towers.served import Served
+from vitwire_server.towers.shared.fused import rotary_halves, split_qkv
+from vitwire_server.towers.shared.parts import projector, stock, variant
+
+_FUSED = ".attn.wqkv."
+_SAME = (
+    "patch_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "merge_kernel_size",
+)
+"""Fields that Kimi-VL's tower has by the same names."""
+
+
+def _unfused(weights: Weights, config: Config) -> Weights:
+    """The published weights rotate neighbouring columns of a head, transformers those half a head apart."""
+
+    def turned(fused: Tensor) -> Tensor:
+        queries, keys, values = fused.chunk(3)
+        halves = [rotary_halves(each, config.num_attention_heads) for each in (queries, keys)]
+        return torch.cat([*halves, values])
+
+    halved = {name: turned(tensor) if _FUSED in name else tensor for name, tensor in weights.items()}
+    return split_qkv(halved, _FUSED, ".attn.{}_proj.")
+
+
+class FrameMeans(Head):
+    """Frames of a clip, at most those of a chunk, are averaged before the projector."""
+
+    pools_frames = True
+
+    def sizes(self, bare: Geometry) -> Geometry:
+        return of_clips(bare, most_frames=self._chunk, pooled=0)
+
+    @property
+    def _chunk(self) -> int:
+        return int(self.config.pos_emb_time)
+
+    def inputs(self) -> dict[str, Kind]:
+        return {
+            "frame_index": Rows((), torch.int64),
+            "patches": Sources(self._chunk * self.geometry.merge**2),
+            "shares": Rows((self._chunk,), torch.float32, per="tokens"),
+        }
+
+    def compute(self, grid: Grid) -> dict[str, Tensor]:
+        """Clips of fewer frames than a chunk repeat their first one with a share of 0."""
+        patches = neighbours(grid, self.geometry.merge).unflatten(0, (grid.t, -1)).transpose(0, 1)
+        lacking = patches[:, :1].expand(-1, self._chunk - grid.t, -1)
+        shares = torch.zeros(len(patches), self._chunk)
+        shares[:, : grid.t] = 1 / grid.t
+        return {
+            "frame_index": frame_of(grid) + int(grid.t > 1),
+            "patches": torch.cat([patches, lacking], dim=1).flatten(1),
+            "shares": shares,
+        }
+
+    def keywords(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tower's own pooling takes clips of one length only: it gets a single token, whose result is not used."""
+        return {"frame_index": tensors["frame_index"], "temporal_merge_index": tensors["patches"][:1, :, None]}
+
+    def rows(self, output: Output, tensors: Mapping[str, Tensor]) -> Tensor:
+        hidden = output.last_hidden_state
+        frames = tensors["patches"].unflatten(1, (self._chunk, -1)).unbind(1)
+        shares = tensors["shares"].unbind(1)
+        mean: Any = sum(hidden[frame] * share[:, None, None] for frame, share in zip(frames, shares, strict=True))
+        rows: Tensor = self.projector(mean.to(hidden.dtype)).squeeze(1)
+        return rows
+
+
+_OF_CLIPS = 2
+"""Root of the patches of a clip's token; an image's token is one patch."""
+_NOT_OF_TOWERS = ("model_type", "auto_map", "architectures", "transformers_version", "torch_dtype")
+"""Fields of the authors' configuration of the tower that say nothing about it."""
+
+
+class SquareMeans(Head):
+    """Tokens of clips are means of squares of patches, those of images single patches; then the projector.
+
+    The stock tower interpolates at the centre of each square, which is the mean of its four patches.
+    """
+
+    pools_clips = True
+
+    def __init__(self, parts: Parts, bare: Geometry) -> None:
+        super().__init__(parts, bare)
+        # The stock tower merges item by item, by numbers that it reads on the host.
+        parts["tower"].pixel_unshuffle = lambda states, *_: states
+
+    def sizes(self, bare: Geometry) -> Geometry:
+        return of_clips(bare, clip_merge=_OF_CLIPS)
+
+    def inputs(self) -> dict[str, Kind]:
+        return {"squares": Sources(_OF_CLIPS**2)}
+
+    def compute(self, grid: Grid) -> dict[str, Tensor]:
+        """An image's patch is all four of its own square."""
+        patches = torch.arange(grid.patches)
+        return {"squares": patches.view(-1, _OF_CLIPS**2) if grid.t > 1 else patches[:, None].repeat(1, _OF_CLIPS**2)}
+
+    def keywords(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tower asks for merge sizes, which only the step reads that is left out."""
+        return {"merge_sizes": tensors["squares"][:0, 0]}
+
+    def rows(self, output: Output, tensors: Mapping[str, Tensor]) -> Tensor:
+        patches = output.last_hidden_state
+        means = patches[tensors["squares"]].float().mean(dim=1).to(patches.dtype)
+        rows: Tensor = self.projector(means)
+        return rows
+
+
+def _kimi_vl_config(_: Path, settings: Mapping[str, Any]) -> Config:
+    """Of Kimi-VL, which transformers has no classes for: its tower is Kimi K2.5's, for single images.
+
+    Raises KeyError, TypeError or ValueError if config.json is not of a model that is supported.
+    """
+    own = settings["vision_config"]
+    side = own["init_pos_emb_height"]
+    require("vision_config.init_pos_emb_width", own["init_pos_emb_width"], side, field="init_pos_emb_height")
+    return new_config(
+        "kimi_k25",
+        vision_config={
+            **{name: own[name] for name in _SAME},
+            "pos_emb_height": side,
+            "pos_emb_width": side,
+            "pos_emb_time": 1,
+        },
+        text_config={"model_type": "deepseek_v3", "hidden_size": settings["text_config"]["hidden_size"]},
+        projection_hidden_size=own["hidden_size"],
+        dtype=dtype_of(settings),
+    )
+
+
+def _videollama_config(folder: Path, settings: Mapping[str, Any]) -> Config:
+    """Raises CheckpointError over processors that merge other squares of patches than the published ones do."""
+    files = ProcessorFiles.read(folder)
+    _check_merged(files.image_path, "merge_size", files.image, 1)
+    _check_merged(files.video_path, "merge_size", files.own_video, _OF_CLIPS)
+    return of_transformers(folder, settings)
+
+
+def _original_videollama_config(folder: Path, settings: Mapping[str, Any]) -> Config:
+    """Of the authors' own code, whose config.json has the fields of the language model at its top.
+
+    Raises KeyError, TypeError or ValueError if it is not of a model that is supported.
+    """
+    path = folder / "processor_config.json"
+    processor = optional_json(path)
+    _check_merged(path, "image_merge_size", processor, 1)
+    _check_merged(path, "video_merge_size", processor, _OF_CLIPS)
+    require("mm_projector_type", settings.get("mm_projector_type"), "mlp2x_gelu")
+    vision = settings["vision_encoder_config"]
+    return new_config(
+        "video_llama_3",
+        vision_config={key: value for key, value in vision.items() if key not in _NOT_OF_TOWERS},
+        text_config={"model_type": "qwen2", "hidden_size": settings["hidden_size"]},
+        dtype=dtype_of(settings),
+    )
+
+
+def _check_merged(path: Path, key: str, settings: Mapping[str, Any], merge: int) -> None:
+    found = settings.get(key)
+    if found not in (None, merge):
+        raise CheckpointError(f"{path}: {key} is {found!r}, but must be {merge}")
+
+
+_KIMI_K25 = PackedFamily(
+    "kimi_k25",
+    "Kimi K2.5, K2.6",
+    tower=stock(
+        "kimi_k25.Kimi_K25VisionModel",
+        in_model("vision_tower."),
+        renames=(
+            (r"^encoder\.blocks\.(\d+)\.mlp\.fc1\.", r"layers.\1.mlp.fc2."),
+            (r"^encoder\.blocks\.(\d+)\.mlp\.fc0\.", r"layers.\1.mlp.fc1."),
+            (r"^encoder\.blocks\.(\d+)\.norm1\.", r"layers.\1.norm2."),
+            (r"^encoder\.blocks\.(\d+)\.norm0\.", r"layers.\1.norm1."),
+            (r"^encoder\.blocks\.(\d+)\.wo\.", r"layers.\1.attn.proj."),
+            (r"^encoder\.blocks\.(\d+)\.wqkv\.", r"layers.\1.attn.wqkv."),
+            (r"^encoder\.", ""),
+            (r"^patch_embed\.pos_emb\.weight$", "patch_embed.pos_emb.position_embeddings"),
+        ),
+        ignored=("patch_embed.pos_emb.time_",),
+        convert=_unfused,
+        served=(
+            Served("merge_kernel_size", lambda sides, _: sides[0] == sides[1], "two equal sides"),
+            Served(
+                "pos_emb_width",
+                lambda width, vision: width == vision.pos_emb_height,
+                "equal to the height of the table of positions",
+            ),
+        ),
+    ),
+    beside=projector(
+        "kimi_k25.Kimi_K25MultimodalProjection",
+        in_model("mm_projector."),
+        renames=((r"^proj\.0\.", "in_proj."), (r"^proj\.2\.", "out_proj.")),
+    ),
+    head=FrameMeans,
+    layers="layers",
+    span=AttentionSpan.CLIP,
+    inputs=Inputs(
+        learned_positions="patch_embed.pos_emb",
+        raster=True,
+        shape=lambda rows, side: rows.view(len(rows), -1, side, side),
+    ),
+    images=Accepts.PIXELS,
+    videos=Accepts.PIXELS,
+)
+
+_KIMI_VL = variant(
+    _KIMI_K25,
+    "kimi_vl",
+    "Kimi-VL",
+    configuration=_kimi_vl_config,
+    beside=projector(
+        "kimi_k25.Kimi_K25MultimodalProjection",
+        stripped("multi_modal_projector."),
+        renames=((r"^linear_1\.", "in_proj."), (r"^linear_2\.", "out_proj.")),
+    ),
+    videos=Accepts.NOTHING,
+)
+
+_VIDEO_LLAMA_3 = PackedFamily(
+    "video_llama_3",
+    "VideoLLaMA 3",
+    configuration=_videollama_config,
+    tower=stock("video_llama_3.VideoLlama3VisionModel", in_model("vision_model.")),
+    beside=projector("video_llama_3.VideoLlama3Projector", in_model("projector.")),
+    head=SquareMeans,
+    layers="encoder.layers",
+    videos=Accepts.PIXELS,
+)
+
+ROWS = (
+    _KIMI_K25,
+    _KIMI_VL,
+    _VIDEO_LLAMA_3,
+    variant(
+        _VIDEO_LLAMA_3,
+        "videollama3_qwen2",
+        _VIDEO_LLAMA_3.title,
+        configuration=_original_videollama_config,
+        tower=stock("video_llama_3.VideoLlama3VisionModel", in_model("vision_encoder.")),
+        beside=projector("video_llama_3.VideoLlama3Projector", in_model("mm_projector.")),
+        images=Accepts.PIXELS,
+    ),
+)

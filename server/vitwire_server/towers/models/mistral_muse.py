@@ -1,0 +1,293 @@
+"""Pixtral and Mistral 3, models of other makers with their tower; Muse (Meta)."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import vision_utils
+
+from vitwire_server.core.budgets import Budget
+from vitwire_server.core.grids import Grid
+from vitwire_server.core.items import Modality
+from vitwire_server.core.models import Geometry, Preprocessing, Resizing
+from vitwire_server.towers.configs import Config, last_layer
+from vitwire_server.towers.family import Accepts, Parts, Weights, in_model, of_transformers
+from vitwire_server.towers.layouts.patches import most_windows, neighbours
+from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
+from vitwire_server.towers.metadata import Boundaries, Capacity, Kind, Order, Rows, Sources
+from vitwire_server.towers.processors.settings import (
+    CLIP,
+    HALF,
+    ProcessorFiles,
+    bounded_above,
+    images,
+    per_channel,
+    read_settings,
+    square,
+    unsized,
+)
+from vitwire_server.towers.served import one_of
+from vitwire_server.towers.shared.fused import rotary_halves
+from vitwire_server.towers.shared.learned import TAPPED
+from vitwire_server.towers.shared.parts import part, projector, stock, variant
+
+_ORIGINAL_NAMES = (
+    (r"\.attention\.w([vo])\.", r".attention.\1_proj."),
+    (r"\.feed_forward\.w1\.", ".feed_forward.gate_proj."),
+    (r"\.feed_forward\.w2\.", ".feed_forward.down_proj."),
+    (r"\.feed_forward\.w3\.", ".feed_forward.up_proj."),
+)
+"""Names of Mistral's own checkpoints, and transformers'."""
+_PAIRED = re.compile(r"\.attention\.w([qk])\.")
+
+
+def _mistral_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
+    longest = square(image)
+    factor = config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
+    if longest < factor:
+        raise ValueError(f"size {longest} is less than one token of {factor} pixels")
+    return bounded_above(image, longest**2, factor, Resizing.LONGEST_SIDE, CLIP)
+
+
+def _muse_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    frames = config.vision_config.patch_temporal
+
+    def of(own: Mapping[str, Any]) -> Preprocessing:
+        mean, std = (per_channel(own, key, HALF[0]) * frames for key in ("image_mean", "image_std"))
+        return unsized({**own, "image_mean": None, "image_std": None}, (mean, std))
+
+    return {Modality.IMAGE: of(files.image), Modality.VIDEO: of(files.video)}
+
+
+def _mistral_config(folder: Path, settings: Mapping[str, Any]) -> Config:
+    """Raises ValueError unless rows are those of the last layer."""
+    config = of_transformers(folder, settings)
+    last_layer(config)
+    return config
+
+
+def _from_original(weights: Weights, config: Config) -> Weights:
+    """Rotary pairs, which are neighbours in Mistral's checkpoints, as halves of a head."""
+    return {
+        _PAIRED.sub(r".attention.\1_proj.", name): rotary_halves(own, config.num_attention_heads)
+        if _PAIRED.search(name)
+        else own
+        for name, own in weights.items()
+    }
+
+
+class PixtralTower(RasterTower):
+    """Rotary positions by row and column; in Mistral 3, a learned merger of neighbours before the projector."""
+
+    def _inputs(self) -> dict[str, Kind]:
+        kinds: dict[str, Kind] = {"positions": Rows((2,), torch.int64)}
+        if self.geometry.merge > 1:
+            kinds["neighbours"] = Sources(self.geometry.merge**2)
+        return kinds
+
+    def _compute(self, grid: Grid) -> dict[str, Tensor]:
+        computed = {**super()._compute(grid), "positions": places(grid)}
+        if self.geometry.merge > 1:
+            computed["neighbours"] = neighbours(grid, self.geometry.merge)
+        return computed
+
+    def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
+        model, side = self.model, self.geometry.patch
+        patches = model.patch_conv(pixels.view(len(pixels), -1, side, side)).flatten(1)
+        states = model.ln_pre(patches.unsqueeze(0))
+        rotary = model.patch_positional_embedding(states, tensors["positions"])
+        states = model.transformer(
+            states, attention_mask=None, position_embeddings=rotary, **attended
+        ).last_hidden_state
+        if self.geometry.merge == 1:
+            return self._projector(states[0])  # type: ignore[no-any-return]
+        return self._merged(states[0], tensors["neighbours"])
+
+    def _merged(self, states: Tensor, neighbours: Tensor) -> Tensor:
+        """The columns of all patches of a token lie side by side."""
+        projector = self._projector
+        beside = projector.norm(states)[neighbours].transpose(1, 2).flatten(1)
+        hidden = projector.act(projector.linear_1(projector.patch_merger.merging_layer(beside)))
+        return projector.linear_2(hidden)  # type: ignore[no-any-return]
+
+
+class MuseTower(RasterTower):
+    """Patches are brought into the order of windows for all layers; some of these see the whole frame."""
+
+    swapped = False
+
+    def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
+        super().__init__(family, parts, config)
+        self._adapter, self._projection = parts["adapter"], parts["projector"]
+        self._eps: float = config.text_config.rms_norm_eps
+        self._side: int = self.model.window_size // self.model.patch_size
+        self._full = [kind == "full_attention" for kind in self.model.config.layer_types]
+
+    def _geometry(self, config: Config) -> Geometry:
+        """Columns of a patch are `(T, C, p, p)`, so frames count as channels."""
+        return replace(super()._geometry(config), channels=3 * config.vision_config.patch_temporal)
+
+    def capacity(self, budget: Budget) -> Capacity:
+        own = super().capacity(budget)
+        return replace(own, windows=most_windows(own.patches, budget.max_segments, self._side))
+
+    def exact(self, grids: Sequence[Grid]) -> Capacity:
+        windows = sum(len(self._measure(grid)["cu_window_seqlens"]) for grid in grids)
+        return replace(super().exact(grids), windows=windows)
+
+    def _inputs(self) -> dict[str, Kind]:
+        window = self._side**2
+        return {
+            "positions": Rows((2,), torch.int64),
+            **TAPPED,
+            "window_index": Order(per_patch=True),
+            "cu_window_seqlens": Boundaries(slots=lambda c: c.windows, longest=lambda _: window),
+            "neighbours": Sources(self.geometry.merge**2),
+        }
+
+    def _compute(self, grid: Grid) -> dict[str, Tensor]:
+        """Neighbours are numbered in the order of windows."""
+        embedder = self.model.patch_embedder
+        sides = (grid.w, grid.h) if self.swapped else (grid.h, grid.w)
+        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+            torch.tensor([(1, *sides)]),
+            num_grid_per_side=embedder.num_grid_per_side,
+            mode=embedder.interpolation_mode,
+            align_corners=embedder.interpolation_align_corners,
+            spatial_merge_size=1,
+            padding=embedder.interpolation_padding,
+        )
+        order, ends = vision_utils.get_vision_window_index(
+            torch.tensor([grid]), spatial_merge_size=1, window_size=self._side, patch_size=1
+        )
+        return {
+            **super()._compute(grid),
+            "positions": places(grid)[order].flip(-1) + 1,
+            "interp_indices": indices.repeat(grid.t, 1),
+            "interp_weights": weights.repeat(grid.t, 1),
+            "window_index": order,
+            "cu_window_seqlens": ends[1:].int(),
+            "neighbours": torch.argsort(order)[neighbours(grid, self.geometry.merge)],
+        }
+
+    def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
+        model, embedder = self.model, self.model.patch_embedder
+        learned = embedder.position_embedding_table(tensors["interp_indices"]) * tensors["interp_weights"][:, :, None]
+        states = embedder.patch_embedding(pixels)
+        states = model.ln_pre(states + learned.sum(1).to(states.dtype))[tensors["window_index"]]
+        rotary = model.rotary_emb(states, tensors["positions"])
+        windows, frames = (
+            (tensors["cu_window_seqlens"], self._side**2),
+            (tensors["cu_seqlens"], attended["max_length_q"]),
+        )
+        for layer, full in zip(model.layers, self._full, strict=True):
+            boundaries, longest = frames if full else windows
+            states = layer(states, position_embeddings=rotary, cu_seqlens=boundaries, max_seqlen=longest)
+        beside = model.ln_post(states)[tensors["neighbours"]].transpose(1, 2).flatten(1)
+        rows: Tensor = self._projection(self._adapter(beside))
+        return functional.rms_norm(rows.float(), rows.shape[-1:], eps=self._eps).to(rows.dtype)
+
+
+class MuseSparkTower(MuseTower):
+    """The patch at (row, column) has the learned position of (column, row)."""
+
+    swapped = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuseFamily(RasterFamily):
+    """Muse, whose patches have a mean and a deviation for each channel of each frame."""
+
+    def preprocessing(self, folder: Path, config: Config) -> dict[Modality, Preprocessing]:
+        channels = 3 * config.vision_config.patch_temporal
+        return read_settings(folder, lambda files: self.processor(files, config), channels=channels)
+
+
+_PIXTRAL = RasterFamily(
+    "llava",
+    "Pixtral",
+    tower_type="pixtral",
+    configuration=_mistral_config,
+    tower=stock("pixtral.PixtralVisionModel", in_model("vision_tower.", "vision_encoder.")),
+    beside=projector(
+        "llava.LlavaMultiModalProjector",
+        served=(one_of("vision_feature_select_strategy", "full"),),
+    ),
+    forward=PixtralTower,
+    layers="transformer.layers",
+    processor=images(_mistral_settings),
+)
+
+_MISTRAL3 = variant(
+    _PIXTRAL,
+    "mistral3",
+    "Mistral Small 3.1",
+    tower_type="",
+    beside=projector("mistral3.Mistral3MultiModalProjector", in_model("multi_modal_projector.", "vision_projection.")),
+    merge="spatial_merge_size",
+)
+
+_MISTRAL_LARGE4 = variant(
+    _MISTRAL3,
+    "mistral_large4",
+    "Mistral Large 4",
+    tower=replace(_PIXTRAL.tower, renames=_ORIGINAL_NAMES, convert=_from_original),
+    beside=projector(
+        "mistral_large4.MistralLarge4MultiModalProjector",
+        {
+            **in_model("multi_modal_projector."),
+            "pre_mm_projector_norm.": "norm.",
+            "patch_merger.": "patch_merger.",
+            "vision_language_adapter.w_in.": "linear_1.",
+            "vision_language_adapter.w_out.": "linear_2.",
+        },
+    ),
+    transformers="5.23.0",
+)
+
+# Images of whole tokens, as vLLM prepares them; LightOnOCR's own processor also leaves half a token.
+_LIGHTON_OCR = variant(
+    _MISTRAL3,
+    "lighton_ocr",
+    "LightOnOCR",
+    beside=projector(
+        "lighton_ocr.LightOnOcrMultiModalProjector", in_model("vision_projection.", "multi_modal_projector.")
+    ),
+    transformers="5.23.0",
+)
+
+
+_GLIMMER = MuseFamily(
+    "muse_glimmer",
+    "Muse Glimmer",
+    tower=stock("muse_glimmer.MuseGlimmerVisionModel", in_model("vision_tower.")),
+    beside={
+        "adapter": part("muse_glimmer.MuseGlimmerVisionAdapter", in_model("vision_adapter.")),
+        "projector": part(
+            nn.Linear,
+            in_model("vision_projection."),
+            arguments=lambda config: (config.projector_hidden_size, config.text_config.hidden_size, False),
+        ),
+    },
+    forward=MuseTower,
+    merge="vision_config.merge_size",
+    layers="layers",
+    processor=_muse_settings,
+    images=Accepts.PIXELS,
+    videos=Accepts.PIXELS,
+    transformers="5.23.0",
+)
+
+ROWS = (
+    _PIXTRAL,
+    _MISTRAL3,
+    _MISTRAL_LARGE4,
+    _LIGHTON_OCR,
+    _GLIMMER,
+    variant(_GLIMMER, "muse_spark", "Muse Spark", "muse_spark.MuseSparkVisionModel", forward=MuseSparkTower),
+)
