@@ -51,10 +51,7 @@ def _projects(config: Config) -> bool:
 
 
 def siglip2_config(folder: Path, settings: Mapping[str, Any]) -> Config:
-    """Without the pooling head, which is not a part of the tower.
-
-    Raises ValueError over a table of positions that is not square.
-    """
+    """Without the pooling head, which is not a part of the tower. Raises ValueError unless positions are a square."""
     config = of_transformers(folder, settings)
     vision = config.vision_config
     if isqrt(vision.num_patches) ** 2 != vision.num_patches:

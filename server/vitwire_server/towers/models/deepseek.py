@@ -1,6 +1,6 @@
 """DeepSeek-VL, with SigLIP alone and with SAM beside it, DeepSeek-VL2, and Janus's tower for images."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,11 +69,8 @@ class DeepseekHybrid(PairEncoder, ProjectedTiles):
         self.blocks = [*self.blocks, *encoder.layers]
 
     def encode_pairs(self, tiles: Tensor, crops: Tensor) -> Tensor:
+        """Of SAM, the last layer and an inner one are joined."""
         low = self._tower(pixel_values=tiles).last_hidden_state
-        return self._projector(low, self._high(crops))  # type: ignore[no-any-return]
-
-    def _high(self, crops: Tensor) -> Tensor:
-        """SAM's last layer and an inner one, `(tiles, tokens, C)`."""
         encoder = self._sam.vision_encoder
         states = encoder.patch_embed(crops)
         if encoder.pos_embed is not None:
@@ -84,8 +81,8 @@ class DeepseekHybrid(PairEncoder, ProjectedTiles):
             if index == self._inner:
                 inner = states
         last = self._merger(encoder.neck(states))
-        merged: Tensor = last + self._merger(self._neck(inner)) * self._alpha.weight
-        return merged.flatten(2).transpose(1, 2)
+        high = last + self._merger(self._neck(inner)) * self._alpha.weight
+        return self._projector(low, high.flatten(2).transpose(1, 2))  # type: ignore[no-any-return]
 
 
 def _vl2_config(folder: Path, settings: Mapping[str, Any]) -> Config:
@@ -116,7 +113,11 @@ def _vl2_config(folder: Path, settings: Mapping[str, Any]) -> Config:
 def _vl2_settings(_: Mapping[str, Any], config: Config) -> Preprocessing:
     """The processor's numbers lie in processor_config.json, which is read with the configuration."""
     own, size = config.processor, config.vision_config.image_size
-    layouts = tuple(_layout(sides, size) for sides in own["candidate_resolutions"] or [(size, size)])
+    resolutions = own["candidate_resolutions"] or [(size, size)]
+    for sides in resolutions:
+        if any(side % size or side < size for side in sides):
+            raise ValueError(f"candidate_resolutions {list(sides)} are not multiples of {size}")
+    layouts = tuple((height // size, width // size) for width, height in resolutions)
     tiling = Tiling(
         TilingRule.PADDED_FIT,
         (size, size),
@@ -126,14 +127,6 @@ def _vl2_settings(_: Mapping[str, Any], config: Config) -> Preprocessing:
         background=shade(per_channel(own, "image_mean", HALF[0])),
     )
     return tiled(own, tiling, HALF)
-
-
-def _layout(sides: Sequence[int], tile: int) -> tuple[int, int]:
-    """Rows and columns of a resolution `(width, height)`. Raises ValueError."""
-    width, height = sides
-    if width % tile or height % tile or min(width, height) < tile:
-        raise ValueError(f"candidate_resolutions {list(sides)} are not multiples of {tile}")
-    return height // tile, width // tile
 
 
 class DownsampleProjector(nn.Module):

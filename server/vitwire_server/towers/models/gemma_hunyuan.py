@@ -39,11 +39,6 @@ from vitwire_server.towers.shared.siglip import siglip
 
 _GEMMA4_TOKENS = {Modality.IMAGE: 280, Modality.VIDEO: 70}
 _HUNYUAN_AREAS = (512 * 512, 2048 * 2048)
-_POOLS = Served(
-    "mm_tokens_per_image",
-    lambda tokens, config: _pools(tokens, config.vision_config),
-    "a square whose root divides image_size / patch_size",
-)
 _UNGROUPED = Served(
     "num_key_value_heads",
     lambda heads, vision: heads == vision.num_attention_heads,
@@ -74,9 +69,9 @@ def _hunyuan_settings(image: Mapping[str, Any], _: Config) -> Preprocessing:
     return bounded({**image, "resample": BICUBIC}, (smallest, largest), CLIP)
 
 
-def _pools(tokens: int, vision: Config) -> bool:
-    """Whether pooling squares of patches leaves so many tokens."""
-    patches, side = vision.image_size // vision.patch_size, isqrt(tokens)
+def _pools(tokens: int, config: Config) -> bool:
+    """Whether pooling squares of patches leaves this number of tokens."""
+    patches, side = config.vision_config.image_size // config.vision_config.patch_size, isqrt(tokens)
     return side**2 == tokens and patches // (patches // side) == side
 
 
@@ -150,11 +145,8 @@ class HunyuanTower(RasterTower):
         boundaries, longest = tensors["cu_seqlens"], attended["max_length_q"]
         for layer in model.layers:
             states = layer(states, attention_mask=None, cu_seqlens=boundaries, max_seqlen=longest)
-        return self._merged(states[0], tensors["neighbours"])
-
-    def _merged(self, states: Tensor, neighbours: Tensor) -> Tensor:
-        merger, side = self.model.patch_merger, self.geometry.merge
-        squares = merger.before_rms(states)[neighbours].transpose(1, 2).unflatten(2, (side, side))
+        merger, merge = model.patch_merger, self.geometry.merge
+        squares = merger.before_rms(states[0])[tensors["neighbours"]].transpose(1, 2).unflatten(2, (merge, merge))
         tokens = merger.proj_out(merger.proj_act(merger.proj_conv(squares))).flatten(1)
         return merger.after_rms(merger.mlp(tokens))  # type: ignore[no-any-return]
 
@@ -182,6 +174,7 @@ _GEMMA4 = RasterFamily(
     videos=Accepts.PICTURES,
 )
 
+_POOLS = Served("mm_tokens_per_image", _pools, "a square whose root divides image_size / patch_size")
 _GEMMA3 = TileFamily(
     "gemma3",
     "Gemma 3",

@@ -42,7 +42,6 @@ _LARGEST = 4096
 
 
 def _tiling(files: Mapping[str, Any], size: Mapping[str, Any], config: Config, *, cut: bool) -> Tiling:
-    """Raises ValueError over sizes that are not supported."""
     tile = side(config.vision_config.image_size)
     require("max_image_size", square(files, "max_image_size", _TILE), tile, field="the tower's image_size")
     longest = size.get("longest_edge") if isinstance(size, Mapping) else None

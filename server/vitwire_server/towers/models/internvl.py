@@ -66,10 +66,7 @@ def _intern_vit(vision: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config(_: Path, settings: Mapping[str, Any]) -> Config:
-    """Of a config.json with `llm_config` and the tower's fields in OpenGVLab's way.
-
-    Raises ValueError over a generation that computes rows in another way.
-    """
+    """Of a config.json with `llm_config` and the tower's fields in OpenGVLab's way."""
     vision, language = settings["vision_config"], settings["llm_config"]
     size = vision["image_size"]
     require("ps_version", settings.get("ps_version", "v2"), "v2")

@@ -131,10 +131,7 @@ class SquareMeans(Head):
 
 
 def _kimi_vl_config(_: Path, settings: Mapping[str, Any]) -> Config:
-    """Of Kimi-VL, which transformers has no classes for: its tower is Kimi K2.5's, for single images.
-
-    Raises KeyError, TypeError or ValueError if config.json is not of a model that is supported.
-    """
+    """Of Kimi-VL, which transformers has no classes for: its tower is Kimi K2.5's, for single images."""
     own = settings["vision_config"]
     side = own["init_pos_emb_height"]
     require("vision_config.init_pos_emb_width", own["init_pos_emb_width"], side, field="init_pos_emb_height")
@@ -161,10 +158,7 @@ def _videollama_config(folder: Path, settings: Mapping[str, Any]) -> Config:
 
 
 def _original_videollama_config(folder: Path, settings: Mapping[str, Any]) -> Config:
-    """Of the authors' own code, whose config.json has the fields of the language model at its top.
-
-    Raises KeyError, TypeError or ValueError if it is not of a model that is supported.
-    """
+    """Of the authors' own code, whose config.json has the fields of the language model at its top."""
     path = folder / "processor_config.json"
     processor = optional_json(path)
     _check_merged(path, "image_merge_size", processor, 1)

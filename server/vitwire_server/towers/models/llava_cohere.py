@@ -60,7 +60,6 @@ def _best_fit(image: Mapping[str, Any], config: Config) -> Tiling:
 
 
 def _next_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
-    """Raises ValueError over tiles of another size than the tower takes."""
     side = config.vision_config.image_size
     require("crop_size", square(image, "crop_size", side), side, field="image_size")
     return tiled(image, _best_fit(image, config), CLIP)

@@ -68,40 +68,30 @@ class Florence2(Encoder):
         self.attention_heads = vision.num_heads[-1], vision.embed_dim[-1] // vision.num_heads[-1]
         self._tower: Any = parts["tower"]
         self._projector: Any = parts["projector"]
-        self._projector.visual_temporal_embed.register_forward_hook(_in_dtype_of_input)
+        # Positions are kept in float32.
+        embed = self._projector.visual_temporal_embed
+        embed.register_forward_hook(lambda _, inputs, positions: positions.to(inputs[0].dtype))
         self.blocks = [layer for stage in self._tower.blocks for layer in stage]
 
     def encode(self, tiles: Tensor) -> Tensor:
         return self._projector(self._tower(tiles).last_hidden_state)  # type: ignore[no-any-return]
 
 
-def _in_dtype_of_input(_: object, inputs: tuple[Tensor], positions: Tensor) -> Tensor:
-    """Positions are kept in float32."""
-    return positions.to(inputs[0].dtype)
-
-
 def _florence_config(folder: Path, settings: Mapping[str, Any]) -> Config:
-    """Of both layouts, and the size of images, which is in the processor's file alone.
-
-    Raises KeyError or ValueError if config.json is not of a model that is supported.
-    """
+    """Of Microsoft's config.json or transformers', and the size of images, which is in the processor's file alone."""
     own = settings.get("vision_config") or {}
     if own.get("model_type") == "davit":
-        config = new_config("florence2", vision_config=_renamed(own), dtype=dtype_of(settings))
+        require("vision_config.image_feature_source", own.get("image_feature_source", _FEATURES), _FEATURES)
+        vision = {
+            **{name: own[name] for name in _SAME},
+            "embed_dim": own["dim_embed"],
+            "max_position_embeddings": own["image_pos_embed"]["max_pos_embeddings"],
+            "max_temporal_embeddings": own["visual_temporal_embedding"]["max_temporal_embeddings"],
+        }
+        config = new_config("florence2", vision_config=vision, dtype=dtype_of(settings))
     else:
         config = of_transformers(folder, settings)
     return changed(config, {"vision_config.image_size": ProcessorFiles.read(folder).square(default=_FLORENCE_SIZE)})
-
-
-def _renamed(vision: Mapping[str, Any]) -> dict[str, Any]:
-    """A tower's fields in Microsoft's config.json, by their names in transformers. Raises KeyError or ValueError."""
-    require("vision_config.image_feature_source", vision.get("image_feature_source", _FEATURES), _FEATURES)
-    return {
-        **{name: vision[name] for name in _SAME},
-        "embed_dim": vision["dim_embed"],
-        "max_position_embeddings": vision["image_pos_embed"]["max_pos_embeddings"],
-        "max_temporal_embeddings": vision["visual_temporal_embedding"]["max_temporal_embeddings"],
-    }
 
 
 def _turned(weights: Weights, _: Config) -> Weights:
@@ -235,15 +225,6 @@ class Phi4(AssembledEncoder, ProjectedTiles):
         return self._projector(functional.avg_pool2d(squares, _MERGE).flatten(2).transpose(1, 2))  # type: ignore[no-any-return]
 
 
-def _is_state(layer: int, vision: Config) -> bool:
-    layers: int = vision.num_hidden_layers
-    return -layers - 1 <= layer <= layers
-
-
-def _whole_squares(size: int, vision: Config) -> bool:
-    return not size % (vision.patch_size * _MERGE) and bool(size == vision.crop_size)
-
-
 _PHI4 = TileFamily(
     "phi4_multimodal",
     "Phi-4 multimodal",
@@ -251,8 +232,16 @@ _PHI4 = TileFamily(
         "phi4_multimodal.Phi4MultimodalVisionModel",
         in_model("embed_tokens_extend.image_embed.img_processor."),
         served=(
-            Served("image_size", _whole_squares, "crop_size, and a multiple of twice the patch_size"),
-            Served("feature_layer", _is_state, "from -num_hidden_layers - 1 to num_hidden_layers"),
+            Served(
+                "image_size",
+                lambda size, vision: size % (vision.patch_size * _MERGE) == 0 and size == vision.crop_size,
+                "crop_size, and a multiple of twice the patch_size",
+            ),
+            Served(
+                "feature_layer",
+                lambda layer, vision: -vision.num_hidden_layers - 1 <= layer <= vision.num_hidden_layers,
+                "from -num_hidden_layers - 1 to num_hidden_layers",
+            ),
         ),
     ),
     beside=projector(
@@ -274,10 +263,7 @@ _PHI4 = TileFamily(
 
 
 def _original_config(_: Path, settings: Mapping[str, Any]) -> Config:
-    """Microsoft's layout, whose config.json leaves out the tower's sizes: they are in its code.
-
-    Raises ValueError over another transform of the rows.
-    """
+    """Microsoft's layout, whose config.json leaves out the tower's sizes: they are in its code."""
     embedding = (settings.get("embd_layer") or {}).get("image_embd_layer") or {}
     for name, value in _TRANSFORM.items():
         require(f"embd_layer.image_embd_layer.{name}", embedding.get(name, value), value)

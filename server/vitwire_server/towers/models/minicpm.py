@@ -77,18 +77,12 @@ class MiniCpmTower(RasterTower):
         boundaries, longest = tensors["cu_seqlens"], attended["max_length_q"]
         for number, layer in enumerate(model.encoder.layers):
             states = layer(states, None, cu_seqlens=boundaries, max_seqlen=longest)
-            if self._merges and number == inner:
-                states = self._merged(states, tensors)
+            if self._merges and number == inner:  # the stock merger reads no sizes of images if windows are given
+                windows = {name: tensors[name] for name in ("window_index", "cu_window_seqlens")}
+                states = model.vit_merger(states, tensors["positions"].new_empty((0, 2)), **windows)
                 boundaries, longest = boundaries // _WINDOW, -(-longest // _WINDOW)
         merged = model.post_layernorm(states)[0]
         return self._projector.mlp[0](merged[tensors["neighbours"]].flatten(1))  # type: ignore[no-any-return]
-
-    def _merged(self, states: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The stock merger; it reads sizes of images only where windows are not given."""
-        windows = {name: tensors[name] for name in ("window_index", "cu_window_seqlens")}
-        no_sizes = tensors["positions"].new_empty((0, 2))
-        merged: Tensor = self.model.vit_merger(states, no_sizes, **windows)
-        return merged
 
 
 def _nearest(count: int, side: int) -> Tensor:
@@ -123,10 +117,7 @@ class OriginalMiniCpmTower(ResampledTower):
 
 
 def _original_config(_: Path, settings: Mapping[str, Any], *, versions: Sequence[float]) -> Config:
-    """Of a config.json with the fields of the language model at its top.
-
-    Raises ValueError over a `version` other than these, whose tower takes positions in another way.
-    """
+    """Of a config.json with the language model's fields at its top; towers of other versions take other positions."""
     version = settings.get("version")
     require("version", None if version is None else float(version), *versions)
     vision = settings["vision_config"]

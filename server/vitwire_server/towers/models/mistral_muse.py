@@ -65,7 +65,6 @@ def _muse_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Prep
 
 
 def _mistral_config(folder: Path, settings: Mapping[str, Any]) -> Config:
-    """Raises ValueError unless rows are those of the last layer."""
     config = of_transformers(folder, settings)
     last_layer(config)
     return config
@@ -106,12 +105,8 @@ class PixtralTower(RasterTower):
         ).last_hidden_state
         if self.geometry.merge == 1:
             return self._projector(states[0])  # type: ignore[no-any-return]
-        return self._merged(states[0], tensors["neighbours"])
-
-    def _merged(self, states: Tensor, neighbours: Tensor) -> Tensor:
-        """The columns of all patches of a token lie side by side."""
         projector = self._projector
-        beside = projector.norm(states)[neighbours].transpose(1, 2).flatten(1)
+        beside = projector.norm(states[0])[tensors["neighbours"]].transpose(1, 2).flatten(1)
         hidden = projector.act(projector.linear_1(projector.patch_merger.merging_layer(beside)))
         return projector.linear_2(hidden)  # type: ignore[no-any-return]
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry
 from vitwire_server.core.pooling import Pooling
-from vitwire_server.towers.configs import Config, changed, dtype_of, new_config
+from vitwire_server.towers.configs import Config, dtype_of, new_config
 from vitwire_server.towers.family import Accepts, Parts, Pooler, in_model, of_transformers, stripped
 from vitwire_server.towers.layouts.packed import PackedFamily, PackedTower
 from vitwire_server.towers.layouts.patches import neighbours
@@ -91,15 +91,9 @@ class Summary:
 
 
 def _config(folder: Path, settings: Mapping[str, Any]) -> Config:
-    """Versions 2 and 3 were published with the arguments of NVIDIA's code as configuration.
-
-    Raises KeyError, TypeError or ValueError over arguments that are not supported.
-    """
-    return of_transformers(folder, settings) if settings.get("model_type") else _of_arguments(settings)
-
-
-def _of_arguments(settings: Mapping[str, Any]) -> Config:
-    """The configuration of transformers' class that says what NVIDIA's arguments say."""
+    """Versions 2 and 3 were published with the arguments of NVIDIA's code as configuration."""
+    if settings.get("model_type"):
+        return of_transformers(folder, settings)
     args = settings["args"]
     named = _NAMED.fullmatch(str(args["model"]))
     if not named or named["size"] not in _SIZES:
@@ -139,7 +133,7 @@ class RadioTower(RasterTower):
         self._eps: float | None = config.vision_config.layer_norm_eps if normed else None
 
     def _geometry(self, config: Config) -> Geometry:
-        return super()._geometry(changed(config, {_MERGE: round(1 / config.downsample_ratio)}))
+        return replace(super()._geometry(config), merge=round(1 / config.downsample_ratio))
 
     def _inputs(self) -> dict[str, Kind]:
         return {**TAPPED, "neighbours": Sources(self.geometry.merge**2)}
@@ -182,10 +176,6 @@ def _sequences(ends: Tensor, patches: int, first: int) -> tuple[Tensor, Tensor]:
     numbers = torch.arange(patches, dtype=ends.dtype, device=ends.device)
     own = torch.searchsorted(ends[1:], numbers, right=True)
     return ends.long() + first * frames, numbers + first * (own + 1)
-
-
-_MERGE = "vision_config.merged_by"
-"""Field of the changed configuration: root of a token's patches."""
 
 
 class EdgeTower(PackedTower):
@@ -258,7 +248,6 @@ ROWS = (
             served=(Served("downsample_ratio", shuffles, SHUFFLED),),
         ),
         forward=RadioTower,
-        merge=_MERGE,
         layers="encoder.layer",
         processor=images(
             lambda image, _: unsized(

@@ -60,7 +60,6 @@ def _original_settings(image: Mapping[str, Any], config: Config) -> Preprocessin
 
 
 def _granite_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
-    """Raises ValueError over pages that take the fine path, or that are of another size than the tower's tiles."""
     tile = side(config.vision_config.image_size)
     if image.get("fine_route"):
         raise ValueError("unsupported fine_route; supported: the coarse path")
@@ -88,10 +87,7 @@ def _layouts(fewest: int, most: int) -> tuple[tuple[int, int], ...]:
 
 
 def _ovis_config(_: Path, settings: Mapping[str, Any]) -> Config:
-    """Of a config.json that names the tower's fields in AIDC-AI's way.
-
-    Raises KeyError, TypeError or ValueError if it is not of a model that is supported.
-    """
+    """Of a config.json that names the tower's fields in AIDC-AI's way."""
     own = settings["visual_tokenizer_config"]
     backbone = own["backbone_config"]
     require("visual_tokenizer_config.backbone_config.model_type", backbone["model_type"], "aimv2")

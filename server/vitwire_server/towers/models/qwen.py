@@ -29,10 +29,7 @@ _COSMOS = ("blocks.", "merger.", "patch_embed.", "pos_embed.", "deepstack_merger
 
 
 def _hyperclova_config(_: Path, settings: Mapping[str, Any]) -> Config:
-    """NAVER's config.json says `vlm`, and has the whole Qwen2.5-VL's name for the tower's.
-
-    Raises ValueError over another tower or projector.
-    """
+    """NAVER's config.json says `vlm`, and has the whole Qwen2.5-VL's name for the tower's."""
     require("vision_config.model_type", settings["vision_config"].get("model_type"), "qwen2_5_vl", "qwen2_5_vl_vision")
     require("mm_projector_type", settings.get("mm_projector_type", "linear"), "linear")
     return new_config("hyperclovax_vision_v2", **deepcopy(dict(settings)))

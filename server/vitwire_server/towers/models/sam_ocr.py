@@ -1,6 +1,6 @@
 """DeepSeek-OCR-2, whose SAM feeds a language model's layers, and Unlimited-OCR (Baidu), whose SAM feeds CLIP's."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed
-from vitwire_server.towers.family import Parts, in_model, of_transformers, stripped
+from vitwire_server.towers.family import Module, Parts, in_model, of_transformers, stripped
 from vitwire_server.towers.layouts.crops import CropEncoder
 from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, heads_of
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, images, whole
@@ -140,13 +140,21 @@ class DeepseekOcr2(SamEncoder):
         return self._projector(encoder.norm(states[:, patches.shape[1] :]))  # type: ignore[no-any-return]
 
 
-_PROJECTOR = stripped("model.multi_modal_projector.", "model.projector.layers.")
-_SEPARATOR = part(
-    SingleParameter,
-    {"model.view_separator": "weight", "model.view_seperator": "weight"},
-    arguments=lambda config: (config.text_config.hidden_size,),
-)
-"""The row behind every image."""
+def _beside(columns: Callable[[Config], int]) -> dict[str, Module]:
+    """The projector, from the tower's columns by its configuration, and the row behind every image."""
+    return {
+        "projector": part(
+            nn.Linear,
+            stripped("model.multi_modal_projector.", "model.projector.layers."),
+            arguments=lambda config: (columns(config.vision_config), config.text_config.hidden_size),
+        ),
+        "separator": part(
+            SingleParameter,
+            {"model.view_separator": "weight", "model.view_seperator": "weight"},
+            arguments=lambda config: (config.text_config.hidden_size,),
+        ),
+    }
+
 
 _DEEPSEEK_OCR2 = TileFamily(
     "deepseek_ocr2",
@@ -163,14 +171,7 @@ _DEEPSEEK_OCR2 = TileFamily(
         renames=(*_SAM_NAMES, (r"^query_(768|1024)\.", r"query_\1_resolution.")),
         ignored=("vision_encoder.embed_tokens.",),
     ),
-    beside={
-        "projector": part(
-            nn.Linear,
-            _PROJECTOR,
-            arguments=lambda config: (config.vision_config.encoder_config.hidden_size, config.text_config.hidden_size),
-        ),
-        "separator": _SEPARATOR,
-    },
+    beside=_beside(lambda vision: vision.encoder_config.hidden_size),
     encoder=DeepseekOcr2,
     processor=images(partial(_settings, most=6)),
 )
@@ -192,18 +193,7 @@ _UNLIMITED_OCR = TileFamily(
         ignored=("vision_encoder.embeddings.patch_embedding.", "vision_encoder.embeddings.position_ids"),
         convert=unfused(".qkv_proj.", ".{}_proj."),
     ),
-    beside={
-        "projector": part(
-            nn.Linear,
-            _PROJECTOR,
-            arguments=lambda config: (
-                config.vision_config.sam_config.downsample_channels[-1]
-                + config.vision_config.encoder_config.hidden_size,
-                config.text_config.hidden_size,
-            ),
-        ),
-        "separator": _SEPARATOR,
-    },
+    beside=_beside(lambda vision: vision.sam_config.downsample_channels[-1] + vision.encoder_config.hidden_size),
     encoder=UnlimitedOcr,
     processor=images(partial(_settings, most=32)),
     transformers="5.23.0",

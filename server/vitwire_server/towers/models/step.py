@@ -50,15 +50,6 @@ def _step3_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     return tiled(image, tiling, CLIP, BILINEAR)
 
 
-def _resampled(table: Tensor, side: int) -> Tensor:
-    """Learned positions `(own * own, C)` of a square grid for one of `side * side`: `(1, side * side, C)`."""
-    own = round(len(table) ** 0.5)
-    grid = table.T.reshape(1, -1, own, own)
-    if own != side:
-        grid = functional.interpolate(grid, size=(side, side), mode="bilinear", align_corners=False)
-    return grid.flatten(2).transpose(1, 2)
-
-
 class Step3(CropEncoder):
     """A ViT with rotary positions and two strided convolutions; positions of both sizes are constants."""
 
@@ -84,11 +75,15 @@ class Step3(CropEncoder):
 
     @torch.no_grad()
     def _fixed(self, side: int) -> Constants:
-        """Positions of a grid of so many patches a side, learned and rotary."""
+        """Positions of a grid with this many patches a side: the learned square, resampled, and rotary ones."""
         weight = self._tower.embeddings.position_embedding.weight
+        own = round(len(weight) ** 0.5)
+        learned = weight.float().T.reshape(1, -1, own, own)
+        if own != side:
+            learned = functional.interpolate(learned, size=(side, side), mode="bilinear", align_corners=False)
         ids = get_vision_position_ids(torch.tensor([[1, side, side]]), 1)
         cosines, sines = self._tower.rotary_emb(weight, ids.to(weight.device))
-        return Constants(learned=_resampled(weight.float(), side).clone(), cosines=cosines, sines=sines)
+        return Constants(learned=learned.flatten(2).transpose(1, 2).clone(), cosines=cosines, sines=sines)
 
     def encode(self, tiles: Tensor) -> Tensor:
         tower, side = self._tower, tiles.shape[-1] // self.patch
