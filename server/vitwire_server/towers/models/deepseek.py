@@ -172,66 +172,65 @@ _DEEPSEEK_VL = TileFamily(
     converts=False,
 )
 
-_HYBRID = TileFamily(
-    "deepseek_vl_hybrid",
-    "DeepSeek-VL with SAM",
-    tower=siglip("vision_model."),
-    beside={
-        "sam": stock("sam.SamVisionModel", in_model("high_res_vision_model."), config="high_res_vision_config"),
-        "neck": stock(
-            "deepseek_vl_hybrid.DeepseekVLSamVisionNeck",
-            in_model("high_res_vision_neck."),
-            config="high_res_vision_config",
-        ),
-        "merger": part(
-            "deepseek_vl_hybrid.DeepseekVLSamVisionProj",
-            in_model("high_res_vision_proj."),
-            arguments=lambda config: (
-                config.high_res_vision_config,
-                config.vision_config.image_size // config.vision_config.patch_size,
-            ),
-        ),
-        "alpha": part(
-            SingleParameter,
-            {"model.high_res_vision_alpha": "weight", "high_res_vision_alpha": "weight"},
-            arguments=lambda _: (1,),
-        ),
-        "projector": part("deepseek_vl_hybrid.DeepseekVLHybridAligner", in_model("aligner.")),
-    },
-    encoder=DeepseekHybrid,
-    processor=images(_hybrid_settings),
-    converts=False,
-)
-
-_DEEPSEEK_VL2 = TileFamily(
-    "deepseek_vl_v2",
-    "DeepSeek-VL2",
-    configuration=_vl2_config,
-    tower=stock(
-        "siglip.SiglipVisionModel",
-        stripped("vision."),
-        renames=(
-            (r"^patch_embed\.proj\.", "embeddings.patch_embedding."),
-            (r"^pos_embed$", "embeddings.position_embedding.weight"),
-            (r"^norm\.", "post_layernorm."),
-            (r"^blocks\.", "encoder.layers."),
-            (r"\.norm([12])\.", r".layer_norm\1."),
-            (r"\.attn\.proj\.", ".self_attn.out_proj."),
-        ),
-        ignored=("attn_pool.",),
-        convert=lambda weights, _: position_tables(split_qkv(weights, ".attn.qkv.", ".self_attn.{}_proj.")),
-    ),
-    beside=projector(DownsampleProjector, stripped("projector.")),
-    encoder=DeepseekVL2,
-    processor=images(_vl2_settings),
-)
-
-_JANUS = variant(
+ROWS = (
     _DEEPSEEK_VL,
-    "janus",
-    "Janus",
-    tower=stock("janus.JanusVisionModel", in_model("vision_model.")),
-    beside={"projector": stock("janus.JanusVisionAlignerMLP", in_model("aligner."))},
+    TileFamily(
+        "deepseek_vl_hybrid",
+        "DeepSeek-VL with SAM",
+        tower=siglip("vision_model."),
+        beside={
+            "sam": stock("sam.SamVisionModel", in_model("high_res_vision_model."), config="high_res_vision_config"),
+            "neck": stock(
+                "deepseek_vl_hybrid.DeepseekVLSamVisionNeck",
+                in_model("high_res_vision_neck."),
+                config="high_res_vision_config",
+            ),
+            "merger": part(
+                "deepseek_vl_hybrid.DeepseekVLSamVisionProj",
+                in_model("high_res_vision_proj."),
+                arguments=lambda config: (
+                    config.high_res_vision_config,
+                    config.vision_config.image_size // config.vision_config.patch_size,
+                ),
+            ),
+            "alpha": part(
+                SingleParameter,
+                {"model.high_res_vision_alpha": "weight", "high_res_vision_alpha": "weight"},
+                arguments=lambda _: (1,),
+            ),
+            "projector": part("deepseek_vl_hybrid.DeepseekVLHybridAligner", in_model("aligner.")),
+        },
+        encoder=DeepseekHybrid,
+        processor=images(_hybrid_settings),
+        converts=False,
+    ),
+    TileFamily(
+        "deepseek_vl_v2",
+        "DeepSeek-VL2",
+        configuration=_vl2_config,
+        tower=stock(
+            "siglip.SiglipVisionModel",
+            stripped("vision."),
+            renames=(
+                (r"^patch_embed\.proj\.", "embeddings.patch_embedding."),
+                (r"^pos_embed$", "embeddings.position_embedding.weight"),
+                (r"^norm\.", "post_layernorm."),
+                (r"^blocks\.", "encoder.layers."),
+                (r"\.norm([12])\.", r".layer_norm\1."),
+                (r"\.attn\.proj\.", ".self_attn.out_proj."),
+            ),
+            ignored=("attn_pool.",),
+            convert=lambda weights, _: position_tables(split_qkv(weights, ".attn.qkv.", ".self_attn.{}_proj.")),
+        ),
+        beside=projector(DownsampleProjector, stripped("projector.")),
+        encoder=DeepseekVL2,
+        processor=images(_vl2_settings),
+    ),
+    variant(
+        _DEEPSEEK_VL,
+        "janus",
+        "Janus",
+        tower=stock("janus.JanusVisionModel", in_model("vision_model.")),
+        beside={"projector": stock("janus.JanusVisionAlignerMLP", in_model("aligner."))},
+    ),
 )
-
-ROWS = (_DEEPSEEK_VL, _HYBRID, _DEEPSEEK_VL2, _JANUS)

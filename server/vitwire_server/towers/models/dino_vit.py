@@ -90,17 +90,6 @@ _DINOV2_WITH_REGISTERS = variant(
     leading=_with_registers,
 )
 
-_DINOV3 = variant(
-    _DINOV2,
-    "dinov3_vit",
-    "DINOv3",
-    tower=part("dinov3_vit.DINOv3ViTModel", stripped(""), renames=((r"^model\.layer\.", "layer."),)),
-    encoder=Dinov3,
-    layers="model.layer",
-    leading=_with_registers,
-    processor="DINOv3ViT",
-)
-
 
 def _unfused(weights: Weights, _: Config) -> Weights:
     """Query, key and value apart, and the two halves of a gated MLP, as transformers holds them."""
@@ -113,31 +102,6 @@ def _unfused(weights: Weights, _: Config) -> Weights:
             split[name] = own
     return split
 
-
-_TIPSV2 = variant(
-    _DINOV2_WITH_REGISTERS,
-    "tipsv2",
-    "TIPSv2",
-    tower=stock(
-        "tipsv2.Tipsv2VisionModel",
-        stripped("vision_encoder.", "vision_model."),
-        renames=(
-            (r"^patch_embed\.proj\.", "embeddings.patch_embeddings.projection."),
-            (r"^(cls_token|mask_token|register_tokens)$", r"embeddings.\1"),
-            (r"^pos_embed$", "embeddings.position_embeddings"),
-            (r"^norm\.", "layernorm."),
-            (r"^blocks\.", "encoder.layer."),
-            (r"\.attn\.proj\.", ".attention.o_proj."),
-            (r"\.ls([12])\.gamma$", r".layer_scale\1.lambda1"),
-            (r"\.mlp\.c_fc\.", ".mlp.fc1."),
-            (r"\.mlp\.c_proj\.", ".mlp.fc2."),
-            (r"\.mlp\.w3\.", ".mlp.down_proj."),
-        ),
-        convert=_unfused,
-    ),
-    processor="Tipsv2",
-    transformers="5.23.0",
-)
 
 _VIT = PlainFamily(
     "vit",
@@ -164,8 +128,40 @@ _VIT = PlainFamily(
 ROWS = (
     _DINOV2,
     _DINOV2_WITH_REGISTERS,
-    _DINOV3,
-    _TIPSV2,
+    variant(
+        _DINOV2,
+        "dinov3_vit",
+        "DINOv3",
+        tower=part("dinov3_vit.DINOv3ViTModel", stripped(""), renames=((r"^model\.layer\.", "layer."),)),
+        encoder=Dinov3,
+        layers="model.layer",
+        leading=_with_registers,
+        processor="DINOv3ViT",
+    ),
+    variant(
+        _DINOV2_WITH_REGISTERS,
+        "tipsv2",
+        "TIPSv2",
+        tower=stock(
+            "tipsv2.Tipsv2VisionModel",
+            stripped("vision_encoder.", "vision_model."),
+            renames=(
+                (r"^patch_embed\.proj\.", "embeddings.patch_embeddings.projection."),
+                (r"^(cls_token|mask_token|register_tokens)$", r"embeddings.\1"),
+                (r"^pos_embed$", "embeddings.position_embeddings"),
+                (r"^norm\.", "layernorm."),
+                (r"^blocks\.", "encoder.layer."),
+                (r"\.attn\.proj\.", ".attention.o_proj."),
+                (r"\.ls([12])\.gamma$", r".layer_scale\1.lambda1"),
+                (r"\.mlp\.c_fc\.", ".mlp.fc1."),
+                (r"\.mlp\.c_proj\.", ".mlp.fc2."),
+                (r"\.mlp\.w3\.", ".mlp.down_proj."),
+            ),
+            convert=_unfused,
+        ),
+        processor="Tipsv2",
+        transformers="5.23.0",
+    ),
     _VIT,
     variant(
         _VIT,

@@ -127,17 +127,6 @@ class Idefics3(ProjectedTiles):
 _CONNECTOR = in_model("connector.")
 _SHUFFLED = (whole_squares("pixel_shuffle_factor"),)
 
-_IDEFICS2 = RasterFamily(
-    "idefics2",
-    "Idefics 2",
-    tower=stock("idefics2.Idefics2VisionTransformer", in_model("vision_model.")),
-    beside={"connector": part("idefics2.Idefics2Connector", _CONNECTOR)},
-    forward=Idefics2Tower,
-    # The processor keeps sizes that are not multiples of a patch; what is left over is not encoded.
-    processor=images(lambda image, _: unsized(image, HALF, BILINEAR)),
-    images=Accepts.PIXELS,
-)
-
 _IDEFICS3 = TileFamily(
     "idefics3",
     "Idefics 3, SmolVLM",
@@ -145,17 +134,6 @@ _IDEFICS3 = TileFamily(
     beside=projector("idefics3.Idefics3Connector", _CONNECTOR),
     encoder=Idefics3,
     processor=images(_images),
-)
-
-_SMOLVLM = variant(
-    _IDEFICS3,
-    "smolvlm",
-    "SmolVLM2",
-    video_processor="SmolVLM",
-    tower=stock("smolvlm.SmolVLMVisionTransformer", in_model("vision_model.")),
-    beside=projector("smolvlm.SmolVLMConnector", _CONNECTOR),
-    processor=_images_and_clips,
-    videos=Accepts.PICTURES,
 )
 
 _MODERNVBERT = variant(
@@ -168,21 +146,37 @@ _MODERNVBERT = variant(
     transformers="5.23.0",
 )
 
-_ULTRAVBERT = variant(
-    _MODERNVBERT,
-    "ultravbert",
-    "UltraVBERT",
-    beside=projector("ultravbert.UltraVBertConnector", _CONNECTOR, served=_SHUFFLED),
-    # The processor shrinks an image until it has few enough tiles.
-    processor=images(lambda image, _: unsized(image, HALF, LANCZOS)),
-    images=Accepts.PIXELS,
-)
-
 ROWS = (
-    _IDEFICS2,
+    RasterFamily(
+        "idefics2",
+        "Idefics 2",
+        tower=stock("idefics2.Idefics2VisionTransformer", in_model("vision_model.")),
+        beside={"connector": part("idefics2.Idefics2Connector", _CONNECTOR)},
+        forward=Idefics2Tower,
+        # The processor keeps sizes that are not multiples of a patch; what is left over is not encoded.
+        processor=images(lambda image, _: unsized(image, HALF, BILINEAR)),
+        images=Accepts.PIXELS,
+    ),
     _IDEFICS3,
-    _SMOLVLM,
+    variant(
+        _IDEFICS3,
+        "smolvlm",
+        "SmolVLM2",
+        video_processor="SmolVLM",
+        tower=stock("smolvlm.SmolVLMVisionTransformer", in_model("vision_model.")),
+        beside=projector("smolvlm.SmolVLMConnector", _CONNECTOR),
+        processor=_images_and_clips,
+        videos=Accepts.PICTURES,
+    ),
     _MODERNVBERT,
     _MODERNVBERT.nested("vlm.", "colmodernvbert", "ColModernVBERT", within="vlm_config"),
-    _ULTRAVBERT,
+    variant(
+        _MODERNVBERT,
+        "ultravbert",
+        "UltraVBERT",
+        beside=projector("ultravbert.UltraVBertConnector", _CONNECTOR, served=_SHUFFLED),
+        # The processor shrinks an image until it has few enough tiles.
+        processor=images(lambda image, _: unsized(image, HALF, LANCZOS)),
+        images=Accepts.PIXELS,
+    ),
 )

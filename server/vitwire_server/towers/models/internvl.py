@@ -196,48 +196,6 @@ _CHAT = variant(
 
 _STILL = replace(_CHAT, processor=images(_still_settings), videos=Accepts.NOTHING)
 
-_QIANFAN = variant(
-    _INTERNVL,
-    "qianfan_ocr",
-    "Qianfan-OCR",
-    tower=stock(
-        "qianfan_ocr.QianfanOCRVisionModel",
-        in_model("vision_tower.", "vision_model."),
-        renames=((r"^encoder\.layers\.", "layers."), *_NAMES),
-        convert=_unfused,
-    ),
-    beside=projector(
-        "qianfan_ocr.QianfanOCRMultiModalProjector",
-        in_model("multi_modal_projector.") | MLP1,
-        served=_PROJECTION,
-    ),
-    encoder=partial(Shuffled, merged_by="downsample_ratio", layers="layers"),
-    processor=lambda files, config: {Modality.IMAGE: _settings(files, config)[Modality.IMAGE]},
-    videos=Accepts.NOTHING,
-    transformers="5.23.0",
-)
-
-_EAGLE2_5 = TileFamily(
-    "eagle_2_5_vl",
-    "Eagle 2.5",
-    configuration=_eagle_config,
-    tower=siglip("vision_model."),
-    beside=projector("internvl.InternVLMultiModalProjector", MLP1, served=(_RATIO,)),
-    encoder=partial(Shuffled, merged_by="downsample_ratio"),
-    processor=images(_eagle_settings),
-)
-
-_INTERN_VIT = PlainFamily(
-    "intern_vit_6b",
-    "InternViT",
-    configuration=lambda _, own: new_config("internvl_vision", **_intern_vit(own), dtype=dtype_of(own)),
-    tower=part("internvl.InternVLVisionModel", stripped("vision_model.", ""), renames=_NAMES, convert=_unfused),
-    encoder=PlainEncoder,
-    layers="encoder.layer",
-    poolers=(class_token(), MEAN),
-    processor="CLIP",
-)
-
 ROWS = (
     _INTERNVL,
     _CHAT,
@@ -249,7 +207,43 @@ ROWS = (
     ),
     variant(_STILL, "h2ovl_chat", "H2OVL Mississippi", processor=images(_h2ovl_settings)),
     variant(_STILL, "skywork_chat", "Skywork-R1V"),
-    _INTERN_VIT,
-    _EAGLE2_5,
-    _QIANFAN,
+    PlainFamily(
+        "intern_vit_6b",
+        "InternViT",
+        configuration=lambda _, own: new_config("internvl_vision", **_intern_vit(own), dtype=dtype_of(own)),
+        tower=part("internvl.InternVLVisionModel", stripped("vision_model.", ""), renames=_NAMES, convert=_unfused),
+        encoder=PlainEncoder,
+        layers="encoder.layer",
+        poolers=(class_token(), MEAN),
+        processor="CLIP",
+    ),
+    TileFamily(
+        "eagle_2_5_vl",
+        "Eagle 2.5",
+        configuration=_eagle_config,
+        tower=siglip("vision_model."),
+        beside=projector("internvl.InternVLMultiModalProjector", MLP1, served=(_RATIO,)),
+        encoder=partial(Shuffled, merged_by="downsample_ratio"),
+        processor=images(_eagle_settings),
+    ),
+    variant(
+        _INTERNVL,
+        "qianfan_ocr",
+        "Qianfan-OCR",
+        tower=stock(
+            "qianfan_ocr.QianfanOCRVisionModel",
+            in_model("vision_tower.", "vision_model."),
+            renames=((r"^encoder\.layers\.", "layers."), *_NAMES),
+            convert=_unfused,
+        ),
+        beside=projector(
+            "qianfan_ocr.QianfanOCRMultiModalProjector",
+            in_model("multi_modal_projector.") | MLP1,
+            served=_PROJECTION,
+        ),
+        encoder=partial(Shuffled, merged_by="downsample_ratio", layers="layers"),
+        processor=lambda files, config: {Modality.IMAGE: _settings(files, config)[Modality.IMAGE]},
+        videos=Accepts.NOTHING,
+        transformers="5.23.0",
+    ),
 )

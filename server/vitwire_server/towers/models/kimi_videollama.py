@@ -223,19 +223,6 @@ _KIMI_K25 = PackedFamily(
     videos=Accepts.PIXELS,
 )
 
-_KIMI_VL = variant(
-    _KIMI_K25,
-    "kimi_vl",
-    "Kimi-VL",
-    configuration=_kimi_vl_config,
-    beside=projector(
-        "kimi_k25.Kimi_K25MultimodalProjection",
-        stripped("multi_modal_projector."),
-        renames=((r"^linear_1\.", "in_proj."), (r"^linear_2\.", "out_proj.")),
-    ),
-    videos=Accepts.NOTHING,
-)
-
 _VIDEO_LLAMA_3 = PackedFamily(
     "video_llama_3",
     "VideoLLaMA 3",
@@ -249,7 +236,18 @@ _VIDEO_LLAMA_3 = PackedFamily(
 
 ROWS = (
     _KIMI_K25,
-    _KIMI_VL,
+    variant(
+        _KIMI_K25,
+        "kimi_vl",
+        "Kimi-VL",
+        configuration=_kimi_vl_config,
+        beside=projector(
+            "kimi_k25.Kimi_K25MultimodalProjection",
+            stripped("multi_modal_projector."),
+            renames=((r"^linear_1\.", "in_proj."), (r"^linear_2\.", "out_proj.")),
+        ),
+        videos=Accepts.NOTHING,
+    ),
     _VIDEO_LLAMA_3,
     variant(
         _VIDEO_LLAMA_3,

@@ -1,4 +1,7 @@
-"""LLaVA 1.5, ViP-LLaVA, LLaVA-NeXT, LLaVA-NeXT-Video, LLaVA-OneVision; Aya Vision and Command A Vision (Cohere)."""
+"""LLaVA 1.5, ViP-LLaVA, LLaVA-NeXT, LLaVA-NeXT-Video and LLaVA-OneVision, with CLIP's tower or SigLIP's.
+
+Aya Vision and Command A Vision (Cohere) are made alike, GOT-OCR 2 (StepFun) cuts images as Aya Vision does.
+"""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -17,17 +20,18 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config, require
-from vitwire_server.towers.family import Accepts, Parts
+from vitwire_server.towers.family import Accepts, Parts, in_model
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, Unit, UnitInput
-from vitwire_server.towers.layouts.tiles import TileFamily
+from vitwire_server.towers.layouts.tiles import TileFamily, merged_tile, side
 from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles, images, square, whole
 from vitwire_server.towers.processors.single import tile_of
 from vitwire_server.towers.processors.tiles import fits_tower, nearest_ratio, stretched, tiled
 from vitwire_server.towers.served import one_of
 from vitwire_server.towers.shared.clip import clip
-from vitwire_server.towers.shared.parts import projector, variant
+from vitwire_server.towers.shared.parts import projector, stock, variant
 from vitwire_server.towers.shared.projected import ProjectedLayers
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles, whole_squares
+from vitwire_server.towers.shared.sam import gather_relative_positions
 from vitwire_server.towers.shared.siglip import siglip
 
 _FACTOR = (whole_squares("downsample_factor"),)
@@ -79,6 +83,10 @@ def _video_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Pre
     return {Modality.IMAGE: pictures, Modality.VIDEO: frames}
 
 
+def _nearest_settings(image: Mapping[str, Any], config: Config, *, cuts: bool) -> Preprocessing:
+    return tiled(image, nearest_ratio(image, side(config.vision_config.image_size), cuts=cuts), CLIP)
+
+
 def _command_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     tile = (config.vision_config.image_size,) * 2
     fits_tower(image, tile[0])
@@ -116,6 +124,17 @@ class LlavaNextVideo(ProjectedLayers, AssembledEncoder):
         del inputs
         rows = self.rows(tiles)
         return self.projected(torch.cat([rows, self._pool(rows)], dim=1))
+
+
+class GotOcr2(ProjectedTiles):
+    """SAM's tower, and a projector of two convolutions of stride 2, which makes one row of 4 x 4 patches."""
+
+    def __init__(self, parts: Parts, config: Config) -> None:
+        super().__init__(parts, config, layers="layers")
+        self.merge = 4
+        self.tile = merged_tile(self.tile.width, self.patch, self.merge, "the stride of the projector")
+        if config.vision_config.use_rel_pos:
+            gather_relative_positions(self._tower, (self.tile.width // self.patch,))
 
 
 _LLAVA = TileFamily(
@@ -178,9 +197,7 @@ ROWS = (
         tower=siglip("vision_tower."),
         beside=projector("aya_vision.AyaVisionMultiModalProjector", served=_FACTOR),
         encoder=ProjectedLayers,
-        processor=images(
-            lambda image, config: tiled(image, nearest_ratio(image, config.vision_config.image_size, cuts=True), CLIP)
-        ),
+        processor=images(partial(_nearest_settings, cuts=True)),
     ),
     TileFamily(
         "cohere2_vision",
@@ -189,5 +206,13 @@ ROWS = (
         beside=projector("cohere2_vision.Cohere2VisionMultiModalProjector", served=_FACTOR),
         encoder=partial(ProjectedTiles, merged_by="downsample_factor"),
         processor=images(_command_settings),
+    ),
+    TileFamily(
+        "got_ocr2",
+        "GOT-OCR 2",
+        tower=stock("got_ocr2.GotOcr2VisionEncoder", in_model("vision_tower.")),
+        beside=projector("got_ocr2.GotOcr2MultiModalProjector"),
+        encoder=GotOcr2,
+        processor=images(partial(_nearest_settings, cuts=False)),
     ),
 )

@@ -102,37 +102,6 @@ def _turned(weights: Weights, _: Config) -> Weights:
     }
 
 
-_FLORENCE2 = TileFamily(
-    "florence2",
-    "Florence-2",
-    configuration=_florence_config,
-    tower=stock(
-        "florence2.Florence2VisionBackbone",
-        in_model("vision_tower."),
-        renames=(
-            (r"^(convs\.\d+)\.proj\.", r"\1.conv."),
-            (r"\.(conv[12])\.fn\.dw\.", r".\1."),
-            (r"\.(window|channel)_attn\.norm\.", ".norm1."),
-            (r"\.(window|channel)_attn\.fn\.", r".\1_attn."),
-            (r"\.ffn\.norm\.", ".norm2."),
-            (r"\.ffn\.fn\.net\.", ".ffn."),
-        ),
-        served=(Served("window_size", lambda size, _: 0 < size < _MOST_PATCHES, f"from 1 to {_MOST_PATCHES - 1}"),),
-    ),
-    beside=projector(
-        "florence2.Florence2MultiModalProjector",
-        {
-            **in_model("multi_modal_projector."),
-            **{name: name for name in ("image_projection", "image_proj_norm.", "visual_temporal_embed.")},
-            "image_pos_embed.": "image_position_embed.",
-        },
-        renames=((r"^image_projection$", "image_projection.turned"),),
-        convert=_turned,
-    ),
-    encoder=Florence2,
-    processor=images(_florence_settings),
-)
-
 _MERGE = 2
 """Squares of patches of this side are averaged."""
 _TRANSFORM = {
@@ -275,4 +244,37 @@ def _original_config(_: Path, settings: Mapping[str, Any]) -> Config:
     )
 
 
-ROWS = (_FLORENCE2, _PHI4, replace(_PHI4, model_type="phi4mm", configuration=_original_config))
+ROWS = (
+    TileFamily(
+        "florence2",
+        "Florence-2",
+        configuration=_florence_config,
+        tower=stock(
+            "florence2.Florence2VisionBackbone",
+            in_model("vision_tower."),
+            renames=(
+                (r"^(convs\.\d+)\.proj\.", r"\1.conv."),
+                (r"\.(conv[12])\.fn\.dw\.", r".\1."),
+                (r"\.(window|channel)_attn\.norm\.", ".norm1."),
+                (r"\.(window|channel)_attn\.fn\.", r".\1_attn."),
+                (r"\.ffn\.norm\.", ".norm2."),
+                (r"\.ffn\.fn\.net\.", ".ffn."),
+            ),
+            served=(Served("window_size", lambda size, _: 0 < size < _MOST_PATCHES, f"from 1 to {_MOST_PATCHES - 1}"),),
+        ),
+        beside=projector(
+            "florence2.Florence2MultiModalProjector",
+            {
+                **in_model("multi_modal_projector."),
+                **{name: name for name in ("image_projection", "image_proj_norm.", "visual_temporal_embed.")},
+                "image_pos_embed.": "image_position_embed.",
+            },
+            renames=((r"^image_projection$", "image_projection.turned"),),
+            convert=_turned,
+        ),
+        encoder=Florence2,
+        processor=images(_florence_settings),
+    ),
+    _PHI4,
+    replace(_PHI4, model_type="phi4mm", configuration=_original_config),
+)

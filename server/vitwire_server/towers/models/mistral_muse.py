@@ -227,35 +227,6 @@ _MISTRAL3 = variant(
     merge="spatial_merge_size",
 )
 
-_MISTRAL_LARGE4 = variant(
-    _MISTRAL3,
-    "mistral_large4",
-    "Mistral Large 4",
-    tower=replace(_PIXTRAL.tower, renames=_ORIGINAL_NAMES, convert=_from_original),
-    beside=projector(
-        "mistral_large4.MistralLarge4MultiModalProjector",
-        {
-            **in_model("multi_modal_projector."),
-            "pre_mm_projector_norm.": "norm.",
-            "patch_merger.": "patch_merger.",
-            "vision_language_adapter.w_in.": "linear_1.",
-            "vision_language_adapter.w_out.": "linear_2.",
-        },
-    ),
-    transformers="5.23.0",
-)
-
-# Images of whole tokens, as vLLM prepares them; LightOnOCR's own processor also leaves half a token.
-_LIGHTON_OCR = variant(
-    _MISTRAL3,
-    "lighton_ocr",
-    "LightOnOCR",
-    beside=projector(
-        "lighton_ocr.LightOnOcrMultiModalProjector", in_model("vision_projection.", "multi_modal_projector.")
-    ),
-    transformers="5.23.0",
-)
-
 
 _GLIMMER = MuseFamily(
     "muse_glimmer",
@@ -281,8 +252,33 @@ _GLIMMER = MuseFamily(
 ROWS = (
     _PIXTRAL,
     _MISTRAL3,
-    _MISTRAL_LARGE4,
-    _LIGHTON_OCR,
+    variant(
+        _MISTRAL3,
+        "mistral_large4",
+        "Mistral Large 4",
+        tower=replace(_PIXTRAL.tower, renames=_ORIGINAL_NAMES, convert=_from_original),
+        beside=projector(
+            "mistral_large4.MistralLarge4MultiModalProjector",
+            {
+                **in_model("multi_modal_projector."),
+                "pre_mm_projector_norm.": "norm.",
+                "patch_merger.": "patch_merger.",
+                "vision_language_adapter.w_in.": "linear_1.",
+                "vision_language_adapter.w_out.": "linear_2.",
+            },
+        ),
+        transformers="5.23.0",
+    ),
+    # Images of whole tokens, as vLLM prepares them; LightOnOCR's own processor also leaves half a token.
+    variant(
+        _MISTRAL3,
+        "lighton_ocr",
+        "LightOnOCR",
+        beside=projector(
+            "lighton_ocr.LightOnOcrMultiModalProjector", in_model("vision_projection.", "multi_modal_projector.")
+        ),
+        transformers="5.23.0",
+    ),
     _GLIMMER,
     variant(_GLIMMER, "muse_spark", "Muse Spark", "muse_spark.MuseSparkVisionModel", forward=MuseSparkTower),
 )

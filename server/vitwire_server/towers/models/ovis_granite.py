@@ -160,39 +160,36 @@ _OVIS2 = TileFamily(
 )
 
 
-_OVIS = variant(
-    _OVIS2,
-    "ovis",
-    _OVIS2.title,
-    configuration=_ovis_config,
-    tower=stock(
-        "ovis2.Ovis2VisionModel",
-        {"visual_tokenizer.backbone.": "transformer.", "visual_tokenizer.head.": "head."},
-        renames=(
-            (r"^head\.0\.", "head_linear."),
-            (r"^head\.1\.", "head_norm."),
-            (r"^transformer\.preprocessor\.pos_embed$", "transformer.embeddings.position_embedding.weight"),
-            (r"^transformer\.preprocessor\.patchifier\.proj\.", "transformer.embeddings.patch_embedding."),
-            (r"^transformer\.preprocessor\.patchifier\.norm\.", "transformer.embeddings.rms_norm."),
-            (r"^transformer\.trunk\.post_trunk_norm\.", "transformer.rms_norm."),
-            (r"^transformer\.trunk\.blocks\.", "transformer.encoder.layers."),
-            (r"\.norm_([12])\.", r".rms_norm\1."),
-            (r"\.attn\.proj\.", ".attention.out_proj."),
-            (r"\.mlp\.fc1\.", ".ffn.gate_proj."),
-            (r"\.mlp\.fc2\.", ".ffn.down_proj."),
-            (r"\.mlp\.fc3\.", ".ffn.up_proj."),
-        ),
-        convert=lambda weights, _: position_tables(split_qkv(weights, ".attn.qkv.", ".attention.{}_proj.")),
-        served=_OVIS2.tower.served,
-    ),
-    beside={"projector": replace(_OVIS2.modules["projector"], prefixes=stripped("vte."))},
-    processor=images(_original_settings),
-)
-
-
 ROWS = (
     _OVIS2,
-    _OVIS,
+    variant(
+        _OVIS2,
+        "ovis",
+        _OVIS2.title,
+        configuration=_ovis_config,
+        tower=stock(
+            "ovis2.Ovis2VisionModel",
+            {"visual_tokenizer.backbone.": "transformer.", "visual_tokenizer.head.": "head."},
+            renames=(
+                (r"^head\.0\.", "head_linear."),
+                (r"^head\.1\.", "head_norm."),
+                (r"^transformer\.preprocessor\.pos_embed$", "transformer.embeddings.position_embedding.weight"),
+                (r"^transformer\.preprocessor\.patchifier\.proj\.", "transformer.embeddings.patch_embedding."),
+                (r"^transformer\.preprocessor\.patchifier\.norm\.", "transformer.embeddings.rms_norm."),
+                (r"^transformer\.trunk\.post_trunk_norm\.", "transformer.rms_norm."),
+                (r"^transformer\.trunk\.blocks\.", "transformer.encoder.layers."),
+                (r"\.norm_([12])\.", r".rms_norm\1."),
+                (r"\.attn\.proj\.", ".attention.out_proj."),
+                (r"\.mlp\.fc1\.", ".ffn.gate_proj."),
+                (r"\.mlp\.fc2\.", ".ffn.down_proj."),
+                (r"\.mlp\.fc3\.", ".ffn.up_proj."),
+            ),
+            convert=lambda weights, _: position_tables(split_qkv(weights, ".attn.qkv.", ".attention.{}_proj.")),
+            served=_OVIS2.tower.served,
+        ),
+        beside={"projector": replace(_OVIS2.modules["projector"], prefixes=stripped("vte."))},
+        processor=images(_original_settings),
+    ),
     TileFamily(
         "granite_docling",
         "Granite for Docling",

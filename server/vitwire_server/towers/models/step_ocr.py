@@ -1,24 +1,28 @@
-"""DeepSeek-OCR-2, whose SAM feeds a language model's layers, and Unlimited-OCR (Baidu), whose SAM feeds CLIP's."""
+"""Towers that take an overview of an image and its crops: DeepSeek-OCR-2, Unlimited-OCR (Baidu) and Step3 (StepFun)."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from transformers.vision_utils import get_vision_position_ids
 
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
-from vitwire_server.towers.configs import Config, changed
+from vitwire_server.towers.configs import Config, changed, dtype_of, new_config
 from vitwire_server.towers.family import Module, Parts, in_model, of_transformers, stripped
 from vitwire_server.towers.layouts.crops import CropEncoder
 from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, heads_of
-from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, images, whole
+from vitwire_server.towers.processors.settings import BILINEAR, CLIP, HALF, ProcessorFiles, images, whole
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.fused import unfused
 from vitwire_server.towers.shared.modules import Constants, SingleParameter
-from vitwire_server.towers.shared.parts import part, stock
+from vitwire_server.towers.shared.parts import part, projector, stock
 from vitwire_server.towers.shared.sam import gather_relative_positions
 
 _SAM_NAMES = (
@@ -37,13 +41,13 @@ _MERGE = 4
 """Root of the patches of SAM that become one token."""
 
 
-def _config(folder: Path, settings: Mapping[str, Any], *, crop: int) -> Config:
+def _ocr_config(folder: Path, settings: Mapping[str, Any], *, crop: int) -> Config:
     """Adds `crop_size`, which the processor's files have; `crop` where they do not."""
     crop = ProcessorFiles.read(folder).square("tile_size", crop)
     return changed(of_transformers(folder, settings), {"crop_size": crop})
 
 
-def _settings(image: Mapping[str, Any], config: Config, *, most: int) -> Preprocessing:
+def _ocr_settings(image: Mapping[str, Any], config: Config, *, most: int) -> Preprocessing:
     """An overview of each image and crops of large ones: `most` of them where the files do not say."""
     overview, crop = config.vision_config.sam_config.image_size, config.crop_size
     if not image.get("crop_to_patches", True):
@@ -57,6 +61,32 @@ def _settings(image: Mapping[str, Any], config: Config, *, most: int) -> Preproc
         crop=(crop, crop),
     )
     return tiled(image, tiling, HALF)
+
+
+def _step3_config(folder: Path, settings: Mapping[str, Any]) -> Config:
+    """Checkpoints of the hub's own code and of transformers differ in the names of their fields."""
+    text = settings.get("text_config") or {}
+    config = new_config(
+        "step3p7",
+        vision_config=dict(settings["vision_config"]),
+        text_config={"hidden_size": text.get("hidden_size") or settings["hidden_size"]},
+        projector_bias=settings.get("projector_bias", False),
+        dtype=dtype_of(settings),
+    )
+    return changed(config, {"crop_size": ProcessorFiles.read(folder).square("patch_size", 504)})
+
+
+def _step3_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
+    overview, crop = config.vision_config.image_size, config.crop_size
+    most = whole(image, "max_image_size", 3024)
+    tiling = Tiling(
+        TilingRule.WINDOWS,
+        (overview, overview),
+        max_tiles=max(1, -(-most // crop)) ** 2,
+        max_side=most,
+        crop=(crop, crop),
+    )
+    return tiled(image, tiling, CLIP, BILINEAR)
 
 
 class SamEncoder(CropEncoder):
@@ -107,9 +137,7 @@ class DeepseekOcr2(SamEncoder):
         sizes = (config.vision_config.sam_config.image_size, config.crop_size)
         self._queries = dict(zip(sizes, (tower.query_1024_resolution, tower.query_768_resolution), strict=True))
         super().__init__(parts, config)
-        counts = {size: len(queries.weight) for size, queries in self._queries.items()}
-        self._constants = nn.ModuleDict({str(size): self._fixed(count) for size, count in counts.items()})
-        self.constants = {"constants": self._constants}
+        self.constants = {str(size): self._fixed(len(queries.weight)) for size, queries in self._queries.items()}
         self.blocks = [*self._tower.sam_encoder.layers, *self._tower.vision_encoder.layers]
 
     def _tokens(self, size: int) -> int:
@@ -130,14 +158,60 @@ class DeepseekOcr2(SamEncoder):
 
     def encode_crops(self, crops: Tensor) -> Tensor:
         size = crops.shape[-1]
-        queries, constants = self._queries[size].weight, self._constants[str(size)]
-        encoder: Any = self._tower.vision_encoder
+        queries, constants = self._queries[size].weight, self.constants[str(size)]
+        encoder = self._tower.vision_encoder
         patches = self._tower.sam_encoder(crops).last_hidden_state.flatten(2).transpose(1, 2)
         states = torch.cat([patches, queries.expand(len(crops), -1, -1)], dim=1)
         rotary = (constants.cosines.to(states.dtype), constants.sines.to(states.dtype))
         for layer in encoder.layers:
             states = layer(states, attention_mask=constants.seen, position_embeddings=rotary)
         return self._projector(encoder.norm(states[:, patches.shape[1] :]))  # type: ignore[no-any-return]
+
+
+class Step3(CropEncoder):
+    """A ViT with rotary positions and two strided convolutions; positions of both sizes are constants."""
+
+    def __init__(self, parts: Parts, config: Config) -> None:
+        vision = config.vision_config
+        self.patch, self.merge = vision.patch_size, 4
+        self.tile = self._shape(vision.image_size)
+        self.crop = self._shape(config.crop_size)
+        self.width = config.text_config.hidden_size
+        self.attention_heads = heads_of(vision)
+        self._tower: Any = parts["tower"]
+        self._projector = parts["projector"]
+        self.blocks = list(self._tower.layers)
+        sides = {shape.height // self.patch for shape in (self.tile, self.crop)}
+        self.constants = {str(side): self._fixed(side) for side in sides}
+
+    def _shape(self, size: int) -> TileShape:
+        return TileShape(size, size, ceil(size // self.patch / self.merge) ** 2)
+
+    @torch.no_grad()
+    def _fixed(self, side: int) -> Constants:
+        """Positions of a grid with this many patches a side: the learned square, resampled, and rotary ones."""
+        weight = self._tower.embeddings.position_embedding.weight
+        own = round(len(weight) ** 0.5)
+        learned = weight.float().T.reshape(1, -1, own, own)
+        if own != side:
+            learned = functional.interpolate(learned, size=(side, side), mode="bilinear", align_corners=False)
+        ids = get_vision_position_ids(torch.tensor([[1, side, side]]), 1)
+        cosines, sines = self._tower.rotary_emb(weight, ids.to(weight.device))
+        return Constants(learned=learned.flatten(2).transpose(1, 2).clone(), cosines=cosines, sines=sines)
+
+    def encode(self, tiles: Tensor) -> Tensor:
+        tower, side = self._tower, tiles.shape[-1] // self.patch
+        constants: Any = self.constants[str(side)]
+        patches = tower.embeddings.patch_embedding(tiles).flatten(2).transpose(1, 2)
+        states = tower.pre_layernorm(patches + constants.learned.to(patches.dtype))
+        for layer in tower.layers:
+            states = layer(states, position_embeddings=(constants.cosines, constants.sines))
+        grid = states.transpose(1, 2).unflatten(2, (side, side))
+        merged: Tensor = tower.downsampler2(tower.downsampler1(grid))
+        return self._projector(merged.flatten(2).transpose(1, 2))  # type: ignore[no-any-return]
+
+    def encode_crops(self, crops: Tensor) -> Tensor:
+        return self.encode(crops)
 
 
 def _beside(columns: Callable[[Config], int]) -> dict[str, Module]:
@@ -156,47 +230,66 @@ def _beside(columns: Callable[[Config], int]) -> dict[str, Module]:
     }
 
 
-_DEEPSEEK_OCR2 = TileFamily(
-    "deepseek_ocr2",
-    "DeepSeek-OCR-2",
-    configuration=partial(_config, crop=768),
-    tower=stock(
-        "deepseek_ocr2.DeepseekOcr2VisionModel",
-        {
-            **in_model("vision_tower."),
-            "model.sam_model.": "sam_encoder.",
-            "model.qwen2_model.model.model.": "vision_encoder.",
-            "model.qwen2_model.query_": "query_",
-        },
-        renames=(*_SAM_NAMES, (r"^query_(768|1024)\.", r"query_\1_resolution.")),
-        ignored=("vision_encoder.embed_tokens.",),
+_STEP3P7 = TileFamily(
+    "step3p7",
+    "Step-3.7",
+    configuration=_step3_config,
+    tower=stock("step3p7.Step3p7VisionModel", in_model("vision_model.")),
+    beside=projector(
+        nn.Linear,
+        stripped("model.multi_modal_projector.", "vit_large_projector.", "model.vit_large_projector."),
+        arguments=lambda config: (
+            config.vision_config.hidden_size * 4,
+            config.text_config.hidden_size,
+            config.projector_bias,
+        ),
     ),
-    beside=_beside(lambda vision: vision.encoder_config.hidden_size),
-    encoder=DeepseekOcr2,
-    processor=images(partial(_settings, most=6)),
+    encoder=Step3,
+    processor=images(_step3_settings),
 )
 
-_UNLIMITED_OCR = TileFamily(
-    "unlimited_ocr",
-    "Unlimited-OCR",
-    configuration=partial(_config, crop=640),
-    tower=stock(
-        "unlimited_ocr.UnlimitedOcrVisionModel",
-        {
-            **in_model("vision_tower."),
-            "model.sam_model.": "sam_encoder.",
-            "sam_model.": "sam_encoder.",
-            "model.vision_model.": "vision_encoder.",
-            "vision_model.": "vision_encoder.",
-        },
-        renames=(*_SAM_NAMES, (r"^vision_encoder\.transformer\.", "vision_encoder.encoder.")),
-        ignored=("vision_encoder.embeddings.patch_embedding.", "vision_encoder.embeddings.position_ids"),
-        convert=unfused(".qkv_proj.", ".{}_proj."),
+ROWS = (
+    TileFamily(
+        "deepseek_ocr2",
+        "DeepSeek-OCR-2",
+        configuration=partial(_ocr_config, crop=768),
+        tower=stock(
+            "deepseek_ocr2.DeepseekOcr2VisionModel",
+            {
+                **in_model("vision_tower."),
+                "model.sam_model.": "sam_encoder.",
+                "model.qwen2_model.model.model.": "vision_encoder.",
+                "model.qwen2_model.query_": "query_",
+            },
+            renames=(*_SAM_NAMES, (r"^query_(768|1024)\.", r"query_\1_resolution.")),
+            ignored=("vision_encoder.embed_tokens.",),
+        ),
+        beside=_beside(lambda vision: vision.encoder_config.hidden_size),
+        encoder=DeepseekOcr2,
+        processor=images(partial(_ocr_settings, most=6)),
     ),
-    beside=_beside(lambda vision: vision.sam_config.downsample_channels[-1] + vision.encoder_config.hidden_size),
-    encoder=UnlimitedOcr,
-    processor=images(partial(_settings, most=32)),
-    transformers="5.23.0",
+    TileFamily(
+        "unlimited_ocr",
+        "Unlimited-OCR",
+        configuration=partial(_ocr_config, crop=640),
+        tower=stock(
+            "unlimited_ocr.UnlimitedOcrVisionModel",
+            {
+                **in_model("vision_tower."),
+                "model.sam_model.": "sam_encoder.",
+                "sam_model.": "sam_encoder.",
+                "model.vision_model.": "vision_encoder.",
+                "vision_model.": "vision_encoder.",
+            },
+            renames=(*_SAM_NAMES, (r"^vision_encoder\.transformer\.", "vision_encoder.encoder.")),
+            ignored=("vision_encoder.embeddings.patch_embedding.", "vision_encoder.embeddings.position_ids"),
+            convert=unfused(".qkv_proj.", ".{}_proj."),
+        ),
+        beside=_beside(lambda vision: vision.sam_config.downsample_channels[-1] + vision.encoder_config.hidden_size),
+        encoder=UnlimitedOcr,
+        processor=images(partial(_ocr_settings, most=32)),
+        transformers="5.23.0",
+    ),
+    _STEP3P7,
+    *(replace(_STEP3P7, model_type=name, title="Step3-VL") for name in ("step3_vl", "step_robotics")),
 )
-
-ROWS = (_DEEPSEEK_OCR2, _UNLIMITED_OCR)
