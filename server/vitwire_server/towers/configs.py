@@ -24,7 +24,7 @@ class Config(Protocol):
 
 
 def at(config: Config, path: str) -> Any:  # noqa: ANN401 - as above
-    """The field of a configuration at a dotted path; all of it where the path is empty. Raises AttributeError."""
+    """The field of a configuration at a dotted path; all of it if the path is empty. Raises AttributeError."""
     return reduce(getattr, filter(None, path.split(".")), config)
 
 
@@ -55,7 +55,7 @@ def any_of(values: Iterable[object]) -> str:
 
 
 def require(name: str, value: object, *accepted: object, field: str = "") -> None:
-    """Raises ValueError unless the field of this name has one of these values: that of another `field`, if named."""
+    """Raises ValueError unless the field of this name has one of these values, which another `field` may have set."""
     if value not in accepted:
         raise ValueError(f"{name} is {value!r}, but must be {field}{', ' * bool(field)}{any_of(accepted)}")
 

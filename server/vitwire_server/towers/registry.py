@@ -1,43 +1,28 @@
-"""The table of models: one row per `model_type`, or per kind of tower where a `model_type` has several."""
+"""The table of models: one entry per `model_type`, or per kind of tower if a `model_type` has several."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import import_module
+from pkgutil import iter_modules
 from types import MappingProxyType
 from typing import Any
 
 from vitwire_server.towers import models
 from vitwire_server.towers.family import Family
 
-_FILES = (
-    "qwen",
-    "baidu_lfm",
-    "kimi_videollama",
-    "internvl",
-    "llava_cohere",
-    "gemma_hunyuan",
-    "deepseek",
-    "step_ocr",
-    "aria_llama",
-    "ovis_granite",
-    "microsoft",
-    "mistral_muse",
-    "minicpm",
-    "idefics",
-    "nvidia",
-    "clip_siglip",
-    "dino_vit",
-)
-"""Modules of `models`, each with its `ROWS`, in the order of the tables of models."""
-
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {row.name: row for file in _FILES for row in import_module(f"{models.__name__}.{file}").ROWS}
+    {
+        row.name: row
+        for file in iter_modules(models.__path__)
+        if not file.name.startswith("_")
+        for row in import_module(f"{models.__name__}.{file.name}").ROWS
+    }
 )
-"""By name; that of a row without a `tower_type` is its `model_type`."""
+"""By name, which is the `model_type` of an entry without a `tower_type`."""
 
 
 def unsupported(model_type: object) -> str:
-    """What is wrong about a `model_type` that is not in the table, with those that are spelt like it."""
+    """An error about a `model_type` that is not in the table, with those that are spelt like it."""
     known = {row.model_type for row in FAMILIES.values()}
     near = get_close_matches(str(model_type).lower(), sorted(known), n=3)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
@@ -46,7 +31,7 @@ def unsupported(model_type: object) -> str:
 
 
 def family_of(settings: Mapping[str, Any]) -> Family | None:
-    """The row of a checkpoint by its config.json; None if its `model_type` is not in the table."""
+    """The entry of a checkpoint by its config.json; None if its `model_type` is not in the table."""
     model_type, vision = settings.get("model_type"), settings.get("vision_config")
     if not model_type:
         named = (row for row in FAMILIES.values() if row.original and [row.original] == settings.get("architectures"))

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from vitwire_server.towers.configs import Config, any_of
 
 _DEPTHS = ("depth", "num_hidden_layers")
-"""Fields that hold a number of layers; where a configuration has several, the first counts."""
+"""Fields that hold a number of layers; of several, the first counts."""
 _NUMBERED = re.compile(r"(?<=\.)\d+(?=\.)")
 _LAYERS = re.compile(r"(depths?|layers)$")
 """Names of fields that say how many layers there are; in others of such names, numbers of layers are listed."""
@@ -32,7 +32,7 @@ class Served:
     """What the value must be, in words."""
 
     def problem(self, config: Config) -> str | None:
-        """What is wrong about the value; None if nothing is."""
+        """The problem with the value; None if there is none."""
         value = getattr(config, self.field)
         try:
             served = self.holds(value, config)
@@ -47,14 +47,14 @@ def one_of(field: str, *values: object) -> Served:
 
 
 def same_class(config: Config, expected: type[Any] | None) -> str | None:
-    """What is wrong about the kind of a configuration; None if it is of the class that its module takes."""
+    """The problem with a configuration of another class than its module takes; None if there is none."""
     if expected is None or isinstance(config, expected):
         return None
     return f"model_type is {config.model_type!r}, but must be {expected.model_type!r}"
 
 
 def no_heads(config: Config) -> str | None:
-    """What is wrong with a configuration that asks for less than one attention head; None if it does not."""
+    """The problem with a configuration that asks for less than one attention head; None if there is none."""
     for path, name, value in _fields(config):
         if name in _HEADS and min(_numbers(value), default=1) < 1:
             return f"{path} is {value}, but must be positive"
@@ -62,7 +62,7 @@ def no_heads(config: Config) -> str | None:
 
 
 def surplus_layers(config: Config, names: Iterable[str]) -> str | None:
-    """What is wrong with a configuration that asks for more layers than weights are named; None if it does not."""
+    """The problem with a configuration that asks for more layers than weights are named; None if there is none."""
     held = _most_layers(names)
     for path, layers in _depths(config):
         if layers > held:
@@ -71,7 +71,7 @@ def surplus_layers(config: Config, names: Iterable[str]) -> str | None:
 
 
 def absurd_layers(settings: Mapping[str, Any]) -> str | None:
-    """What is wrong with a config.json that asks for more layers than any model has; None if it does not."""
+    """The problem with a config.json that asks for more layers than any model has; None if there is none."""
     for path, name, value in _fields(settings):
         if _LAYERS.search(name) and max(_numbers(value), default=0) > _MOST_LAYERS:
             return f"{path} is {value}, but must be at most {_MOST_LAYERS}"

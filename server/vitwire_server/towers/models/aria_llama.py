@@ -61,7 +61,7 @@ def _has_queries(queries: Mapping[int, int], config: Config) -> bool:
 
 
 def _fill_output(layers: Sequence[int], vision: Config) -> bool:
-    """Whether the output is as wide as the states that are joined in it: those of these layers, and the last ones."""
+    """True if the output has the columns of all states that it joins: after each of these layers and the last."""
     states = range(vision.num_hidden_layers)
     return (
         all(layer in states for layer in layers) and vision.vision_output_dim == (len(layers) + 1) * vision.hidden_size
@@ -69,7 +69,7 @@ def _fill_output(layers: Sequence[int], vision: Config) -> bool:
 
 
 class Aria(AssembledEncoder, ProjectedTiles):
-    """SigLIP, and queries that attend to its patches; those of the margin are attended to by neither."""
+    """SigLIP, and queries that attend to its patches; neither attends to the margin."""
 
     def __init__(self, parts: Parts, config: Config) -> None:
         super().__init__(parts, config)
@@ -102,7 +102,7 @@ class Aria(AssembledEncoder, ProjectedTiles):
 class Mllama(AssembledEncoder, ProjectedTiles):
     """Tiles of an image attend to each other, and to those that it could have beyond: blank ones with positions.
 
-    So an image costs as much as one with all tiles. Rows are those of the tiles that it comes with.
+    So an image costs as much as one with all tiles. Only the tiles that it comes with give rows.
     """
 
     def __init__(self, parts: Parts, config: Config) -> None:

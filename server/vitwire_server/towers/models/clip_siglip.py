@@ -46,7 +46,7 @@ def _attention(source: str, *, alone: bool = False, projected: bool = False) -> 
 
 
 def _projects(config: Config) -> bool:
-    """Whether a checkpoint of the vision part alone has the projection."""
+    """True if a checkpoint of the vision part alone has the projection."""
     return "WithProjection" in str(config.architectures)  # whatever the file holds: config classes do not check it
 
 
@@ -94,7 +94,7 @@ class Siglip2Tower(RasterTower):
 
 
 def _pix2struct_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
-    """Clients send pixels, as the processor normalises each image by its own mean and deviation."""
+    """Clients send pixels, as the processor normalises each image by the mean and deviation of its pixels."""
     patch = config.vision_config.patch_size
     most = whole(image, "max_patches", 2048) * patch**2
     return bounded_above(image, most, patch, Resizing.OTHER, IDENTITY)

@@ -1,4 +1,4 @@
-"""DeepSeek-VL, with SigLIP alone and with SAM beside it, DeepSeek-VL2, and Janus's tower for images."""
+"""DeepSeek-VL, with SigLIP alone or with SAM, DeepSeek-VL2, and Janus's tower for images."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,7 +25,7 @@ from vitwire_server.towers.shared.sam import gather_relative_positions
 from vitwire_server.towers.shared.siglip import siglip, siglip_config
 
 _TOWER = {"image_size": 384, "patch_size": 16, "width": 1024, "layers": 24, "heads": 16, "mlp_ratio": 4}
-"""What DeepSeek-VL2's config.json leaves out, by the authors' configuration classes; the projector's below."""
+"""Fields that DeepSeek-VL2's config.json leaves out, by the authors' configuration classes; the projector's below."""
 _PROJECTOR = {
     "projector_type": "downsample_mlp_gelu",
     "input_dim": 1152,

@@ -70,7 +70,7 @@ def _hunyuan_settings(image: Mapping[str, Any], _: Config) -> Preprocessing:
 
 
 def _pools(tokens: int, config: Config) -> bool:
-    """Whether pooling squares of patches leaves this number of tokens."""
+    """True if pooling squares of patches leaves this number of tokens."""
     patches, side = config.vision_config.image_size // config.vision_config.patch_size, isqrt(tokens)
     return side**2 == tokens and patches // (patches // side) == side
 
@@ -121,7 +121,7 @@ class Gemma4Tower(RasterTower):
 class HunyuanTower(RasterTower):
     """Learned positions, resampled to each grid; squares of patches become tokens.
 
-    The rows that the model's own merger puts before, between and behind the lines of an image are left out.
+    The rows that the stock merger puts before, between and behind the lines of an image are left out.
     """
 
     def _inputs(self) -> dict[str, Kind]:

@@ -36,7 +36,7 @@ from vitwire_server.towers.shared.resampled import QueriedTower
 from vitwire_server.towers.shared.siglip import packed_layers, siglip
 
 _TILE, _LONGEST = 364, 4 * 364
-"""Sizes where a checkpoint's files give none."""
+"""Sizes if a checkpoint's files give none."""
 _LARGEST = 4096
 """The processor bounds images to this side after resizing them, which is supported only if that changes nothing."""
 
@@ -63,7 +63,7 @@ def _images(image: Mapping[str, Any], config: Config) -> Preprocessing:
 
 
 def _images_and_clips(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
-    """Frames are never cut. A size for frames under `video_sampling` counts only where the file has no `size`."""
+    """Frames are never cut. A size for frames under `video_sampling` counts only if the file has no `size`."""
     video = files.own_video or files.image
     sampled = (video.get("video_sampling") or {}).get("video_size")
     size = dict(video.get("size") or sampled or {"longest_edge": _LONGEST})

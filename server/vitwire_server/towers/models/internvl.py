@@ -57,7 +57,7 @@ _PROJECTION = (
 
 
 def _intern_vit(vision: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of transformers' configuration of the tower, from those of OpenGVLab's."""
+    """Fields of OpenGVLab's configuration of the tower, by their names in transformers."""
     return {
         **usual_fields(vision, "hidden_act", "layer_norm_eps", "norm_type"),
         "attention_bias": vision.get("qkv_bias", True),
@@ -112,7 +112,7 @@ def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preproces
 
 
 def _still_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
-    """The original's processor is code beside the weights; its numbers are in config.json."""
+    """The original's processor is code that comes with the weights; its numbers are in config.json."""
     cut = config.dynamic_image_size
     tiling = Tiling(
         TilingRule.CLOSEST_RATIO if cut else TilingRule.STRETCH,
@@ -162,7 +162,7 @@ class Shuffled(ProjectedTiles):
 
 
 class NvlmProjector(InternVLMultiModalProjector):
-    """InternVL's, with inner columns as many as those of the language model's MLP, and without biases."""
+    """InternVL's, with as many inner columns as the language model's MLP has, and without biases."""
 
     def __init__(self, config: Any) -> None:  # noqa: ANN401 - transformers types its fields in part only
         super().__init__(config)

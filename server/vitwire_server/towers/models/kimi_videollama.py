@@ -46,7 +46,7 @@ def _unfused(weights: Weights, config: Config) -> Weights:
 
 
 class FrameMeans(Head):
-    """Frames of a clip, at most those of a chunk, are averaged before the projector."""
+    """The frames of a clip, at most a chunk, are averaged before the projector."""
 
     pools_frames = True
 
@@ -77,7 +77,7 @@ class FrameMeans(Head):
         }
 
     def keywords(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tower's own pooling takes clips of one length only: it gets a single token, whose result is not used."""
+        """The stock pooling takes clips of one length only: it gets a single token, whose result is not used."""
         return {"frame_index": tensors["frame_index"], "temporal_merge_index": tensors["patches"][:1, :, None]}
 
     def rows(self, output: Output, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -115,7 +115,7 @@ class SquareMeans(Head):
         return {"squares": Sources(_OF_CLIPS**2)}
 
     def compute(self, grid: Grid) -> dict[str, Tensor]:
-        """An image's patch is all four of its own square."""
+        """An image's patch is all four of its square."""
         patches = torch.arange(grid.patches)
         return {"squares": patches.view(-1, _OF_CLIPS**2) if grid.t > 1 else patches[:, None].repeat(1, _OF_CLIPS**2)}
 
@@ -158,7 +158,7 @@ def _videollama_config(folder: Path, settings: Mapping[str, Any]) -> Config:
 
 
 def _original_videollama_config(folder: Path, settings: Mapping[str, Any]) -> Config:
-    """Of the authors' own code, whose config.json has the fields of the language model at its top."""
+    """Of the authors' code, whose config.json has the fields of the language model at its top."""
     path = folder / "processor_config.json"
     processor = optional_json(path)
     _check_merged(path, "image_merge_size", processor, 1)

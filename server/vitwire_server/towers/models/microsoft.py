@@ -111,7 +111,7 @@ _TRANSFORM = {
     "use_hd_transform": True,
     "with_learnable_separator": True,
 }
-"""What the authors' config.json says of the steps that follow the tower."""
+"""Fields of the authors' config.json about the steps that follow the tower."""
 
 
 def _phi_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:

@@ -42,7 +42,7 @@ _ORIGINAL_NAMES = (
     (r"\.feed_forward\.w2\.", ".feed_forward.down_proj."),
     (r"\.feed_forward\.w3\.", ".feed_forward.up_proj."),
 )
-"""Names of Mistral's own checkpoints, and transformers'."""
+"""Names in Mistral's checkpoints, and transformers'."""
 _PAIRED = re.compile(r"\.attention\.w([qk])\.")
 
 
@@ -269,7 +269,7 @@ ROWS = (
         ),
         transformers="5.23.0",
     ),
-    # Images of whole tokens, as vLLM prepares them; LightOnOCR's own processor also leaves half a token.
+    # Images of whole tokens, as vLLM prepares them; LightOnOCR's processor also leaves half a token.
     variant(
         _MISTRAL3,
         "lighton_ocr",

@@ -26,7 +26,7 @@ _INDICATORS = 5
 _MOST_PARTS = 9
 """That the authors' code cuts an image in, unless it is asked for another number."""
 _MOST_SIDE, _MOST_TILES = 16, 32
-"""Tiles in a row or a column, which prompts have marks for, and tiles of a page where files say nothing."""
+"""Tiles in a row or a column, which prompts have marks for, and tiles of a page if files say nothing."""
 
 
 def _ovis_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:

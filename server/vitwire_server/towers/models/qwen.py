@@ -25,7 +25,7 @@ _WINDOWS = Served(
     "at least the pixels of one token's side, patch_size * spatial_merge_size",
 )
 _COSMOS = ("blocks.", "merger.", "patch_embed.", "pos_embed.", "deepstack_merger_list.")
-"""Beginnings of the weights of Cosmos 3's tower, which checkpoints hold beside a generator's, without a prefix."""
+"""Beginnings of the weights of Cosmos 3's tower, which checkpoints hold without a prefix, next to a generator's."""
 
 
 def _hyperclova_config(_: Path, settings: Mapping[str, Any]) -> Config:

@@ -42,13 +42,13 @@ _MERGE = 4
 
 
 def _ocr_config(folder: Path, settings: Mapping[str, Any], *, crop: int) -> Config:
-    """Adds `crop_size`, which the processor's files have; `crop` where they do not."""
+    """Adds `crop_size`, from the processor's files; `crop` is the default."""
     crop = ProcessorFiles.read(folder).square("tile_size", crop)
     return changed(of_transformers(folder, settings), {"crop_size": crop})
 
 
 def _ocr_settings(image: Mapping[str, Any], config: Config, *, most: int) -> Preprocessing:
-    """An overview of each image and crops of large ones: `most` of them where the files do not say."""
+    """An overview of each image and crops of large ones, by default at most `most`."""
     overview, crop = config.vision_config.sam_config.image_size, config.crop_size
     if not image.get("crop_to_patches", True):
         raise ValueError("unsupported crop_to_patches: false")
@@ -64,7 +64,7 @@ def _ocr_settings(image: Mapping[str, Any], config: Config, *, most: int) -> Pre
 
 
 def _step3_config(folder: Path, settings: Mapping[str, Any]) -> Config:
-    """Checkpoints of the hub's own code and of transformers differ in the names of their fields."""
+    """Checkpoints of the hub's code and of transformers differ in the names of their fields."""
     text = settings.get("text_config") or {}
     config = new_config(
         "step3p7",
@@ -148,7 +148,7 @@ class DeepseekOcr2(SamEncoder):
 
     @torch.no_grad()
     def _fixed(self, count: int) -> Constants:
-        """Mask and rotary positions of so many patches and as many queries: a query sees those before it."""
+        """Mask and rotary positions of this many patches and as many queries: a query sees those before it."""
         weight, length = self._tower.query_1024_resolution.weight, 2 * count
         seen = torch.ones(length, length, dtype=torch.bool).tril()
         seen[:count, :count] = True
