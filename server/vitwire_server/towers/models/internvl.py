@@ -50,10 +50,7 @@ _NAMES = (
 )
 """Names of OpenGVLab's tower, and transformers'."""
 _RATIO = Served("downsample_ratio", shuffles, SHUFFLED)
-_PROJECTION = (
-    _RATIO,
-    one_of("vision_feature_select_strategy", "default"),
-)
+_PROJECTION = (_RATIO, one_of("vision_feature_select_strategy", "default"))
 
 
 def _intern_vit(vision: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,14 +92,9 @@ def _eagle_config(_: Path, settings: Mapping[str, Any]) -> Config:
         width=settings["text_config"]["hidden_size"],
         dtype=dtype_of(settings),
     )
-    return changed(
-        config,
-        {
-            "downsample_ratio": settings.get("downsample_ratio", 0.5),
-            "projector_hidden_act": "gelu",
-            "vision_feature_layer": settings.get("select_layer", -4),
-        },
-    )
+    ratio, layer = settings.get("downsample_ratio", 0.5), settings.get("select_layer", -4)
+    fields = {"downsample_ratio": ratio, "projector_hidden_act": "gelu", "vision_feature_layer": layer}
+    return changed(config, fields)
 
 
 def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
@@ -125,9 +117,8 @@ def _still_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
 
 
 def _original_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
-    settings = _still_settings(files.image, config)
-    tile = (side(config.vision_config.image_size),) * 2
-    return {Modality.IMAGE: settings, Modality.VIDEO: stretched(settings, tile)}
+    settings, size = _still_settings(files.image, config), side(config.vision_config.image_size)
+    return {Modality.IMAGE: settings, Modality.VIDEO: stretched(settings, (size, size))}
 
 
 def _h2ovl_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
@@ -199,12 +190,7 @@ _STILL = replace(_CHAT, processor=images(_still_settings), videos=Accepts.NOTHIN
 ROWS = (
     _INTERNVL,
     _CHAT,
-    variant(
-        _STILL,
-        "NVLM_D",
-        "NVLM-D",
-        beside=projector(NvlmProjector, MLP1, served=_PROJECTION),
-    ),
+    variant(_STILL, "NVLM_D", "NVLM-D", beside=projector(NvlmProjector, MLP1, served=_PROJECTION)),
     variant(_STILL, "h2ovl_chat", "H2OVL Mississippi", processor=images(_h2ovl_settings)),
     variant(_STILL, "skywork_chat", "Skywork-R1V"),
     PlainFamily(

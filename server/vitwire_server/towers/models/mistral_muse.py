@@ -209,10 +209,7 @@ _PIXTRAL = RasterFamily(
     tower_type="pixtral",
     configuration=_mistral_config,
     tower=stock("pixtral.PixtralVisionModel", in_model("vision_tower.", "vision_encoder.")),
-    beside=projector(
-        "llava.LlavaMultiModalProjector",
-        served=(one_of("vision_feature_select_strategy", "full"),),
-    ),
+    beside=projector("llava.LlavaMultiModalProjector", served=(one_of("vision_feature_select_strategy", "full"),)),
     forward=PixtralTower,
     layers="transformer.layers",
     processor=images(_mistral_settings),
