@@ -14,8 +14,7 @@ from transformers import AutoConfig
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.pooling import Pooling
-from vitwire_server.towers.configs import Config, at
-from vitwire_server.towers.served import Served, no_heads, same_class
+from vitwire_server.towers.configs import Config, Served, at, no_heads, same_class
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -16,13 +16,12 @@ from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.checkpoints.building import BROKEN, build_module, unfilled_module
 from vitwire_server.towers.checkpoints.lora import Adapter
 from vitwire_server.towers.checkpoints.weights import Track, download, fingerprint, read_weights
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, absurd_layers
 from vitwire_server.towers.family import Family
 from vitwire_server.towers.files import CheckpointError, local_folder, read_json
 from vitwire_server.towers.processors.sampling import read_sampling
 from vitwire_server.towers.processors.settings import ProcessorFiles
 from vitwire_server.towers.registry import family_of, unsupported
-from vitwire_server.towers.served import absurd_layers
 from vitwire_server.towers.tower import Tower
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)

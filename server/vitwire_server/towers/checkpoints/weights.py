@@ -15,10 +15,9 @@ from transformers import PreTrainedModel
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.checkpoints.building import BROKEN
 from vitwire_server.towers.checkpoints.shards import names_in, tensors_in
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, surplus_layers
 from vitwire_server.towers.family import Module, Weights
 from vitwire_server.towers.files import CheckpointError, read_json
-from vitwire_server.towers.served import surplus_layers
 
 _LAYOUTS = (
     ("model.safetensors.index.json", "model.safetensors"),

@@ -13,13 +13,12 @@ from vitwire_server.core.geometries import LayoutGeometry, MarginGeometry
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config, require
+from vitwire_server.towers.configs import Config, Served, require
 from vitwire_server.towers.family import Parts, in_model
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, Unit, UnitInput
 from vitwire_server.towers.layouts.tiles import TileFamily, side
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, images, whole
 from vitwire_server.towers.processors.tiles import fits_tower, tiled
-from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.parts import projector, stock
 from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffles
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles

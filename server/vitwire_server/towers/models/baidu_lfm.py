@@ -9,7 +9,7 @@ from transformers import vision_utils
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry, Resizing
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, Served, one_of
 from vitwire_server.towers.family import Accepts, Parts, Weights, in_model, of_transformers, stripped
 from vitwire_server.towers.layouts.heads import Head, Output, Projected, of_clips
 from vitwire_server.towers.layouts.packed import Inputs, PackedFamily
@@ -19,7 +19,6 @@ from vitwire_server.towers.metadata import Kind, Rows, Sources
 from vitwire_server.towers.models.clip_siglip import Siglip2Tower, siglip2_config
 from vitwire_server.towers.processors.areas import AreaRule
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, images, unsized
-from vitwire_server.towers.served import Served, one_of
 from vitwire_server.towers.shared.grouped_queries import copied, ungrouped
 from vitwire_server.towers.shared.parts import projector, stock
 

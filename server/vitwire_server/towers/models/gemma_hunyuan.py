@@ -12,7 +12,7 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry, Preprocessing, Resizing
 from vitwire_server.core.tilings import Tiling, TilingRule
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, Served, one_of
 from vitwire_server.towers.family import Accepts, Parts, in_model
 from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
@@ -31,7 +31,6 @@ from vitwire_server.towers.processors.settings import (
 )
 from vitwire_server.towers.processors.single import tile_of
 from vitwire_server.towers.processors.tiles import tiled
-from vitwire_server.towers.served import Served, one_of
 from vitwire_server.towers.shared.learned import TAPPED, bilinear
 from vitwire_server.towers.shared.parts import projector, stock, variant
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles

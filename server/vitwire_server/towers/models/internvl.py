@@ -15,13 +15,12 @@ from transformers.models.internvl.modeling_internvl import InternVLMultiModalPro
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config, changed, dtype_of, new_config, require, usual_fields
+from vitwire_server.towers.configs import Config, Served, changed, dtype_of, new_config, one_of, require, usual_fields
 from vitwire_server.towers.family import Accepts, in_model, stripped
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.layouts.tiles import TileFamily, side
 from vitwire_server.towers.processors.settings import BICUBIC, HALF, IMAGENET, ProcessorFiles, images, whole
 from vitwire_server.towers.processors.tiles import fits_tower, nearest_ratio, stretched, tiled
-from vitwire_server.towers.served import Served, one_of
 from vitwire_server.towers.shared.fused import unfused
 from vitwire_server.towers.shared.parts import part, projector, stock, variant
 from vitwire_server.towers.shared.pixel_shuffle import MLP1, SHUFFLED, shuffled, shuffles

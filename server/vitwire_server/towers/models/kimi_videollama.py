@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry
-from vitwire_server.towers.configs import Config, dtype_of, new_config, require
+from vitwire_server.towers.configs import Config, Served, dtype_of, new_config, require
 from vitwire_server.towers.family import Accepts, Parts, Weights, in_model, of_transformers, stripped
 from vitwire_server.towers.files import CheckpointError, optional_json
 from vitwire_server.towers.layouts.heads import Head, Output, of_clips
@@ -17,7 +17,6 @@ from vitwire_server.towers.layouts.packed import AttentionSpan, Inputs, PackedFa
 from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.metadata import Kind, Rows, Sources
 from vitwire_server.towers.processors.settings import ProcessorFiles
-from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fused import rotary_halves, split_qkv
 from vitwire_server.towers.shared.parts import projector, stock, variant
 

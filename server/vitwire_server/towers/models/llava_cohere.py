@@ -19,14 +19,13 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config, require
+from vitwire_server.towers.configs import Config, one_of, require
 from vitwire_server.towers.family import Accepts, Parts, in_model
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, Unit, UnitInput
 from vitwire_server.towers.layouts.tiles import TileFamily, merged_tile, side
 from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles, images, square, whole
 from vitwire_server.towers.processors.single import tile_of
 from vitwire_server.towers.processors.tiles import fits_tower, nearest_ratio, stretched, tiled
-from vitwire_server.towers.served import one_of
 from vitwire_server.towers.shared.clip import clip
 from vitwire_server.towers.shared.parts import projector, stock, variant
 from vitwire_server.towers.shared.projected import ProjectedLayers

@@ -15,13 +15,12 @@ from vitwire_server.core.geometries import CanvasGeometry
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.tilings import Tiling, TilingRule
-from vitwire_server.towers.configs import Config, changed, dtype_of, new_config, require
+from vitwire_server.towers.configs import Config, Served, changed, dtype_of, new_config, require
 from vitwire_server.towers.family import Accepts, Parts, Weights, in_model, of_transformers
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, Unit, UnitInput
 from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape
 from vitwire_server.towers.processors.settings import HALF, IMAGENET, ProcessorFiles, bounded_above, images, whole
 from vitwire_server.towers.processors.tiles import tiled
-from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.parts import projector, stock
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
 from vitwire_server.towers.shared.siglip import masked_states

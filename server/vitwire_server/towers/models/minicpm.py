@@ -13,13 +13,12 @@ from transformers import vision_utils
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry
-from vitwire_server.towers.configs import Config, changed, dtype_of, require, usual_fields
+from vitwire_server.towers.configs import Config, Served, changed, dtype_of, one_of, require, usual_fields
 from vitwire_server.towers.family import Accepts, Parts, in_model, stripped
 from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
 from vitwire_server.towers.metadata import Boundaries, Kind, Order, Rows, Sources
 from vitwire_server.towers.processors.settings import HALF, images, unsized
-from vitwire_server.towers.served import Served, one_of
 from vitwire_server.towers.shared.learned import positioned
 from vitwire_server.towers.shared.parts import part, projector, stock, variant
 from vitwire_server.towers.shared.resampled import ResampledTower

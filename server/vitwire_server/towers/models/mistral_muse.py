@@ -15,7 +15,7 @@ from vitwire_server.core.budgets import Budget
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry, Preprocessing, Resizing
-from vitwire_server.towers.configs import Config, last_layer
+from vitwire_server.towers.configs import Config, last_layer, one_of
 from vitwire_server.towers.family import Accepts, Parts, Weights, in_model, of_transformers
 from vitwire_server.towers.layouts.patches import most_windows, neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
@@ -31,7 +31,6 @@ from vitwire_server.towers.processors.settings import (
     square,
     unsized,
 )
-from vitwire_server.towers.served import one_of
 from vitwire_server.towers.shared.fused import rotary_halves
 from vitwire_server.towers.shared.learned import TAPPED
 from vitwire_server.towers.shared.parts import part, projector, stock, variant

@@ -13,7 +13,7 @@ from torch.nn import functional
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry
 from vitwire_server.core.pooling import Pooling
-from vitwire_server.towers.configs import Config, dtype_of, new_config
+from vitwire_server.towers.configs import Config, Served, dtype_of, new_config
 from vitwire_server.towers.family import Accepts, Parts, Pooler, in_model, of_transformers, stripped
 from vitwire_server.towers.layouts.packed import PackedFamily, PackedTower
 from vitwire_server.towers.layouts.patches import neighbours
@@ -22,7 +22,6 @@ from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
 from vitwire_server.towers.metadata import Kind, Rows, Sources
 from vitwire_server.towers.processors.areas import AreaRule
 from vitwire_server.towers.processors.settings import CLIP, images, unsized
-from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fused import unfused
 from vitwire_server.towers.shared.learned import TAPPED, bilinear, fix_positions
 from vitwire_server.towers.shared.parts import part, projector, stock

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from vitwire_server.core.models import Preprocessing, Resizing, TileGeometry
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config, dtype_of, new_config, require, usual_fields
+from vitwire_server.towers.configs import Config, dtype_of, new_config, one_of, require, usual_fields
 from vitwire_server.towers.family import Parts, in_model, stripped
 from vitwire_server.towers.layouts.tiles import TileFamily, side
 from vitwire_server.towers.processors.settings import CLIP, images, per_channel, whole
 from vitwire_server.towers.processors.tiles import fits_tower, shade, tiled
-from vitwire_server.towers.served import one_of
 from vitwire_server.towers.shared.fused import position_tables, split_qkv
 from vitwire_server.towers.shared.parts import projector, stock, variant
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles, whole_squares

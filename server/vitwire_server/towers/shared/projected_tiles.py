@@ -4,10 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from vitwire_server.towers.configs import Config, at, last_layer
+from vitwire_server.towers.configs import Config, Served, at, last_layer
 from vitwire_server.towers.family import Parts
 from vitwire_server.towers.layouts.tiles import Encoder, TileShape, heads_of, merged_tile, side
-from vitwire_server.towers.served import Served
 
 
 class ProjectedTiles(Encoder):
