@@ -3,20 +3,47 @@
 from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import import_module
-from pkgutil import iter_modules
 from types import MappingProxyType
 from typing import Any
 
 from vitwire_server.towers import models
 from vitwire_server.towers.family import Family
 
+_MAKERS = (
+    "qwen",
+    "glm",
+    "kimi",
+    "minimax",
+    "baidu",
+    "internvl",
+    "llava",
+    "cohere",
+    "gemma",
+    "deepseek",
+    "sam_ocr",
+    "llama",
+    "ovis",
+    "microsoft",
+    "step",
+    "mistral",
+    "minicpm",
+    "aria",
+    "siglip",
+    "idefics",
+    "lfm",
+    "muse",
+    "videollama",
+    "granite_docling",
+    "clip",
+    "dino",
+    "vit",
+    "nvidia",
+    "hunyuan",
+)
+"""Modules of `models`, each with its `ROWS`, in the order of the tables of models."""
+
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        row.name: row
-        for file in iter_modules(models.__path__)
-        if not file.name.startswith("_")
-        for row in import_module(f"{models.__name__}.{file.name}").ROWS
-    }
+    {row.name: row for maker in _MAKERS for row in import_module(f"{models.__name__}.{maker}").ROWS}
 )
 """By name, which is the `model_type` of an entry without a `tower_type`."""
 

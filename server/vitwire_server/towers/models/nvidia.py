@@ -230,7 +230,7 @@ ROWS = (
         "nemotron_h_omni",
         "Nemotron 3 Omni",
         tower=stock(
-            "vitwire_server.towers.models._nemotron:Radio",
+            "vitwire_server.towers.models.nemotron_tower:Radio",
             stripped("vision_model.radio_model.", "vision_model."),
             renames=_NAMES,
             ignored=("input_conditioner.",),

@@ -1,4 +1,4 @@
-"""Packed towers as transformers computes them: Qwen's (Alibaba), which other makers have too, GLM's and MiniMax's."""
+"""Qwen's vision towers, the Omni models' included (Alibaba), and models of other makers that have them."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -10,7 +10,7 @@ from torch import nn
 
 from vitwire_server.towers.configs import Config, Served, new_config, require
 from vitwire_server.towers.family import Accepts, in_model, stripped
-from vitwire_server.towers.layouts.heads import Deepstack, Head, Projected, ProjectedTokens
+from vitwire_server.towers.layouts.heads import Deepstack, Head, ProjectedTokens
 from vitwire_server.towers.layouts.packed import AttentionSpan, Inputs, PackedFamily
 from vitwire_server.towers.processors.areas import AreaRule
 from vitwire_server.towers.shared.parts import projector, stock, variant
@@ -103,20 +103,6 @@ _HYPERCLOVA = variant(
     transformers="5.23.0",
 )
 
-_GLM4V = PackedFamily(
-    "glm4v",
-    "GLM-4.1V",
-    video_processor="Glm4v",
-    tower=stock("glm4v.Glm4vVisionModel", _VISUAL),
-    width=_OUT,
-    inputs=Inputs(grids=True),
-    image_areas=AreaRule(spans_frames=True),
-    video_areas=AreaRule(pixels=(128 * 28 * 28, 768 * 28 * 28), spans_frames=True),
-)
-
-_GLM_OCR = variant(_GLM4V, "glm_ocr", "GLM-OCR", "glm_ocr.GlmOcrVisionModel", inputs=Inputs(), video_processor="Glm46V")
-_PIXELS: dict[str, Any] = {"images": Accepts.PIXELS, "videos": Accepts.PIXELS, "transformers": "5.23.0"}
-
 ROWS = (
     _QWEN2_VL,
     _QWEN2_5_VL,
@@ -151,34 +137,5 @@ ROWS = (
     ),
     variant(
         _QWEN3_VL, "cohere_compass", "Cohere Compass", "cohere_compass.CohereCompassVisionModel", transformers="5.23.0"
-    ),
-    _GLM4V,
-    variant(_GLM4V, "glm46v", "GLM-4.6V", video_processor="Glm46V"),
-    variant(_GLM4V, "glm4v_moe", "GLM-4.5V, GLM-4.6V MoE", "glm4v_moe.Glm4vMoeVisionModel"),
-    _GLM_OCR,
-    variant(_GLM4V, "glmga", "GLM-GA", **_PIXELS),
-    variant(_GLM_OCR, "glm5_next", "GLM-5.3 Flash", "glm5_next.Glm5NextVisionModel", **_PIXELS),
-    PackedFamily(
-        "minimax_m3_vl",
-        "MiniMax M3-VL",
-        tower=stock(
-            "minimax_m3_vl.MiniMaxM3VLVisionModel",
-            in_model("vision_tower."),
-            renames=(
-                (r"^vision_model\.embeddings\.patch_embedding\.", "embeddings.proj."),
-                (r"^vision_model\.(encoder\.)?", ""),
-            ),
-        ),
-        beside=projector(
-            "minimax_m3_vl.MiniMaxM3VLMultiModalProjector",
-            in_model("multi_modal_projector.") | {"patch_merge_mlp.": "merge_"},
-        ),
-        head=Projected,
-        layers="layers",
-        span=AttentionSpan.CLIP,
-        inputs=Inputs(frame_positions=True),
-        videos=Accepts.PIXELS,
-        image_areas=AreaRule(pixels=(4 * 28 * 28, 451584)),
-        transformers="5.23.0",
     ),
 )

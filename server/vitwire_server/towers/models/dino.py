@@ -1,9 +1,4 @@
-"""Image encoders of the forms of DINO and ViT: DINOv2, DINOv3, DeiT, ViT-MSN, I-JEPA and ViT-MAE (Meta), ViT (Google).
-
-TIPSv2 (Google) has DINOv2's tower with registers.
-"""
-
-from dataclasses import replace
+"""DINOv2 and DINOv3 (Meta), and TIPSv2 (Google), whose tower is DINOv2's with registers."""
 
 import torch
 from torch import Tensor
@@ -60,12 +55,6 @@ class Dinov3(PlainEncoder):
         return tower.norm(tower.model(states, position_embeddings=rotary).last_hidden_state)  # type: ignore[no-any-return]
 
 
-def _mae(family: PlainFamily, parts: Parts, config: Config) -> PlainEncoder:
-    """The stock forward masks patches: here it takes all, in their order, without a mask or an order to restore."""
-    parts["tower"].embeddings.random_masking = lambda patches, noise: (patches, None, None)  # noqa: ARG005
-    return PlainEncoder(family, parts, config)
-
-
 _DINOV2 = PlainFamily(
     "dinov2",
     "DINOv2",
@@ -103,28 +92,6 @@ def _unfused(weights: Weights, _: Config) -> Weights:
     return split
 
 
-_VIT = PlainFamily(
-    "vit",
-    "ViT",
-    tower=part(
-        "vit.ViTModel",
-        stripped("vit.", ""),
-        arguments=lambda config: (config, False),  # without the layer behind the class token, which classifiers lack
-        renames=(
-            (r"^encoder\.layer\.", "layers."),
-            (r"\.attention\.attention\.(q|k|v)(uery|ey|alue)\.", r".attention.\1_proj."),
-            (r"\.attention\.output\.dense\.", ".attention.o_proj."),
-            (r"\.intermediate\.dense\.", ".mlp.fc1."),
-            (r"\.output\.dense\.", ".mlp.fc2."),
-        ),
-        ignored=("classifier.", "pooler."),
-    ),
-    encoder=PlainEncoder,
-    layers="layers",
-    poolers=(class_token(), MEAN),
-    processor="ViT",
-)
-
 ROWS = (
     _DINOV2,
     _DINOV2_WITH_REGISTERS,
@@ -161,35 +128,5 @@ ROWS = (
         ),
         processor="Tipsv2",
         transformers="5.23.0",
-    ),
-    _VIT,
-    variant(
-        _VIT,
-        "deit",
-        "DeiT",
-        tower=replace(
-            _VIT.tower,
-            source="deit.modeling_deit:DeiTModel",
-            prefixes=stripped("deit.", ""),
-            ignored=("classifier.", "cls_classifier.", "distillation_classifier.", "pooler."),
-        ),
-        leading=2,  # class and distillation tokens
-        processor="DeiT",
-    ),
-    variant(_VIT, "vit_msn", "ViT-MSN", "vit_msn.ViTMSNModel"),
-    variant(
-        _VIT,
-        "ijepa",
-        "I-JEPA",
-        tower=replace(_VIT.tower, source="ijepa.modeling_ijepa:IJepaModel", prefixes=stripped("ijepa.", "")),
-        leading=0,
-        poolers=(MEAN,),
-    ),
-    variant(
-        _VIT,
-        "vit_mae",
-        "ViT-MAE",
-        tower=replace(_VIT.tower, source="vit_mae.modeling_vit_mae:ViTMAEModel", arguments=None, ignored=("decoder.",)),
-        encoder=_mae,
     ),
 )

@@ -1,7 +1,4 @@
-"""Image encoders that were trained with texts, and Pix2Struct, MatCha and DePlot (Google), which have patches alike.
-
-CLIP (OpenAI), MetaCLIP 2 (Meta), Chinese CLIP (OFA), AltCLIP (BAAI), MLCD (DeepGlint), AIMv2 (Apple), SigLIP (Google).
-"""
+"""SigLIP, SigLIP 2, Pix2Struct, MatCha and DePlot (Google)."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,38 +13,18 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry, Preprocessing, Resizing
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.configs import Config, changed
-from vitwire_server.towers.family import Accepts, Module, Parts, Pooler, of_transformers, stripped
+from vitwire_server.towers.family import Accepts, Parts, Pooler, of_transformers, stripped
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
 from vitwire_server.towers.metadata import Kind, Rows
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, IDENTITY, bounded_above, images, whole
 from vitwire_server.towers.shared.parts import part, stock, variant
-from vitwire_server.towers.shared.pooling import MEAN, SegmentAttention, SegmentMean, attention, class_token
+from vitwire_server.towers.shared.pooling import MEAN, SegmentAttention, SegmentMean, attention
 from vitwire_server.towers.shared.siglip import packed_layers
 
-_NORM = "post_layernorm"
-"""Applied to the class token alone: rows of patches come before it, as transformers returns them."""
-_AIMV2, _AIMV2_HEAD = "aimv2.Aimv2VisionModel", "aimv2.Aimv2AttentionPoolingHead"
 _SIGLIP, _SIGLIP_HEAD = "siglip.SiglipVisionModel", "siglip.SiglipMultiheadAttentionPoolingHead"
+_NOT_SIGLIP = ("head.", "embeddings.position_ids")
 _SIGLIP2_PATCHES = 256
-
-
-def _tower(source: str, *ignored: str, alone: bool = False, **fields: Any) -> Module:  # noqa: ANN401 - of Module
-    """Of a checkpoint with a text model, or of the vision model alone; older releases stored position ids."""
-    prefixes = stripped("vision_model.", "") if alone else stripped("vision_model.")
-    make = part if alone else stock
-    return make(source, prefixes, ignored=("embeddings.position_ids", *ignored), **fields)
-
-
-def _attention(source: str, *, alone: bool = False, projected: bool = False) -> Pooler:
-    """The pooling head of such a tower."""
-    prefixes = stripped("vision_model.head.", "head.") if alone else stripped("vision_model.head.")
-    return attention((part if alone else stock)(source, prefixes), projected=projected)
-
-
-def _projects(config: Config) -> bool:
-    """True if a checkpoint of the vision part alone has the projection."""
-    return "WithProjection" in str(config.architectures)  # whatever the file holds: config classes do not check it
 
 
 def siglip2_config(folder: Path, settings: Mapping[str, Any]) -> Config:
@@ -137,70 +114,18 @@ def _pix2struct_config(folder: Path, settings: Mapping[str, Any]) -> Config:
     return changed(config, {"vision_config.patch_size": side})
 
 
-_CLIP = PlainFamily(
-    "clip",
-    "CLIP",
-    tower=_tower("clip.CLIPVisionModel"),
-    encoder=PlainEncoder,
-    poolers=(class_token(norm=_NORM, projected=True), MEAN),
-    processor="CLIP",
-)
-
-_MLCD = variant(
-    _CLIP,
-    "mlcd_vision_model",
-    "MLCD",
-    tower=_tower("mlcd.MLCDVisionModel", alone=True),
-    poolers=(class_token(norm=_NORM), MEAN),
-)
-
-_AIMV2_ALONE = variant(
-    _CLIP,
-    "aimv2_vision_model",
-    "AIMv2 (vision alone)",
-    tower=_tower(_AIMV2, "head.", alone=True),
-    leading=0,
-    head="use_head",
-    poolers=(_attention(_AIMV2_HEAD, alone=True), MEAN),
-)
-
-_SIGLIP_ALONE = variant(
-    _AIMV2_ALONE,
+_SIGLIP_ALONE = PlainFamily(
     "siglip_vision_model",
     "SigLIP (vision alone)",
-    tower=_tower(_SIGLIP, "head.", alone=True),
+    tower=part(_SIGLIP, stripped("vision_model.", ""), ignored=_NOT_SIGLIP),
+    encoder=PlainEncoder,
+    leading=0,
     head="vision_use_head",
-    poolers=(_attention(_SIGLIP_HEAD, alone=True), MEAN),
+    poolers=(attention(part(_SIGLIP_HEAD, stripped("vision_model.head.", "head."))), MEAN),
     processor="Siglip",
 )
 
 ROWS = (
-    _CLIP,
-    variant(
-        _CLIP,
-        "clip_vision_model",
-        "CLIP (vision alone)",
-        tower=_tower("clip.CLIPVisionModel", "visual_projection.", alone=True),
-        poolers=(class_token(norm=_NORM, projected=True, offered=_projects), *_MLCD.poolers),
-    ),
-    variant(_CLIP, "metaclip_2", "MetaCLIP 2", "metaclip_2.MetaClip2VisionModel"),
-    variant(_CLIP, "chinese_clip", "Chinese CLIP", "chinese_clip.ChineseCLIPVisionModel", processor="ChineseCLIP"),
-    variant(
-        _CLIP,
-        "altclip",
-        "AltCLIP",  # transformers 5 writes the older names
-        tower=_tower("altclip.AltCLIPVisionModel", renames=((r"^encoder\.layer\.", "encoder.layers."),)),
-    ),
-    _MLCD,
-    variant(_MLCD, "mlcd", "MLCD"),
-    _AIMV2_ALONE,
-    variant(
-        _AIMV2_ALONE,
-        "aimv2",
-        "AIMv2",
-        tower=_tower(_AIMV2, "head."),
-        poolers=(_attention(_AIMV2_HEAD, projected=True), MEAN),
-    ),
     RasterFamily(
         "siglip2",
         "SigLIP 2 NaFlex",
@@ -212,7 +137,10 @@ ROWS = (
         channels_last=True,
         processor=images(_siglip2_settings),
         poolers=(
-            replace(_attention("siglip2.Siglip2MultiheadAttentionPoolingHead"), make=SegmentAttention),
+            replace(
+                attention(stock("siglip2.Siglip2MultiheadAttentionPoolingHead", stripped("vision_model.head."))),
+                make=SegmentAttention,
+            ),
             Pooler(pooling=Pooling.MEAN, make=SegmentMean),
         ),
     ),
@@ -220,8 +148,8 @@ ROWS = (
         _SIGLIP_ALONE,
         "siglip",
         "SigLIP, SigLIP 2 of fixed resolution",
-        tower=_tower(_SIGLIP, "head."),
-        poolers=(_attention(_SIGLIP_HEAD), MEAN),
+        tower=stock(_SIGLIP, stripped("vision_model."), ignored=_NOT_SIGLIP),
+        poolers=(attention(stock(_SIGLIP_HEAD, stripped("vision_model.head."))), MEAN),
     ),
     _SIGLIP_ALONE,
     RasterFamily(

@@ -1,11 +1,7 @@
-"""LLaVA 1.5, ViP-LLaVA, LLaVA-NeXT, LLaVA-NeXT-Video and LLaVA-OneVision, with CLIP's tower or SigLIP's.
-
-Aya Vision and Command A Vision (Cohere) are made alike, GOT-OCR 2 (StepFun) cuts images as Aya Vision does.
-"""
+"""LLaVA 1.5, ViP-LLaVA, LLaVA-NeXT, LLaVA-NeXT-Video and LLaVA-OneVision, with CLIP's tower or SigLIP's."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from math import isqrt
 from typing import Any
 
@@ -20,20 +16,16 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config, one_of, require
-from vitwire_server.towers.family import Accepts, Parts, in_model
+from vitwire_server.towers.family import Accepts, Parts
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, Unit, UnitInput
-from vitwire_server.towers.layouts.tiles import TileFamily, merged_tile, side
-from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles, images, square, whole
+from vitwire_server.towers.layouts.tiles import TileFamily
+from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles, images, square
 from vitwire_server.towers.processors.single import tile_of
-from vitwire_server.towers.processors.tiles import fits_tower, nearest_ratio, stretched, tiled
+from vitwire_server.towers.processors.tiles import fits_tower, stretched, tiled
 from vitwire_server.towers.shared.clip import clip
-from vitwire_server.towers.shared.parts import projector, stock, variant
+from vitwire_server.towers.shared.parts import projector, variant
 from vitwire_server.towers.shared.projected import ProjectedLayers
-from vitwire_server.towers.shared.projected_tiles import ProjectedTiles, whole_squares
-from vitwire_server.towers.shared.sam import gather_relative_positions
 from vitwire_server.towers.shared.siglip import siglip
-
-_FACTOR = (whole_squares("downsample_factor"),)
 
 
 def _settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
@@ -82,18 +74,6 @@ def _video_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Pre
     return {Modality.IMAGE: pictures, Modality.VIDEO: frames}
 
 
-def _nearest_settings(image: Mapping[str, Any], config: Config, *, cuts: bool) -> Preprocessing:
-    return tiled(image, nearest_ratio(image, side(config.vision_config.image_size), cuts=cuts), CLIP)
-
-
-def _command_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
-    tile = (config.vision_config.image_size,) * 2
-    fits_tower(image, tile[0])
-    most = whole(image, "max_patches", 12) if image.get("crop_to_patches", True) else 1
-    tiling = Tiling(TilingRule.LEAST_SCALING, tile, overview=Overview.LAST, max_tiles=most)
-    return tiled(image, tiling, CLIP)
-
-
 class LlavaNextVideo(ProjectedLayers, AssembledEncoder):
     """Every tile is projected twice, as it is and pooled: images are made of the former rows, clips of the latter."""
 
@@ -123,17 +103,6 @@ class LlavaNextVideo(ProjectedLayers, AssembledEncoder):
         del inputs
         rows = self.rows(tiles)
         return self.projected(torch.cat([rows, self._pool(rows)], dim=1))
-
-
-class GotOcr2(ProjectedTiles):
-    """SAM's tower, and a projector of two convolutions of stride 2, which makes one row of 4 x 4 patches."""
-
-    def __init__(self, parts: Parts, config: Config) -> None:
-        super().__init__(parts, config, layers="layers")
-        self.merge = 4
-        self.tile = merged_tile(self.tile.width, self.patch, self.merge, "the stride of the projector")
-        if config.vision_config.use_rel_pos:
-            gather_relative_positions(self._tower, (self.tile.width // self.patch,))
 
 
 _LLAVA = TileFamily(
@@ -189,29 +158,5 @@ ROWS = (
         encoder=LlavaNextVideo,
         processor=_video_settings,
         videos=Accepts.PICTURES,
-    ),
-    TileFamily(
-        "aya_vision",
-        "Aya Vision",
-        tower=siglip("vision_tower."),
-        beside=projector("aya_vision.AyaVisionMultiModalProjector", served=_FACTOR),
-        encoder=ProjectedLayers,
-        processor=images(partial(_nearest_settings, cuts=True)),
-    ),
-    TileFamily(
-        "cohere2_vision",
-        "Command A Vision",
-        tower=siglip("vision_tower."),
-        beside=projector("cohere2_vision.Cohere2VisionMultiModalProjector", served=_FACTOR),
-        encoder=partial(ProjectedTiles, merged_by="downsample_factor"),
-        processor=images(_command_settings),
-    ),
-    TileFamily(
-        "got_ocr2",
-        "GOT-OCR 2",
-        tower=stock("got_ocr2.GotOcr2VisionEncoder", in_model("vision_tower.")),
-        beside=projector("got_ocr2.GotOcr2MultiModalProjector"),
-        encoder=GotOcr2,
-        processor=images(partial(_nearest_settings, cuts=False)),
     ),
 )
