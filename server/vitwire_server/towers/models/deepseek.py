@@ -219,7 +219,7 @@ ROWS = (
                 (r"\.norm([12])\.", r".layer_norm\1."),
                 (r"\.attn\.proj\.", ".self_attn.out_proj."),
             ),
-            ignored=("attn_pool.",),
+            ignored=("attn_pool.", "head."),
             convert=lambda weights, _: position_tables(split_qkv(weights, ".attn.qkv.", ".self_attn.{}_proj.")),
         ),
         beside=projector(DownsampleProjector, stripped("projector.")),
