@@ -21,7 +21,7 @@ from reference import TOLERANCE, error
 from rigs import Rig
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.pooling import Pooling
-from vitwire_server.towers.checkpoints import shards
+from vitwire_server.towers.checkpoints import weights
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.files import CheckpointError
 
@@ -165,7 +165,7 @@ def test_a_large_file_that_cannot_be_mapped_is_not_read(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = pickled(checkpoints("clip"), tmp_path / "copy", zipped=False)
-    monkeypatch.setattr(shards, "_WHOLE_BYTES", 1000)
+    monkeypatch.setattr(weights, "_WHOLE_BYTES", 1000)
     with pytest.raises(CheckpointError, match=r"before 1\.6.*convert it by torch\.save"):
         load(folder)
 

@@ -115,7 +115,8 @@ class TestRows:
 
     def test_forward_runs_on_the_meta_device(self, model_type: str, pooling: Pooling, checkpoints: Checkpoints) -> None:
         tower = Rig.of(checkpoints(model_type), torch.bfloat16, CPU, sizes=(), pooling=pooling).tower
-        tower.to("meta")
+        for module in tower.modules.values():
+            module.to("meta")
         choice = select("auto", tower.device, tower.dtype, *tower.attention_heads, captured=True)
         tower.use_attention(choice.implementation)
         capacity = tower.capacity(tower.budget(64, max_items=8, max_frames=16))

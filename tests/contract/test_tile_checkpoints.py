@@ -124,7 +124,7 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
             "model_type is 'dinov2', but must be 'clip_vis",
         ),
         ("mistral3", edit(CONFIG, vision_config=CLIP), "'clip_vision_model', but must be 'pixtral'"),
-        ("llava", edit(CONFIG, vision_feature_layer=-5), "vision_feature_layer -5 is not served, as the tower has 3"),
+        ("llava", edit(CONFIG, vision_feature_layer=-5), "unsupported vision_feature_layer -5: the tower has 3"),
         (
             "llava_next",
             edit(PROCESSOR, crop_size={"height": 28, "width": 28}),

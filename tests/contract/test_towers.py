@@ -157,7 +157,8 @@ def test_forward_runs_on_the_meta_device(model_type: str, checkpoints: Checkpoin
     """
     checkpoint = open_checkpoint(str(checkpoints(model_type)))
     tower = load_tower(checkpoint, dtype=torch.bfloat16, device=CPU, track=lambda shards, *_: shards).tower
-    tower.to("meta")
+    for module in tower.modules.values():
+        module.to("meta")
     choice = select(
         "auto", tower.device, tower.dtype, *tower.attention_heads, captured=True, resampler=tower.resampler_heads
     )

@@ -73,10 +73,11 @@ def demo_config(model_type: str) -> PreTrainedConfig:
 def random_model(model_type: str, seed: int = 0) -> Any:  # noqa: ANN401 - many classes
     """The whole model of a demo checkpoint of this type, in bfloat16."""
     config = demo_config(model_type)
-    auto = DEMO_MODELS[model_type].auto or next(auto for auto in _AUTOMATIC if type(config) in auto._model_mapping)  # noqa: SLF001
+    automatic = (each.from_config for each in _AUTOMATIC if type(config) in each._model_mapping)  # noqa: SLF001
+    build = DEMO_MODELS[model_type].build or next(automatic)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # `randomise` adds to what transformers draws
-        model = auto.from_config(config, dtype=torch.bfloat16)
+        model = build(config, dtype=torch.bfloat16)
     randomise(model, seed)
     if model.can_generate():
         model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)

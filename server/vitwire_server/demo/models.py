@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification, CLIPVisionModelWithProjection
 
 from vitwire_server.demo import published, saving
 from vitwire_server.demo.processors import CLIP, HALF, IMAGENET, STEPS
@@ -14,7 +14,7 @@ from vitwire_server.towers.registry import FAMILIES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoModel:
-    """What is written down of one demo model."""
+    """The fields of one demo model that are written down."""
 
     config: Json = field(default_factory=dict)
     """Fields of its configuration."""
@@ -25,11 +25,11 @@ class DemoModel:
     processor: str = ""
     """`model_type` whose processors it has, if transformers names none for its own."""
     files: Mapping[str, Json] | None = None
-    """The processors' files in whole, where transformers has no such processor."""
+    """The processors' files in whole, if transformers has no such processor."""
     base: str = ""
     """`model_type` of the model that is built, if it is not the checkpoint's own."""
-    auto: Any = None
-    """What builds the whole model of its configuration, if it is not the first automatic class that can."""
+    build: published.Build | None = None
+    """Makes the whole model of its configuration, if it is not the first automatic class that can."""
     save: saving.Save = saving.save_plain
     """Writes weights and config.json in the layout that the model's authors publish."""
 
@@ -159,7 +159,7 @@ _OVIS = _demo(
 _PHI: DemoModel = _demo(
     {**_LARGER, "crop_size": 112},
     image={**HALF, **_square(112), "dynamic_hd": 36, "patch_size": 14},
-    auto=AutoModelForCausalLM,
+    build=AutoModelForCausalLM.from_config,
 )
 _GEMMA3 = _demo(_LARGER)
 _T5_GEMMA: Json = {"vision_config": _LARGER, "text_config": {"dropout_rate": 0.0}}
@@ -174,17 +174,17 @@ _MINICPMV = _demo(
     fields={"query_num": 16},
     base="deepseek_vl",
     files=_MINICPM_FILES,
-    auto=published.MINICPM,
+    build=published.MINICPM,
 )
 _WRITTEN: Mapping[str, DemoModel] = {
-    "NVLM_D": replace(_CHAT, auto=published.Nvlm, save=saving.save_internvl("NVLM_D", "NVLM_D_Model")),
+    "NVLM_D": replace(_CHAT, build=published.nvlm, save=saving.save_internvl("NVLM_D", "NVLM_D_Model")),
     "aria": _demo(
         {"image_size": 490, "patch_size": 49},
         fields={"projector_patch_to_query_dict": {"25": 4, "100": 8}},
         image={"do_resize": False, "max_image_size": 490, "min_image_size": 168},
     ),
     "aya_vision": _demo(image={**HALF, **_TILED}),
-    "clip_vision_model": _demo(auto=published.Projected),
+    "clip_vision_model": _demo(build=CLIPVisionModelWithProjection._from_config),  # noqa: SLF001 - as automatic classes
     "cohere2_vision": _demo(image={**HALF, **_square(56), "max_patches": 6}),
     "cohere_compass": _demo(text={"rope_parameters": _TWO_ROPES}),
     "colpali": _demo(fields={"vlm_config": {"model_type": "paligemma", "projection_dim": 64}}),
@@ -204,7 +204,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
         fields=_DEEPSEEK_FIELDS,
         base="deepseek_vl",
         files=_DEEPSEEK_FILES,
-        auto=published.DEEPSEEK,
+        build=published.DEEPSEEK,
         save=published.save_deepseek,
     ),
     "deit": _demo(image=IMAGENET),
@@ -226,7 +226,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
         fields={"downsample_ratio": 0.5, "projector_hidden_act": "gelu"},
         base="deepseek_vl",
         files=_EAGLE_FILES,
-        auto=published.EAGLE,
+        build=published.EAGLE,
         save=published.save_eagle,
     ),
     "embedding_gemma2": _demo(_GEMMA4, image=_GEMMA4_IMAGE, save=saving.save_gemma4),
@@ -346,7 +346,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
     "radio": _demo(
         fields=_RADIO, image={"crop_size": {"height": 56, "width": 42}, "do_normalize": False}, processor="clip"
     ),
-    "shieldgemma2": replace(_GEMMA3, auto=AutoModelForImageClassification),
+    "shieldgemma2": replace(_GEMMA3, build=AutoModelForImageClassification.from_config),
     "siglip": _demo({"vision_use_head": True}),
     "siglip2": _demo({"vision_use_head": True}),
     "siglip_vision_model": _demo(fields={"vision_use_head": True}),

@@ -24,13 +24,13 @@ STEPS: Json = {
     "do_resize": True,
     "rescale_factor": 1 / 255,
 }
-"""What most processors do with an image."""
+"""Steps of most processors."""
 _IMAGE_TOKENS = (16, 1280)
 """Bounds of an image's tokens, as the published processors have them."""
 _OF_IMAGES = ("image_processor_type", "crop_to_patches", "image_grid_pinpoints", "max_patches", "min_patches")
 """Settings that video processors do not have."""
 _MARGIN = 8
-"""What is cut off of an image whose shorter side is resized to its tile's and this."""
+"""Pixels cut off an image whose shorter side is resized to its tile's and this."""
 
 
 def image_settings(model_type: str, family: Family, config: Config, written: Mapping[str, Any]) -> Json:

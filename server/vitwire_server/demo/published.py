@@ -1,17 +1,11 @@
 """Models that transformers has no classes for, made of parts under their published names."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    CLIPVisionModelWithProjection,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.internvl.modeling_internvl import InternVLMultiModalProjector
 from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
@@ -20,55 +14,47 @@ from vitwire_server.demo.shrinking import Json
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.models.deepseek import DownsampleProjector
 from vitwire_server.towers.models.internvl import NvlmProjector
-from vitwire_server.towers.shared.modules import SingleParameter
-from vitwire_server.towers.shared.resampler import Resampler
+from vitwire_server.towers.shared.parts import SingleParameter
+from vitwire_server.towers.shared.resamplers import Resampler
 
 _LLM: Any = AutoModelForCausalLM
+Build = Callable[..., Any]
+"""Makes a model of its configuration, with weights of `dtype`."""
 
 
-class Projected:
-    """CLIP's tower with the projection, which transformers has no automatic class for."""
-
-    from_config = CLIPVisionModelWithProjection._from_config  # noqa: SLF001 - what automatic classes call
-
-
-class Nvlm:
+def nvlm(config: Config, dtype: torch.dtype) -> nn.Module:
     """InternVL with NVLM-D's projector."""
-
-    @staticmethod
-    def from_config(config: Config, dtype: torch.dtype) -> PreTrainedModel:
-        model: Any = AutoModelForImageTextToText.from_config(config, dtype=dtype)
-        model.model.multi_modal_projector = NvlmProjector(config).to(dtype)
-        return model  # type: ignore[no-any-return]
+    model: Any = AutoModelForImageTextToText.from_config(config, dtype=dtype)
+    model.model.multi_modal_projector = NvlmProjector(config).to(dtype)
+    return model  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, slots=True)
-class Assembled:
+def assembled(parts: Callable[[Any], Mapping[str, nn.Module]]) -> Build:
     """Builds a model of its parts."""
 
-    parts: Callable[[Any], Mapping[str, nn.Module]]
-
-    def from_config(self, config: Config, dtype: torch.dtype) -> nn.Module:
-        whole: Any = nn.ModuleDict(self.parts(config)).to(dtype)
+    def build(config: Any, dtype: torch.dtype) -> nn.Module:  # noqa: ANN401 - of any class
+        whole: Any = nn.ModuleDict(parts(config)).to(dtype)
         whole.config, whole.can_generate = config, lambda: False
         return whole  # type: ignore[no-any-return]
 
+    return build
 
-MINICPM = Assembled(
+
+MINICPM = assembled(
     lambda config: {
         "vpm": SiglipVisionModel(config.vision_config),
         "resampler": Resampler(config),
         "llm": _LLM.from_config(config.text_config),
     }
 )
-EAGLE = Assembled(
+EAGLE = assembled(
     lambda config: {
         "vision_model": nn.ModuleDict({"vision_model": SiglipVisionModel(config.vision_config)}),
         "mlp1": InternVLMultiModalProjector(config),
         "language_model": _LLM.from_config(config.text_config),
     }
 )
-DEEPSEEK = Assembled(
+DEEPSEEK = assembled(
     lambda config: {
         "vision": SiglipVisionModel(config.vision_config),
         "projector": DownsampleProjector(config),

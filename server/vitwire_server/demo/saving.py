@@ -1,4 +1,4 @@
-"""Write models in the checkpoint layouts that their authors publish, where transformers' own differs."""
+"""Write models in the checkpoint layouts that their authors publish, if transformers' differs."""
 
 import json
 import re
@@ -109,7 +109,7 @@ def taken(fields: Mapping[str, Any], names: str) -> Json:
 
 
 def save_typed(model_type: str, vision_type: str = "") -> Save:
-    """Under other types than those of transformers."""
+    """Under other types than transformers' classes have."""
 
     def settings(whole: Json) -> Json:
         vision = {"vision_config": {**whole["vision_config"], "model_type": vision_type}} if vision_type else {}

@@ -107,7 +107,7 @@ def _bounded(value: Any, most: int) -> Any:  # noqa: ANN401 - numbers, flags, li
 
 
 def _kinds(values: Sequence[str], layers: int) -> list[str]:
-    """The first ones, the last of which are replaced by those of the kinds that are missing."""
+    """The first ones, the last of which are replaced by the kinds that are missing."""
     kept = list(values[:layers])
     missing = [kind for kind in dict.fromkeys(values) if kind not in kept]
     return [*kept[: len(kept) - len(missing)], *missing]

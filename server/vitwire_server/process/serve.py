@@ -163,7 +163,7 @@ async def _until_stopped(
     card = preparing.described(replace(model.card, nixl=courier is not None, decoding=await decoding), settings)
     metrics.model.described(card)
     sessions = _sessions(settings, metrics, card, scheduler.intake, memory, trace, courier)
-    front.serve(card, model.tower.footprints, sessions)
+    front.serve(card, model.tower.footprint, sessions)
     if model.learner:
         _show_ladders(model, model.learner, front, card, metrics)
     await lifecycle.set_state(State.SERVING)

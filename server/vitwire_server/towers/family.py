@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from transformers import AutoConfig
 
@@ -120,13 +120,24 @@ def always(_: Config) -> bool:
     return True
 
 
+class Pool(NamedTuple):
+    """Makes one row of the tokens of each tile, or of each packed segment."""
+
+    width: int
+    row: "Callable[..., Tensor]"
+    """Of tiles: class and register tokens `(tiles, n, C)` and patches `(tiles, patches, C)` to `(tiles, width)`.
+
+    Of segments: patches `(patches, C)`, their ends `(segments + 1,)` and the longest's length to `(segments, width)`.
+    """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pooler:
     """Makes one row of each image, or of each frame of a clip; a part that entries of the table name."""
 
     pooling: Pooling
-    make: Callable[[Parts, Config], Any]
-    """From the loaded modules and the checkpoint's configuration to a `TilePool` or a `SegmentPool`."""
+    make: Callable[[Parts, Config], Pool]
+    """From the loaded modules and the checkpoint's configuration."""
     modules: Mapping[str, Module] = field(default_factory=dict)
     """Modules that are loaded for it, by name."""
     offered: Callable[[Config], bool] = always

@@ -1,4 +1,4 @@
-"""What transformers' towers compute from `grid_thw`, laid into buffers of a fixed size.
+"""Metadata that transformers' towers compute from `grid_thw`, laid into buffers of a fixed size.
 
 transformers' `vision_utils` takes each of these tensors from the caller's keyword arguments when
 it is given. With all of them given, the stock forward has no host synchronisation and no
@@ -23,11 +23,11 @@ class Capacity:
     patches: int
     tokens: int
     segments: int
-    """Slots for attention segments, those of padding included."""
+    """Slots for attention segments, padding included."""
     longest: int
     """Bound of the longest segment, in patches: the forward's `max_seqlen`."""
     windows: int = 0
-    """Slots for attention windows, those of padding included; 0 in towers without windows."""
+    """Slots for attention windows, padding included; 0 in towers without windows."""
     crops: int = 0
     """Rows of crops, in towers that take them."""
 
@@ -43,9 +43,9 @@ class Kind(ABC):
         """A buffer for `capacity`; `lay` must run before the forward reads it."""
 
     def lay(self, buffer: Tensor, measured: Sequence[Tensor], patches: Sequence[int], capacity: Capacity) -> None:
-        """Lay out items of so many `patches`, of which each is `measured` as if it were alone.
+        """Lay out items of these `patches`, each `measured` as if it were alone.
 
-        Does not synchronise with the device. Raises ValueError where the buffer has too few slots.
+        Does not synchronise with the device. Raises ValueError if the buffer has too few slots.
         """
         _copy(measured, buffer)
 
@@ -146,7 +146,7 @@ def _counted_on(measured: Sequence[Tensor], firsts: Sequence[int]) -> Sequence[T
 
 
 def _copy(measured: Sequence[Tensor], buffer: Tensor) -> None:
-    """Rows of each item behind those of the one before."""
+    """Copy each item's rows behind the one before."""
     if len(measured) == 1:
         buffer[: len(measured[0])].copy_(measured[0])
     elif measured:

@@ -1,8 +1,10 @@
-"""What the engine needs to know of a tower, for every layout of pixels."""
+"""A tower as the engine knows it, for every layout of pixels."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import isqrt
 from typing import Any, ClassVar
 
 import torch
@@ -10,10 +12,14 @@ from torch import Tensor, nn
 
 from vitwire_server.core.budgets import Budget, default_tokens
 from vitwire_server.core.capacities import Capacities, PackedCapacities
-from vitwire_server.core.footprints import Footprints
+from vitwire_server.core.footprints import Footprints, PatchFootprints
 from vitwire_server.core.grids import Footprint, Grid
+from vitwire_server.core.items import total
 from vitwire_server.core.models import Geometry
 from vitwire_server.towers.metadata import Capacity
+
+_SQUARE = 16
+"""Tokens a side of the images that budgets are sampled with."""
 
 
 @dataclass(slots=True)
@@ -29,23 +35,73 @@ class Metadata:
     """The items that a graph laid it out for: for the same ones, nothing needs to be written."""
 
 
-class Tower(ABC):
+class Budgeted:
+    """The costs of items on a tower, and the budgets that hold them."""
+
+    @cached_property
+    def geometry(self) -> Geometry:
+        """Sizes that clients and codec need to know."""
+        raise NotImplementedError
+
+    @cached_property
+    def footprint(self) -> Footprints:
+        """The cost of an item, by its grid: one that the geometry finds nothing wrong about."""
+        return PatchFootprints(self.geometry.merge)
+
+    @cached_property
+    def capacities(self) -> Capacities:
+        """The budgets that the tower can have."""
+        return PackedCapacities(self.geometry.merge)
+
+    def sizes(self, most: int) -> list[int]:
+        """Tokens of the budgets to capture if none are configured, up to `most`."""
+        return default_tokens(most) if most else []
+
+    def budget(self, tokens: int, *, max_items: int, max_frames: int) -> Budget:
+        """A budget of `tokens`, or of a little less if tokens come in tiles."""
+        return self.capacities.budget(tokens, max_items=max_items, max_frames=max_frames)
+
+    def samples(self, tokens: int, items: int) -> list[Grid]:
+        """At most `items` images of `tokens` together, or of a few less: squares of 256, and a nearly square rest."""
+        merge, longest = self.geometry.merge, self.geometry.longest_side
+        squares = min(tokens // _SQUARE**2, items - 1)
+        rest = tokens - squares * _SQUARE**2
+        rows = next((n for n in range(isqrt(rest), 0, -1) if rest % n == 0), 0)
+        columns = rest // rows if rows else 0
+        if longest is not None and columns * merge > longest:
+            rows = columns = isqrt(rest)
+        shapes = [(_SQUARE, _SQUARE)] * squares + [(rows, columns)] * bool(rest)
+        return [Grid(1, height * merge, width * merge) for height, width in shapes]
+
+    def samples_for(self, budget: Budget) -> list[Grid]:
+        """Images that about fill a budget and that it holds: for short segments, squares of about their length."""
+        merge, grids = self.geometry.merge, self.samples(budget.tokens, budget.max_items)
+        if max(self.footprint(grid).longest for grid in grids) <= budget.max_segment_patches:
+            return grids
+        side = isqrt(budget.max_segment_patches // merge**2)
+        count = min(budget.tokens // side**2, budget.max_items, budget.max_segments)
+        return [Grid(1, side * merge, side * merge)] * max(1, count)
+
+
+class Tower(Budgeted, ABC):
     """One vision encoder: what an item costs on it, and its forward at a capacity.
 
     `prepare` lays the metadata of a batch into buffers, `forward` never looks at the host. Pixels come as
-    rows, of patches or of whole tiles; those of the items lie one after the other, padding behind them.
+    rows, of patches or of whole tiles; the items' lie one after the other, padding behind them.
     """
 
-    geometry: Geometry
     model: Any
     """The module whose parameters and configuration are the tower's."""
+    modules: Mapping[str, nn.Module]
+    """All modules whose tensors a forward reads, by name."""
+    blocks: Sequence[nn.Module]
+    """The layers, which are compiled one by one."""
+    attention_heads: tuple[int, int]
+    """The number of heads, and the size of one."""
+    resampler_heads: tuple[int, int] | None = None
+    """Heads of a resampler that attends through the same backend; None without one."""
     segmented: ClassVar[bool] = True
     """Attends within packed segments, through one of the registered backends."""
-
-    @property
-    def modules(self) -> Mapping[str, nn.Module]:
-        """All modules whose tensors a forward reads, by name."""
-        return {"model": self.model}
 
     @property
     def device(self) -> torch.device:
@@ -55,80 +111,26 @@ class Tower(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the tower computes in."""
+        """The type that the tower computes in."""
         dtype: torch.dtype = next(self.model.parameters()).dtype
         return dtype
 
-    def to(self, device: torch.device | str) -> None:
-        """Move everything that a forward reads."""
-        for module in self.modules.values():
-            module.to(device)
-
-    def rewrite(self) -> None:  # noqa: B027 - optional
+    def rewrite(self) -> None:
         """Exchange modules for ones that compute the same faster: once, after the weights were loaded."""
 
     def use_attention(self, implementation: str) -> None:
-        """Attend through the function registered with transformers under this name."""
-        # transformers' documented switch
-        self.model.config._attn_implementation = implementation  # noqa: SLF001
-
-    @property
-    @abstractmethod
-    def attention_heads(self) -> tuple[int, int]:
-        """Their number, and the size of one."""
-
-    @property
-    def resampler_heads(self) -> tuple[int, int] | None:
-        """Those of a resampler that attends through the same backend; None without one."""
-        return None
-
-    @property
-    def blocks(self) -> Sequence[nn.Module]:
-        """The layers, which are compiled one by one."""
-        return list(self.model.blocks)
-
-    @property
-    @abstractmethod
-    def footprints(self) -> Footprints:
-        """What items cost, by their grid."""
-
-    def footprint(self, grid: Grid) -> Footprint:
-        """What an item of this grid costs. The grid must be one that the geometry finds nothing wrong about."""
-        return self.footprints(grid)
-
-    def sizes(self, most: int) -> list[int]:
-        """Tokens of the budgets to capture if none are configured, up to `most`."""
-        return default_tokens(most) if most else []
-
-    @property
-    def capacities(self) -> Capacities:
-        """The budgets that the tower can have."""
-        return PackedCapacities(self.geometry.merge)
-
-    def budget(self, tokens: int, *, max_items: int, max_frames: int) -> Budget:
-        """A budget of `tokens`, or of a little less where tokens come in tiles."""
-        return self.capacities.budget(tokens, max_items=max_items, max_frames=max_frames)
-
-    def samples(self, tokens: int, items: int) -> list[Grid]:
-        """At most `items` images that together have `tokens` tokens: squares of 256, and a strip."""
-        merge = self.geometry.merge
-        squares = min(tokens // 256, items - 1)
-        grids = [Grid(1, 16 * merge, 16 * merge)] * squares
-        if rest := tokens - 256 * squares:
-            grids.append(Grid(1, merge, merge * rest))
-        return grids
-
-    def samples_for(self, budget: Budget) -> list[Grid]:
-        """Images that about fill a budget and that it holds."""
-        return self.samples(budget.tokens, budget.max_items)
+        """Attend through the function registered with transformers under this name, if attention is segmented."""
+        if self.segmented:
+            self.model.config._attn_implementation = implementation  # noqa: SLF001 - transformers' documented switch
 
     @abstractmethod
     def capacity(self, budget: Budget) -> Capacity:
         """Sizes for a graph of `budget`, with slots for its padding."""
 
-    @abstractmethod
     def exact(self, grids: Sequence[Grid]) -> Capacity:
         """Sizes that fit a batch without padding."""
+        load = total([self.footprint(grid) for grid in grids])
+        return Capacity(load.patches, load.tokens, load.segments, load.longest, crops=load.crops)
 
     def rows(self, capacity: Capacity) -> int:
         """Rows that a forward of this capacity returns, those of padding included."""

@@ -1,4 +1,4 @@
-"""A checkpoint in hub layout: its configuration is read first, then only its vision tower."""
+"""A checkpoint in hub layout: its configuration is read first, then only its vision tower is built."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,15 +9,16 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from packaging.version import Version
+from torch import nn
+from transformers import PreTrainedModel
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.pooling import Pooling
-from vitwire_server.towers.checkpoints.building import BROKEN, build_module, unfilled_module
 from vitwire_server.towers.checkpoints.lora import Adapter
-from vitwire_server.towers.checkpoints.weights import Track, download, fingerprint, read_weights
+from vitwire_server.towers.checkpoints.weights import BROKEN, Track, download, fingerprint, read_weights, refused
 from vitwire_server.towers.configs import Config, absurd_layers
-from vitwire_server.towers.family import Family
+from vitwire_server.towers.family import Family, Module, Weights
 from vitwire_server.towers.files import CheckpointError, local_folder, read_json
 from vitwire_server.towers.processors.sampling import read_sampling
 from vitwire_server.towers.processors.settings import ProcessorFiles
@@ -39,16 +40,16 @@ class Checkpoint:
     config: Config
     """The whole checkpoint's configuration."""
     dtype: torch.dtype
-    """What the checkpoint says it was saved in."""
+    """Type of its weights, by its configuration."""
 
     @property
     def pooling(self) -> Pooling:
-        """How its rows are pooled."""
+        """The pooling of its rows."""
         return self.family.pooler.pooling if self.family.pooler else Pooling.NONE
 
     @property
     def poolings(self) -> tuple[Pooling, ...]:
-        """How they can be pooled."""
+        """The poolings that it offers."""
         return self.family.poolings(self.config)
 
     def pooled(self, pooling: Pooling) -> "Checkpoint":
@@ -61,11 +62,8 @@ class Checkpoint:
         clips = found.get(Modality.VIDEO)
         if clips is None or clips.resizing is Resizing.OTHER:
             return found
-        try:
+        with refused(f"{self.folder}: the video processor's settings cannot be used", ValueError):
             sampling = read_sampling(self.family.video_processor, ProcessorFiles.read(self.folder).sampling)
-        except ValueError as error:
-            reason = f"the video processor's settings cannot be used: {error}"
-            raise CheckpointError(f"{self.folder}: {reason}") from error
         return {**found, Modality.VIDEO: replace(clips, sampling=sampling)}
 
 
@@ -120,15 +118,11 @@ def load_tower(
         adapter.merge(checkpoint.family, checkpoint.config, weights)
     transformers.utils.logging.disable_progress_bar()
     parts = {
-        name: build_module(checkpoint.folder, name, module, checkpoint.config, weights[name], dtype)
+        name: _built(checkpoint.folder, name, module, checkpoint.config, weights[name], dtype).to(device)
         for name, module in checkpoint.family.modules.items()
     }
-    for part in parts.values():
-        part.to(device)
-    try:
+    with refused(f"{checkpoint.folder}: the vision tower cannot be built", *BROKEN):
         tower = checkpoint.family.build(parts, checkpoint.config)
-    except BROKEN as error:
-        raise CheckpointError(f"{checkpoint.folder}: the vision tower cannot be built: {error}") from error
     tower.rewrite()
     return Loaded(tower, fingerprint(weights, checkpoint.pooling))
 
@@ -136,14 +130,78 @@ def load_tower(
 def unfilled_tower(checkpoint: Checkpoint, dtype: torch.dtype) -> Tower:
     """The tower as `load_tower` builds it, on the host, with weights whose values are undefined. Reads no weights."""
     modules = checkpoint.family.modules.items()
-    parts = {name: unfilled_module(module, checkpoint.config, dtype) for name, module in modules}
+    parts = {name: _unfilled(module, checkpoint.config, dtype) for name, module in modules}
     tower = checkpoint.family.build(parts, checkpoint.config)
     tower.rewrite()
     return tower
 
 
+def _built(folder: Path, name: str, module: Module, config: Config, weights: Weights, dtype: torch.dtype) -> nn.Module:
+    """A module with its weights, on the host; `config` is the whole checkpoint's. Raises CheckpointError."""
+    try:
+        own = module.configuration(config)
+        if other := _other_form(module, own, weights):
+            raise CheckpointError(f"{folder}: the weights do not fit the vision {name}: {other}")
+        make = _pretrained if issubclass(module.resolve(), PreTrainedModel) else _plain
+        built, info = make(module, own, weights, dtype)
+    except BROKEN as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"{folder}: the vision {name} cannot be built: {reason}") from error
+    wrong = {key: sorted(map(str, keys)) for key, keys in info.items() if keys}
+    if wrong:
+        listed = "; ".join(f"{key.replace('_', ' ')}: {', '.join(names[:3])}" for key, names in wrong.items())
+        raise CheckpointError(f"{folder}: the weights do not fit the vision {name} ({listed})")
+    return built.eval().requires_grad_(requires_grad=False)
+
+
+def _unfilled(module: Module, config: Config, dtype: torch.dtype) -> nn.Module:
+    """As `_built`, on the host, with undefined values, which take no memory until written."""
+    with torch.device("meta"):
+        built = module.make(module.configuration(config))
+    for owner in built.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            empty = torch.empty_like(parameter, dtype=dtype, device="cpu")
+            setattr(owner, name, nn.Parameter(empty, requires_grad=False))
+        for name, buffer in owner.named_buffers(recurse=False):
+            setattr(owner, name, torch.empty_like(buffer, device="cpu"))
+    return built.eval()
+
+
+def _other_form(module: Module, config: Config, weights: Weights) -> str | None:
+    """The first weight of another shape or kind than the module holds, found before memory is allocated."""
+    with torch.device("meta"):
+        held = {name: tuple(tensor.shape) for name, tensor in module.make(config).named_parameters()}
+    for name in sorted(held.keys() & weights.keys()):
+        given = weights[name]
+        if tuple(given.shape) != held[name]:
+            return f"{name} is of shape {tuple(given.shape)}, and config.json asks for {held[name]}"
+        if not given.is_floating_point():
+            return f"{name} is of type {given.dtype}, but must be floating point"
+    return None
+
+
+def _pretrained(
+    module: Module, config: Config, weights: Weights, dtype: torch.dtype
+) -> tuple[nn.Module, dict[str, Any]]:
+    source: Any = module.resolve()  # from_pretrained is typed in part only
+    _, *others = module.called_with(config)
+    model, info = source.from_pretrained(
+        None, *others, config=config, state_dict=dict(weights), dtype=dtype, output_loading_info=True
+    )
+    return model, {key: info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+
+
+def _plain(module: Module, config: Config, weights: Weights, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
+    """A module that is not a transformers model: its buffers stay in float32, as computed."""
+    built = module.make(config)
+    for parameter in built.parameters():
+        parameter.data = parameter.data.to(dtype)
+    info = built.load_state_dict(weights, strict=False)
+    return built, {"missing_keys": info.missing_keys, "unexpected_keys": info.unexpected_keys}
+
+
 def _read_config(folder: Path, settings: Mapping[str, Any], family: Family) -> Config:
-    """The configuration of a checkpoint that is served. Raises CheckpointError."""
+    """The configuration of a checkpoint that is supported. Raises CheckpointError."""
     if absurd := absurd_layers(settings):
         raise CheckpointError(f"{folder / 'config.json'}: {absurd}")
     try:
@@ -153,5 +211,5 @@ def _read_config(folder: Path, settings: Mapping[str, Any], family: Family) -> C
         reason = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise CheckpointError(f"{folder / 'config.json'} is not a {family.title} configuration: {reason}") from error
     if problem:
-        raise CheckpointError(f"{folder / 'config.json'}: this {family.title} is not served: {problem}")
+        raise CheckpointError(f"{folder / 'config.json'}: unsupported {family.title}: {problem}")
     return config

@@ -1,8 +1,11 @@
 """A LoRA adapter in PEFT's layout: what it adds to the weights of a tower."""
 
+import json
 import math
 import re
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vitwire_server.towers.checkpoints.building import BROKEN
-from vitwire_server.towers.checkpoints.patterns import first_matches
+from vitwire_server.towers.checkpoints.weights import BROKEN, refused
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Family, Module, Weights
 from vitwire_server.towers.files import CheckpointError, read_json
@@ -38,6 +40,24 @@ _LARGEST_ALPHA = 1e38
 """Of float32, which changes are computed in."""
 _PLAIN_STARTS = ("gaussian", "eva")
 """Initialisations that leave the base's weights as they were."""
+
+_SECONDS = 5
+"""Of the processor, so a busy machine takes nothing from it."""
+_BYTES = 1 << 30
+"""Bounds of a process that matches an adapter's regular expressions: some would match for years."""
+_PROGRAM = f"""
+import json, re, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, ({_BYTES}, {_BYTES}))
+resource.setrlimit(resource.RLIMIT_CPU, ({_SECONDS}, {_SECONDS}))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+patterns, names = json.load(sys.stdin)
+try:
+    compiled = [re.compile(rf"(.*\\.)?({{pattern}})$") for pattern in patterns]
+    found = [next((at for at, each in enumerate(compiled) if each.match(name)), None) for name in names]
+except (re.error, MemoryError, RecursionError, OverflowError) as error:
+    sys.exit(f"it is no regular expression that can be matched ({{type(error).__name__}}: {{error}})")
+json.dump(found, sys.stdout)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,66 +90,55 @@ class Adapter:
 
         Raises CheckpointError if it has nothing for the vision tower, or something that does not fit.
         """
-        tensors = self._tensors()
-        whole = [key for key in map(_adapted, tensors) if not _FACTOR.fullmatch(key)]
-        if replaced := [key for key in whole if any(part.name(key) for part in family.modules.values())]:
-            raise CheckpointError(f"{self.folder} replaces {replaced[0]} as a whole: only plain LoRA can be merged")
-        changes = self._changes(tensors)
+        modules = family.modules
+        changes = self._changes(list(modules.values()))
         found = False
-        for part, module in family.modules.items():
+        for part, module in modules.items():
             for name, change in self._own(part, module, config, changes).items():
                 weight = weights[part].get(name)
                 if weight is None or weight.shape != change.shape:
-                    shape = tuple(change.shape)
-                    raise CheckpointError(
-                        f"{self.folder} changes {name} of shape {shape}, which the {part} does not have"
-                    )
+                    form = f"{name} of shape {tuple(change.shape)}"
+                    raise CheckpointError(f"{self.folder} changes {form}, which the {part} does not have")
                 weights[part][name] = weight.float() + change
                 found = True
         if not found:
-            raise CheckpointError(
-                f"{self.folder} holds no weights of the vision tower: it adapts the language model only"
-            )
+            only = "it adapts the language model only"
+            raise CheckpointError(f"{self.folder} holds no weights of the vision tower: {only}")
 
     def _own(self, part: str, module: Module, config: Config, changes: Weights) -> Weights:
-        """What is added to the weights of a module, by their names in it. Raises CheckpointError."""
-        own: Weights = {}
+        """The changes of a module's weights, by their names in it. Raises CheckpointError."""
+        path, own = self.folder / _WEIGHTS, Weights()
         for key, change in changes.items():
             name = module.name(key)
             if name in own:
-                raise CheckpointError(f"{self.folder / _WEIGHTS} changes {name} of the {part} twice")
+                raise CheckpointError(f"{path} changes {name} of the {part} twice")
             if name is not None:
                 own[name] = change
-        try:
+        with refused(f"{path}: the factors do not fit the vision {part}", *BROKEN):
             return module.convert(own, module.configuration(config))
-        except BROKEN as error:
-            path = self.folder / _WEIGHTS
-            raise CheckpointError(f"{path}: the factors do not fit the vision {part}: {error}") from error
 
-    def _changes(self, tensors: Weights) -> Weights:
-        """What is added to each weight, float32, by the weight's name in the model that was adapted."""
+    def _changes(self, modules: Sequence[Module]) -> Weights:
+        """The change of each weight, float32, by the weight's name in the model that was adapted."""
+        path = self.folder / _WEIGHTS
+        if not path.exists():
+            raise CheckpointError(f"{self.folder} holds no {_WEIGHTS}")
+        with refused(f"{path} is not a safetensors file", SafetensorError, OSError):
+            tensors = {key.removeprefix(_ROOT): tensor for key, tensor in load_file(path).items()}
         factors: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
-            match = _FACTOR.fullmatch(_adapted(key))
+            match = _FACTOR.fullmatch(key)
             if not match:
+                if any(module.name(key) for module in modules):
+                    raise CheckpointError(f"{self.folder} replaces {key} as a whole: only plain LoRA can be merged")
                 continue
             if tensor.ndim < 2 or not tensor.numel() or not tensor.is_floating_point():
                 form = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
                 reason = "factors must be matrices of floating point numbers, of rank 1 or more"
-                raise CheckpointError(f"{self.folder / _WEIGHTS}: {key} is {form}, but {reason}")
+                raise CheckpointError(f"{path}: {key} is {form}, but {reason}")
             kind = match["kind"] or ""
             factors.setdefault(match["module"], {})[kind + match["side"]] = tensor.float()
         alphas = self._alphas(list(factors))
         return {f"{module}.weight": self._change(module, own, alphas[module]) for module, own in factors.items()}
-
-    def _tensors(self) -> Weights:
-        path = self.folder / _WEIGHTS
-        if not path.exists():
-            raise CheckpointError(f"{self.folder} holds no {_WEIGHTS}")
-        try:
-            return load_file(path)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
 
     def _change(self, module: str, own: Mapping[str, Tensor], alpha: float) -> Tensor:
         if own.keys() not in ({"A", "B"}, {"embedding_A", "embedding_B"}):
@@ -147,16 +156,14 @@ class Adapter:
         return product.view(len(up), *down.shape[1:])
 
     def _alphas(self, modules: list[str]) -> dict[str, float]:
-        """What the factors of each module are scaled by before their rank divides it. Raises CheckpointError."""
+        """The scale of each module's factors, before their rank divides it. Raises CheckpointError."""
         patterns = self.config.get("alpha_pattern") or {}
         if not isinstance(patterns, dict):
             raise CheckpointError(f"{self.folder / _CONFIG}: alpha_pattern is no object of names and numbers")
         found: list[int | None] = [None] * len(modules)
         if patterns:
-            try:
-                found = first_matches(list(patterns), modules)
-            except ValueError as error:
-                raise CheckpointError(f"{self.folder / _CONFIG}: alpha_pattern cannot be used: {error}") from error
+            with refused(f"{self.folder / _CONFIG}: alpha_pattern cannot be used", ValueError):
+                found = _first_matches(list(patterns), modules)
         alphas = [self._number(f"alpha_pattern.{key}", value) for key, value in patterns.items()]
         default = self._number("lora_alpha", self.config.get("lora_alpha", 8))
         return {module: default if at is None else alphas[at] for module, at in zip(modules, found, strict=True)}
@@ -167,6 +174,21 @@ class Adapter:
         raise CheckpointError(f"{self.folder / _CONFIG}: {field} is {value!r}, but must be a finite number")
 
 
-def _adapted(key: str) -> str:
-    """What a weight of the adapter is called in the model that was adapted."""
-    return key.removeprefix(_ROOT)
+def _first_matches(patterns: Sequence[str], names: Sequence[str]) -> list[int | None]:
+    """For each dotted name, the number of the first pattern that matches the end of it, by PEFT's rule.
+
+    Raises ValueError over patterns that do not end, or are none.
+    """
+    ran = subprocess.run(  # noqa: S603 - the program above
+        [sys.executable, "-I", "-S", "-c", _PROGRAM],
+        input=json.dumps([patterns, names]),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ran.returncode < 0:
+        raise ValueError(f"it does not match within {_SECONDS} s of processor time")
+    if ran.returncode:
+        raise ValueError(ran.stderr.strip().rpartition("\n")[2])
+    found: list[int | None] = json.loads(ran.stdout)
+    return found

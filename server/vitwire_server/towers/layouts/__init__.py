@@ -1,1 +1,1 @@
-"""How pixels become one forward: a family and a tower for each layout of pixels."""
+"""Layouts of pixels: the family of each, and the tower that makes one forward of them."""

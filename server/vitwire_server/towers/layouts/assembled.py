@@ -1,25 +1,20 @@
-"""Towers of tiles that need to know an image's layout, or whose rows are put together from those of its tiles.
-
-An image is computed as one or more units of so many tiles. What a unit's forward takes beside pixels, and which of
-its rows an item is made of, is laid out for each batch.
-"""
+"""Towers of tiles that put an item together from rows of its tiles or crops: an index, laid out for each batch."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from vitwire_server.core.budgets import Budget
-from vitwire_server.core.capacities import TileCapacities
-from vitwire_server.core.footprints import Footprints
+from vitwire_server.core.capacities import CropCapacities
+from vitwire_server.core.footprints import CropFootprints
 from vitwire_server.core.grids import Grid
-from vitwire_server.core.items import total
-from vitwire_server.towers.family import Parts
-from vitwire_server.towers.layouts.tiles import Encoder, TileTower, tile_steps
+from vitwire_server.core.models import TileGeometry
+from vitwire_server.towers.layouts.tiles import TileShape, TileTower
 from vitwire_server.towers.metadata import Capacity
 from vitwire_server.towers.tower import Metadata
 
@@ -36,34 +31,52 @@ class UnitInput:
     padding: int = 0
     """Value in units without an item."""
     counts_tiles: bool = False
-    """Values are numbers of the item's tiles; those of the items before it are added."""
+    """Values number the item's tiles, and count on from the items before it."""
 
 
-class Unit(NamedTuple):
-    """Sizes of a unit."""
+class OrderedTower(TileTower):
+    """Rows are brought into the items' order by an index, which is laid out for each batch with other inputs."""
 
-    tiles: int
-    """Tiles at most."""
-    tokens: int
-    """Of a budget."""
-    rows: int
-    """That its forward gives, before those of items are picked."""
-    longest: int
-    """Patches that attend to each other."""
+    inputs: Mapping[str, UnitInput] = MappingProxyType({})
+    """Inputs of units in addition to tiles, by name."""
+
+    @abstractmethod
+    def _lay(self, grids: Sequence[Grid], host: Mapping[str, Tensor], capacity: Capacity) -> None:
+        """Write each item's metadata behind the one before."""
+
+    @abstractmethod
+    def _unordered(self, pixels: Tensor, metadata: Metadata) -> Tensor:
+        """All rows `(rows, width)`."""
+
+    def reserve(self, capacity: Capacity) -> Metadata:
+        tensors = {
+            name: torch.full((capacity.segments, *each.shape), each.padding, dtype=each.dtype, device=self.device)
+            for name, each in self.inputs.items()
+        }
+        order = torch.zeros(capacity.tokens, dtype=torch.int64, device=self.device)
+        return Metadata(capacity, {**tensors, "order": order}, {})
+
+    def prepare(self, grids: Sequence[Grid], metadata: Metadata) -> None:
+        super().prepare(grids, metadata)
+        paddings = {name: each.padding for name, each in self.inputs.items()}
+        host = {
+            name: torch.full(buffer.shape, paddings.get(name, 0), dtype=buffer.dtype, pin_memory=buffer.is_cuda)
+            for name, buffer in metadata.tensors.items()
+        }
+        self._lay(grids, host, metadata.capacity)
+        for name, buffer in metadata.tensors.items():
+            buffer.copy_(host[name], non_blocking=True)
+
+    def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
+        return self._unordered(pixels, metadata).index_select(0, metadata.tensors["order"])
 
 
-class AssembledEncoder(Encoder):
-    """From the tiles of units to rows, of which each item picks its own."""
+class AssembledEncoder(OrderedTower):
+    """An image is one or more units of tiles, from whose rows it picks its own."""
 
-    unit: Unit
-    inputs: Mapping[str, UnitInput]
-    """What `encode_units` takes beside tiles, by name."""
-    footprints: Footprints
-    fewest: int = 1
-    """Units of the smallest item."""
-
-    def tower(self, parts: Parts) -> TileTower:
-        return AssembledTower(self, parts)
+    @cached_property
+    def _laid_alone(self) -> Callable[[Grid], tuple[Mapping[str, Tensor], Tensor]]:
+        return lru_cache(maxsize=_KEPT_GRIDS)(self.lay)
 
     @abstractmethod
     def lay(self, grid: Grid) -> tuple[Mapping[str, Tensor], Tensor]:
@@ -73,79 +86,72 @@ class AssembledEncoder(Encoder):
     def encode_units(self, tiles: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         """Tiles `(tiles, C, H, W)` to rows `(units, unit.rows, width)`. Never synchronises with the host."""
 
-    @abstractmethod
-    def sample(self, units: int) -> Grid:
-        """An image of so many units, or of as many as an image can have."""
-
-    def encode(self, tiles: Tensor) -> Tensor:
-        raise TypeError(f"{len(tiles)} tiles need the grids of their images")
-
-
-class AssembledTower(TileTower):
-    """A budget is a number of units, whose rows are brought into the items' order by an index."""
-
-    encoder: AssembledEncoder
-
-    def __init__(self, encoder: AssembledEncoder, parts: Parts) -> None:
-        super().__init__(encoder, parts)
-        self.footprints = encoder.footprints
-        self._laid_alone = lru_cache(maxsize=_KEPT_GRIDS)(encoder.lay)
-
-    @property
-    def capacities(self) -> TileCapacities:
-        unit = self.encoder.unit
-        return TileCapacities(unit.tokens, unit.longest, fewest=self.encoder.fewest)
-
-    def sizes(self, most: int) -> list[int]:
-        unit = self.encoder.unit
-        return [units * unit.tokens for units in tile_steps(most // unit.tokens) if units >= self.encoder.fewest]
-
-    def samples(self, tokens: int, items: int) -> list[Grid]:
-        """At most `items` images that together have as many units as go into `tokens`."""
-        fewest = self.encoder.fewest
-        units = max(fewest, tokens // self.encoder.unit.tokens)
-        alone = min(units // fewest, items) - 1
-        return [self.encoder.sample(fewest)] * alone + [self.encoder.sample(units - alone * fewest)]
-
-    def capacity(self, budget: Budget) -> Capacity:
-        units = budget.tokens // self.encoder.unit.tokens
-        return Capacity(units * self.encoder.unit.tiles, budget.tokens, units, budget.max_segment_patches)
-
-    def reserve(self, capacity: Capacity) -> Metadata:
-        tensors = {
-            name: torch.full((capacity.segments, *each.shape), each.padding, dtype=each.dtype, device=self.device)
-            for name, each in self.encoder.inputs.items()
-        }
-        order = torch.zeros(capacity.tokens, dtype=torch.int64, device=self.device)
-        return Metadata(capacity, {**tensors, "order": order}, {})
-
-    def prepare(self, grids: Sequence[Grid], metadata: Metadata) -> None:
-        super().prepare(grids, metadata)
-        units = total([self.footprint(grid) for grid in grids]).segments
-        if units > metadata.capacity.segments:
-            raise ValueError(f"{units} units of tiles do not fit {metadata.capacity}")
-        paddings = {name: each.padding for name, each in self.encoder.inputs.items()}
-        host = {
-            name: torch.full(buffer.shape, paddings.get(name, 0), dtype=buffer.dtype, pin_memory=buffer.is_cuda)
-            for name, buffer in metadata.tensors.items()
-        }
-        self._lay(grids, host)
-        for name, buffer in metadata.tensors.items():
-            buffer.copy_(host[name], non_blocking=True)
-
-    def _lay(self, grids: Sequence[Grid], host: Mapping[str, Tensor]) -> None:
-        """Each item's metadata behind that of the one before."""
+    def _lay(self, grids: Sequence[Grid], host: Mapping[str, Tensor], capacity: Capacity) -> None:
+        del capacity
         unit = tile = row = 0
         for grid in grids:
             own, order = self._laid_alone(grid)
             footprint = self.footprint(grid)
-            for name, each in self.encoder.inputs.items():
+            for name, each in self.inputs.items():
                 values = own[name] + tile if each.counts_tiles else own[name]
                 host[name][unit : unit + footprint.segments] = values
-            host["order"][row : row + footprint.rows] = order + unit * self.encoder.unit.rows
+            host["order"][row : row + footprint.rows] = order + unit * self.unit.rows
             unit, tile, row = unit + footprint.segments, tile + footprint.patches, row + footprint.rows
 
-    def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
-        tiles = pixels.view(-1, self.geometry.channels, *self.geometry.tile)
-        rows = self.encoder.encode_units(tiles, metadata.tensors).flatten(0, 1)
-        return rows.index_select(0, metadata.tensors["order"])
+    def _unordered(self, pixels: Tensor, metadata: Metadata) -> Tensor:
+        return self.encode_units(self.tiles(pixels), metadata.tensors).flatten(0, 1)
+
+
+class CropEncoder(OrderedTower):
+    """An overview of each image, and crops of some of them; rows of an item are its crops', then its overview's.
+
+    A budget holds a number of overviews and a number of crops of another size, which are in one graph.
+    """
+
+    crop: TileShape
+
+    @abstractmethod
+    def encode_crops(self, crops: Tensor) -> Tensor:
+        """`(crops, C, h, w)` to `(crops, tokens, width)`."""
+
+    @cached_property
+    def geometry(self) -> TileGeometry:
+        return replace(super().geometry, crop=(self.crop.height, self.crop.width), crops_replace=True)
+
+    @cached_property
+    def footprint(self) -> CropFootprints:
+        return CropFootprints(self.tile.tokens, self.crop.tokens, self.unit.longest)
+
+    @cached_property
+    def capacities(self) -> CropCapacities:
+        return CropCapacities(self.tile.tokens, self.crop.tokens, self.unit.longest)
+
+    def sizes(self, most: int) -> list[int]:
+        return [tokens for tokens in self.capacities.shares if tokens <= most]
+
+    def samples(self, tokens: int, items: int) -> list[Grid]:
+        overviews, crops = self.capacities.share(tokens)
+        return [Grid(1 + crops, 1, max(1, crops)), *[Grid(1, 1, 1)] * (min(overviews, items) - 1)]
+
+    def capacity(self, budget: Budget) -> Capacity:
+        overviews = budget.max_segments - budget.max_crops
+        return Capacity(
+            overviews, budget.tokens, budget.max_segments, budget.max_segment_patches, crops=budget.max_crops
+        )
+
+    def _lay(self, grids: Sequence[Grid], host: Mapping[str, Tensor], capacity: Capacity) -> None:
+        overview, crop, at = self.tile.tokens, self.crop.tokens, 0
+        overviews, crops = 0, capacity.patches * overview
+        for grid in grids:
+            own = (grid.t - 1) * crop
+            torch.arange(crops, crops + own, out=host["order"][at : at + own])
+            torch.arange(overviews, overviews + overview, out=host["order"][at + own : at + own + overview])
+            crops, overviews, at = crops + own, overviews + overview, at + own + overview
+
+    def _unordered(self, pixels: Tensor, metadata: Metadata) -> Tensor:
+        assert metadata.crops is not None, "this tower is run with crops"
+        rows = self.encode(self.tiles(pixels)).flatten(0, 1)
+        if not metadata.capacity.crops:
+            return rows
+        crops = metadata.crops.view(-1, self.channels, self.crop.height, self.crop.width)
+        return torch.cat([rows, self.encode_crops(crops).flatten(0, 1)])

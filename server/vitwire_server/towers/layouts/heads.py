@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Output(Protocol):
-    """What a stock tower returns, as far as heads read it."""
+    """The output of a stock tower, as far as heads read it."""
 
     last_hidden_state: Tensor
     pooler_output: Tensor
@@ -30,7 +30,7 @@ class Head:
     pools_frames: ClassVar[bool] = False
     """Tokens of a clip are of several frames each."""
     pools_clips: ClassVar[bool] = False
-    """Tokens of a clip are of more patches of a frame than those of an image."""
+    """A token of a clip is of more patches of a frame than one of an image."""
 
     def __init__(self, parts: Parts, bare: Geometry) -> None:
         """`parts` are the loaded modules, `bare` the sizes of the tower alone."""
@@ -43,7 +43,7 @@ class Head:
         return bare
 
     def inputs(self) -> dict[str, Kind]:
-        """The metadata that the head needs beside the tower's."""
+        """The metadata that the head needs in addition to the tower's."""
         return {}
 
     def compute(self, grid: Grid) -> dict[str, Tensor]:

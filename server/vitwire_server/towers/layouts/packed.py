@@ -19,17 +19,17 @@ from vitwire_server.core.models import ClipGeometry, Geometry, Preprocessing, Re
 from vitwire_server.towers.configs import Config, at
 from vitwire_server.towers.family import Accepts, Parts
 from vitwire_server.towers.layouts.heads import Head
-from vitwire_server.towers.layouts.patches import TAPS, PatchFamily, PatchTower, most_windows
+from vitwire_server.towers.layouts.patches import TAPS, PatchFamily, PatchTower, most_windows, taps
 from vitwire_server.towers.metadata import Boundaries, Capacity, Kind, Order, Rows
-from vitwire_server.towers.processors.areas import AreaRule, read_preprocessing
+from vitwire_server.towers.processors.settings import AreaRule, read_areas
 from vitwire_server.towers.tower import Metadata
 
 _IMAGE_AREAS, _VIDEO_AREAS = AreaRule(), AreaRule(pixels=(128 * 28 * 28, 768 * 28 * 28))
-"""How most families resize."""
+"""Bounds of areas in most families."""
 
 
 class AttentionSpan(Enum):
-    """What a patch attends to in most layers."""
+    """The patches that a patch attends to in most layers."""
 
     FRAME = auto()
     CLIP = auto()
@@ -60,7 +60,7 @@ class ListedGrids:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What a tower's forward takes beside the ends of its segments, and in which form."""
+    """Inputs of a tower's forward in addition to the ends of its segments, and their form."""
 
     learned_positions: str | None = None
     """Path of the tower's module whose positions are resampled to each grid; empty for the tower itself."""
@@ -78,18 +78,18 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedFamily(PatchFamily):
-    """What differs between the packed `grid_thw` towers; the rest is in `PackedTower`."""
+    """The differences between the packed `grid_thw` towers; the rest is in `PackedTower`."""
 
     head: type[Head] = Head
-    """What follows the tower."""
+    """The part that follows the tower."""
     span: AttentionSpan = AttentionSpan.FRAME
     inputs: Inputs = Inputs()
     forward: "type[PackedTower] | None" = None
-    """The tower's class, where it is one of its own."""
+    """The tower's class, if it is not `PackedTower`."""
     image_areas: AreaRule = _IMAGE_AREAS
-    """How clients resize images."""
+    """Bounds of the areas of images."""
     video_areas: AreaRule = _VIDEO_AREAS
-    """How clients resize the frames of clips."""
+    """Bounds of the areas of clips."""
     layout = "packed patches"
 
     @property
@@ -107,11 +107,11 @@ class PackedFamily(PatchFamily):
             if accepts is not Accepts.NOTHING
         }
         channels = sizes(self.tower.configuration(config)).channels
-        return read_preprocessing(folder, rules, channels=channels, converts=self.converts)
+        return read_areas(folder, rules, channels=channels, converts=self.converts)
 
 
 class Sizes(NamedTuple):
-    """What a tower's configuration says of a patch."""
+    """Sizes of a patch, by a tower's configuration."""
 
     patch: int
     merge: int
@@ -120,12 +120,10 @@ class Sizes(NamedTuple):
 
 
 def sizes(config: Config) -> Sizes:
-    """Those of a tower's configuration. Raises AttributeError."""
-    merge = (
-        config.merge_kernel_size[0]
-        if hasattr(config, "merge_kernel_size")
-        else getattr(config, "spatial_merge_size", 1)
-    )
+    """Sizes by a tower's configuration. Raises AttributeError."""
+    merge = getattr(config, "spatial_merge_size", 1)
+    if hasattr(config, "merge_kernel_size"):
+        merge = config.merge_kernel_size[0]
     channels = next((getattr(config, key) for key in ("in_channels", "num_channels") if hasattr(config, key)), 3)
     return Sizes(config.patch_size, merge, getattr(config, "temporal_patch_size", 1), channels)
 
@@ -139,29 +137,28 @@ class PackedTower(PatchTower):
         """`config` is the whole checkpoint's."""
         super().__init__(family, parts)
         own: Config = self.model.config
-        width = at(config, family.width)
+        width, hidden = at(config, family.width), getattr(own, "embed_dim", None) or own.hidden_size
+        self.attention_heads = own.num_attention_heads, hidden // own.num_attention_heads
         self.head = family.head(
             parts, Geometry(**sizes(own)._asdict(), width=width, levels=0, raster=family.inputs.raster)
         )
         self.geometry = self.head.geometry
+        self._no_keywords = {*self.head.inputs(), "grid_thw"}
+        """Metadata that the tower does not take under its own name."""
         learned = family.inputs.learned_positions
         self._learned: Any = None if learned is None else self.model.get_submodule(learned)
         self._window_side = own.window_size // own.patch_size if family.span is AttentionSpan.WINDOWS else 0
 
-    @property
-    def attention_heads(self) -> tuple[int, int]:
-        config: Config = self.model.config
-        hidden = getattr(config, "embed_dim", None) or config.hidden_size
-        return config.num_attention_heads, hidden // config.num_attention_heads
-
     @cached_property
-    def footprints(self) -> PatchFootprints:
+    def footprint(self) -> PatchFootprints:
         geometry = self.geometry
         pooled = geometry.pooled * geometry.clip_merge**2 if isinstance(geometry, ClipGeometry) else 1
         return PatchFootprints(geometry.merge, self.family.span is AttentionSpan.CLIP, pooled)
 
     def capacity(self, budget: Budget) -> Capacity:
-        return replace(super().capacity(budget), windows=self._most_windows(budget.tokens, budget.max_segments))
+        side = self._window_side // self.geometry.merge
+        windows = most_windows(budget.tokens, budget.max_segments, side) if side else 0
+        return replace(super().capacity(budget), windows=windows)
 
     def exact(self, grids: Sequence[Grid]) -> Capacity:
         windows = sum(len(self._measure(grid)["cu_window_seqlens"]) for grid in grids) if self._window_side else 0
@@ -176,10 +173,9 @@ class PackedTower(PatchTower):
     def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
         """`pixels (patches, C*T*p*p)` to rows `(tokens, width)`: `[main | deepstack 0 | ...]`."""
         tensors, inputs = metadata.tensors, self.family.inputs
-        none: Tensor | ListedGrids = (
-            ListedGrids() if inputs.listed_grids else pixels.new_empty((0, 3), dtype=torch.int64)
-        )
-        grids = tensors["grid_thw"] if inputs.grids else none
+        grids: Tensor | ListedGrids = ListedGrids()
+        if not inputs.listed_grids:
+            grids = tensors["grid_thw"] if inputs.grids else pixels.new_empty((0, 3), dtype=torch.int64)
         given = {key: tensor for key, tensor in tensors.items() if key not in self._no_keywords}
         output = self.model(
             inputs.shape(pixels, self.geometry.patch),
@@ -190,18 +186,12 @@ class PackedTower(PatchTower):
         )
         return self.head.rows(output, tensors)
 
-    @cached_property
-    def _no_keywords(self) -> frozenset[str]:
-        """Metadata that the tower does not take under its own name."""
-        return frozenset({*self.head.inputs(), "grid_thw"})
-
     def _inputs(self) -> dict[str, Kind]:
         inputs = self.family.inputs
         kinds: dict[str, Kind] = {"position_ids": Rows((3 if inputs.frame_positions else 2,), torch.int64)}
         if self._learned is not None:
-            taps = TAPS[self._learned.interpolation_mode]
-            kinds["interp_indices"] = Rows((taps,), torch.int64)
-            kinds["interp_weights"] = Rows((taps,), torch.float32)
+            shape = (TAPS[self._learned.interpolation_mode],)
+            kinds |= {"interp_indices": Rows(shape, torch.int64), "interp_weights": Rows(shape, torch.float32)}
         if self._window_side:
             window = self._window_side**2
             kinds["window_index"] = Order()
@@ -213,16 +203,17 @@ class PackedTower(PatchTower):
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
         """transformers' own functions, on the host; rows of a frame are computed once for all frames."""
         inputs, computed = self.family.inputs, super()._compute(grid)
-        frame = torch.tensor([(1, grid.h, grid.w)])
-        places = vision_utils.get_vision_position_ids(frame, self._block(grid)).repeat(grid.t, 1)
+        frame, block = torch.tensor([(1, grid.h, grid.w)]), self._block(grid)
+        places = vision_utils.get_vision_position_ids(frame, block).repeat(grid.t, 1)
         computed["position_ids"] = places
         if self.family.span is AttentionSpan.CLIP:
             computed["cu_seqlens"] = computed["cu_seqlens"][-1:]
         if inputs.frame_positions:
             computed["position_ids"] = torch.cat([frame_of(grid)[:, None], places], dim=-1)
-        if self._learned is not None:
-            taps = self._taps(frame, self._block(grid))
-            computed["interp_indices"], computed["interp_weights"] = (rows.repeat(grid.t, 1) for rows in taps)
+        if (table := self._learned) is not None:
+            mode, aligned = table.interpolation_mode, table.interpolation_align_corners
+            found = taps(grid.h, grid.w, table.num_grid_per_side, mode=mode, align_corners=aligned, block=block)
+            computed["interp_indices"], computed["interp_weights"] = (rows.repeat(grid.t, 1) for rows in found)
         if self._window_side:
             order, ends = vision_utils.get_vision_window_index(
                 torch.tensor([grid]), self.geometry.merge, self.model.window_size, self.model.patch_size
@@ -233,25 +224,10 @@ class PackedTower(PatchTower):
         return computed | self.head.compute(grid)
 
     def _block(self, grid: Grid) -> int:
-        """Patches a side that lie one after the other: those of a token, unless the order is a raster's."""
+        """Patches a side that lie one after the other: a token's, unless the order is a raster's."""
         own = self.geometry
         merge = own.merge * own.clip_merge if isinstance(own, ClipGeometry) and grid.t > 1 else own.merge
         return 1 if self.family.inputs.raster else merge
-
-    def _taps(self, frame: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        """Of each patch of a frame, the learned positions that its own is resampled from, and their weights."""
-        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-            frame,
-            num_grid_per_side=self._learned.num_grid_per_side,
-            mode=self._learned.interpolation_mode,
-            align_corners=self._learned.interpolation_align_corners,
-            spatial_merge_size=block,
-        )
-        return indices, weights
-
-    def _most_windows(self, tokens: int, segments: int) -> int:
-        """Bound of the windows that any items of so many tokens and frames need, padding included."""
-        return most_windows(tokens, segments, self._window_side // self.geometry.merge) if self._window_side else 0
 
 
 def frame_of(grid: Grid) -> Tensor:

@@ -5,15 +5,16 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, isqrt
+from math import ceil
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import vision_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vitwire_server.core.budgets import Budget
-from vitwire_server.core.footprints import PatchFootprints
 from vitwire_server.core.grids import Grid
-from vitwire_server.core.items import total
 from vitwire_server.towers.family import Family, Parts
 from vitwire_server.towers.metadata import Boundaries, Capacity, Kind
 from vitwire_server.towers.rewrites import aligned_mlps, linear_patches
@@ -22,7 +23,7 @@ from vitwire_server.towers.tower import Metadata, Tower
 TAPS = {"bilinear": 4, "bicubic": 16}
 """Neighbours that a resampled learned position is made of."""
 _KEPT_BYTES = 1 << 27
-"""Of metadata that is kept per grid: about 64 a patch, or a row of columns where positions are resampled ahead."""
+"""Of metadata that is kept per grid: about 64 a patch, or a row of columns if positions are resampled ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class PatchFamily(Family):
 
 
 class PatchTower(Tower):
-    """What these towers cost, and their metadata: measured once for each grid, laid out for each batch.
+    """A tower whose metadata is measured once for each grid, and laid out for each batch.
 
     Each class names in `_inputs` what its forward takes, and adds to `_compute` what that is for an item alone.
     """
@@ -45,7 +46,8 @@ class PatchTower(Tower):
         """`parts` are the modules of `family`, loaded; they stay where they are."""
         self.family = family
         self.model = parts["tower"]
-        self._modules = parts
+        self.modules = parts
+        self.blocks = list(self.model.get_submodule(family.layers))
         self._measured: OrderedDict[Grid, dict[str, Tensor]] = OrderedDict()
         self._kept_bytes = 0
 
@@ -56,33 +58,12 @@ class PatchTower(Tower):
 
     @abstractmethod
     def _inputs(self) -> dict[str, Kind]:
-        """The metadata that the forward takes beside the ends of its segments."""
-
-    @property
-    def modules(self) -> Mapping[str, nn.Module]:
-        return self._modules
+        """The metadata that the forward takes in addition to the ends of its segments."""
 
     def rewrite(self) -> None:
         linear_patches(self.model)
         if self.device.type == "cuda":
             aligned_mlps(self.model)
-
-    @property
-    def blocks(self) -> Sequence[nn.Module]:
-        return list(self.model.get_submodule(self.family.layers))
-
-    @cached_property
-    def footprints(self) -> PatchFootprints:
-        return PatchFootprints(self.geometry.merge)
-
-    def samples_for(self, budget: Budget) -> list[Grid]:
-        """See Tower; for short segments, squares of about their length."""
-        merge, grids = self.geometry.merge, super().samples_for(budget)
-        if max(self.footprint(grid).longest for grid in grids) <= budget.max_segment_patches:
-            return grids
-        side = isqrt(budget.max_segment_patches // merge**2)
-        count = min(budget.tokens // side**2, budget.max_items, budget.max_segments)
-        return [Grid(1, side * merge, side * merge)] * max(1, count)
 
     def capacity(self, budget: Budget) -> Capacity:
         patches = budget.tokens * self.geometry.merge**2
@@ -92,10 +73,6 @@ class PatchTower(Tower):
             segments=budget.max_segments + ceil(patches / budget.max_segment_patches),
             longest=budget.max_segment_patches,
         )
-
-    def exact(self, grids: Sequence[Grid]) -> Capacity:
-        load = total([self.footprint(grid) for grid in grids])
-        return Capacity(load.patches, load.tokens, load.segments, load.longest)
 
     def reserve(self, capacity: Capacity) -> Metadata:
         tensors = {key: kind.allocate(capacity, self.device) for key, kind in self._kinds.items()}
@@ -139,14 +116,40 @@ def _bytes(measured: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in measured.values())
 
 
+def attend(module: nn.Module, implementation: str, heads: Sequence[Tensor], **attended: Any) -> Tensor:  # noqa: ANN401
+    """Packed attention by the function that transformers knows by this name, for modules that it is not handed on to.
+
+    `heads` are queries, keys and values `(1, rows, heads, head_dim)`, the result is of the queries' shape; `attended`
+    are the boundaries, and `scaling`.
+    """
+    heads_first = (each.transpose(1, 2) for each in heads)
+    rows, _ = ALL_ATTENTION_FUNCTIONS[implementation](
+        module, *heads_first, None, dropout=0.0, is_causal=False, **attended
+    )
+    return rows  # type: ignore[no-any-return]
+
+
+def taps(
+    rows: int, columns: int, side: int, *, mode: str = "bilinear", align_corners: bool = False, block: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Of each patch of a frame, the places in a square table of this side, and their weights: `(patches, taps)` both.
+
+    Patches lie in blocks of this side, one after the other.
+    """
+    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+        torch.tensor([(1, rows, columns)]), side, mode, align_corners, block
+    )
+    return indices, weights
+
+
 def neighbours(grid: Grid, merge: int) -> Tensor:
-    """Numbers of the patches of each token, `(tokens, merge**2)`, where they lie in raster order."""
+    """Numbers of the patches of each token, `(tokens, merge**2)`, if they lie in raster order."""
     patches = torch.arange(grid.patches).view(grid.t, grid.h // merge, merge, grid.w // merge, merge)
     return patches.permute(0, 1, 3, 2, 4).reshape(-1, merge**2)
 
 
 def most_windows(cells: int, segments: int, side: int) -> int:
-    """Bound of the windows of this side that any frames of so many cells need, padding included.
+    """Bound of the windows of this side that any frames of `cells` in total need, padding included.
 
     A frame of h x w cells has ceil(h/s)*ceil(w/s) <= h*w/s + (s-1)/s windows of side s.
     """

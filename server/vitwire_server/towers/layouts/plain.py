@@ -2,44 +2,35 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from vitwire_server.core.items import Modality
-from vitwire_server.core.models import Preprocessing
+from vitwire_server.core.models import Preprocessing, TileGeometry
 from vitwire_server.towers.configs import Config, changed
 from vitwire_server.towers.family import Family, Parts
 from vitwire_server.towers.files import CheckpointError
-from vitwire_server.towers.layouts.tiles import Encoder, TileShape, TileTower, heads_of, side
+from vitwire_server.towers.layouts.tiles import TileShape, TileTower, heads_of, side
 from vitwire_server.towers.processors.settings import ProcessorFiles, read_settings, usable
-from vitwire_server.towers.processors.single import class_of, one_tile
-
-
-class TilePool(Protocol):
-    """Makes one row of the tokens of each tile."""
-
-    width: int
-
-    def __call__(self, leading: Tensor, patches: Tensor) -> Tensor:
-        """Class and register tokens `(tiles, n, C)` and rows of patches `(tiles, patches, C)` to `(tiles, width)`."""
-        ...
+from vitwire_server.towers.processors.tiles import class_of, one_tile
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlainFamily(Family):
-    """What differs between vision transformers that are served alone."""
+    """The differences between vision transformers that are served alone."""
 
     encoder: "Callable[[PlainFamily, Parts, Config], PlainEncoder]"
     layers: str = "encoder.layers"
     """Path of the tower's layers."""
     leading: int | Callable[[Config], int] = 1
-    """Tokens before those of the patches, such as a class token: their number, or that by the tower's configuration."""
+    """Tokens before the patches, such as a class token: their number, or a function of the tower's configuration."""
     head: str | None = None
     """Field of the tower's configuration that says whether it has a pooling head, which is loaded on its own."""
     processor: str
-    """Class of the model's processor, by the beginning of its name, where the checkpoint names none."""
+    """Class of the model's processor, by the beginning of its name, if the checkpoint names none."""
     resizes: bool = False
     """The tower takes tiles of the size that the processor makes, rather than of image_size only."""
     layout = "tiles"
@@ -67,8 +58,7 @@ class PlainFamily(Family):
         return changed(config, fields)
 
     def build(self, parts: Parts, config: Config) -> TileTower:
-        encoder = self.encoder(self, parts, config)
-        return TileTower(PooledEncoder(encoder, self.pooler.make(parts, config)) if self.pooler else encoder, parts)
+        return self.encoder(self, parts, config)
 
     def preprocessing(self, folder: Path, config: Config) -> dict[Modality, Preprocessing]:
         """See Family. A frame of a clip is prepared as an image is."""
@@ -83,10 +73,11 @@ class PlainFamily(Family):
         return {modality: replace(own, drops_transparency=drops) for modality, own in found.items()}
 
 
-class PlainEncoder(Encoder):
+class PlainEncoder(TileTower):
     """A stock tower, which returns its tokens: class and register tokens first, then the patches, line by line."""
 
     def __init__(self, family: PlainFamily, parts: Parts, config: Config) -> None:
+        super().__init__(parts, config)
         vision = family.tower.configuration(config)
         self.patch, self.merge = side(vision.patch_size), 1
         height, width = config.tile
@@ -94,35 +85,22 @@ class PlainEncoder(Encoder):
         self.channels = vision.num_channels
         self.width = vision.hidden_size
         self.attention_heads = heads_of(vision)
-        self._tower: Any = parts["tower"]
         self._leading = family.leading if isinstance(family.leading, int) else family.leading(vision)
+        self._pool = family.pooler.make(parts, config) if family.pooler else None
+        self.one_row = bool(self._pool)
         self.blocks = list(self._tower.get_submodule(family.layers))
+
+    @cached_property
+    def geometry(self) -> TileGeometry:
+        bare = super().geometry
+        return replace(bare, width=self._pool.width) if self._pool else bare
 
     def tokens(self, tiles: Tensor) -> Tensor:
         """`(tiles, C, H, W)` to all tokens, `(tiles, leading + patches, width)`."""
         states: Tensor = self._tower(pixel_values=tiles).last_hidden_state
         return states
 
-    def apart(self, tiles: Tensor) -> tuple[Tensor, Tensor]:
-        """Class and register tokens, and rows of the patches."""
+    def encode(self, tiles: Tensor) -> Tensor:
         states = self.tokens(tiles)
-        return states[:, : self._leading], states[:, self._leading :]
-
-    def encode(self, tiles: Tensor) -> Tensor:
-        return self.apart(tiles)[1]
-
-
-class PooledEncoder(Encoder):
-    """An encoder whose tiles become one row each."""
-
-    one_row = True
-
-    def __init__(self, encoder: PlainEncoder, pool: TilePool) -> None:
-        self._encoder, self._pool = encoder, pool
-        self.tile, self.patch, self.merge = encoder.tile, encoder.patch, encoder.merge
-        self.channels, self.attention_heads = encoder.channels, encoder.attention_heads
-        self.blocks, self.constants = encoder.blocks, encoder.constants
-        self.width = pool.width
-
-    def encode(self, tiles: Tensor) -> Tensor:
-        return self._pool(*self._encoder.apart(tiles)).unsqueeze(1)
+        leading, patches = states[:, : self._leading], states[:, self._leading :]
+        return self._pool.row(leading, patches).unsqueeze(1) if self._pool else patches

@@ -4,14 +4,13 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import isqrt
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from vitwire_server.core.footprints import PatchFootprints
+from vitwire_server.core.footprints import Footprints, PatchFootprints
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry, Preprocessing
@@ -22,16 +21,13 @@ from vitwire_server.towers.metadata import Capacity
 from vitwire_server.towers.processors.settings import ReadProcessor, read_settings
 from vitwire_server.towers.tower import Metadata
 
-_SQUARE = 16
-"""Tokens a side of the images that budgets are sampled with."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RasterFamily(PatchFamily):
-    """Rows whose tower is a RasterTower."""
+    """Entries whose tower is a RasterTower."""
 
     forward: "type[RasterTower]"
-    """What computes the tower's forward on its modules."""
+    """The tower's class."""
     merge: str | None = None
     """Path of the field with the root of a token's patches, in the whole configuration; None for one patch a token."""
     layers: str = "encoder.layers"
@@ -48,16 +44,6 @@ class RasterFamily(PatchFamily):
         return read_settings(folder, lambda files: self.processor(files, config), converts=self.converts)
 
 
-class SegmentPool(Protocol):
-    """Makes one row of the rows of each segment."""
-
-    width: int
-
-    def __call__(self, rows: Tensor, boundaries: Tensor, longest: int) -> Tensor:
-        """Rows `(patches, C)` of segments that end at `boundaries (segments + 1,)` to `(segments, width)`."""
-        ...
-
-
 class RasterTower(PatchTower):
     """Attention within images; what a family's stock forward derives from image sizes is laid out ahead."""
 
@@ -66,11 +52,15 @@ class RasterTower(PatchTower):
     def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
         """`config` is the whole checkpoint's."""
         super().__init__(family, parts)
-        self._pool: SegmentPool | None = family.pooler.make(parts, config) if family.pooler else None
+        self._pool = family.pooler.make(parts, config) if family.pooler else None
         self.geometry = self._geometry(config)
         if self._pool:
             self.geometry = replace(self.geometry, width=self._pool.width, one_row=True)
         self._projector: Any = parts.get("projector")
+        vision: Config = self.model.config
+        sizes = (getattr(vision, name, None) for name in ("head_dim", "d_kv"))
+        heads = vision.num_attention_heads
+        self.attention_heads = heads, next(filter(None, sizes), vision.hidden_size // heads)
 
     def _geometry(self, config: Config) -> Geometry:
         """Sizes of the tower; `config` is the whole checkpoint's."""
@@ -86,30 +76,12 @@ class RasterTower(PatchTower):
             channels_last=self.family.channels_last,
         )
 
-    @property
-    def attention_heads(self) -> tuple[int, int]:
-        config: Config = self.model.config
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return config.num_attention_heads, size
-
     @cached_property
-    def footprints(self) -> PatchFootprints:
+    def footprint(self) -> Footprints:
         return PatchFootprints(self.geometry.merge, one_row=self.geometry.one_row)
 
     def rows(self, capacity: Capacity) -> int:
         return capacity.segments if self._pool else capacity.tokens
-
-    def samples(self, tokens: int, items: int) -> list[Grid]:
-        """At most `items` images, nearly square, of `tokens` together, or of a few less than that."""
-        merge, longest = self.geometry.merge, self.geometry.longest_side
-        squares = min(tokens // _SQUARE**2, items - 1)
-        rest = tokens - squares * _SQUARE**2
-        rows = next((n for n in range(isqrt(rest), 0, -1) if rest % n == 0), 0)
-        columns = rest // rows if rows else 0
-        if longest is not None and columns * merge > longest:
-            rows = columns = isqrt(rest)
-        shapes = [(_SQUARE, _SQUARE)] * squares + [(rows, columns)] * bool(rest)
-        return [Grid(1, height * merge, width * merge) for height, width in shapes]
 
     def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
         """`pixels (patches, columns)` to rows `(tokens, width)`, or `(segments, width)` if they are pooled."""
@@ -122,7 +94,7 @@ class RasterTower(PatchTower):
             "max_length_k": longest,
         }
         rows = self._rows(pixels, tensors, attended)
-        return self._pool(rows, boundaries, longest) if self._pool else rows
+        return self._pool.row(rows, boundaries, longest) if self._pool else rows
 
     @abstractmethod
     def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:

@@ -1,13 +1,12 @@
 """Towers that take tiles of one size: attention within each tile, a budget is a number of tiles."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -33,8 +32,24 @@ class TileShape(NamedTuple):
     """Rows that it becomes."""
 
 
-class Encoder(ABC):
-    """From tiles to rows, on stock modules. `encode` never synchronises with the host."""
+class Unit(NamedTuple):
+    """Sizes of what a budget counts: one tile, or several that are computed together."""
+
+    tiles: int
+    """Tiles at most."""
+    tokens: int
+    """Of a budget."""
+    rows: int
+    """Rows that its forward gives, before items pick theirs."""
+    longest: int
+    """Patches that attend to each other."""
+
+
+class TileTower(Tower):
+    """From tiles to rows, on stock modules; padding is whole tiles, so a forward needs pixels only.
+
+    Tiles attend densely, through torch's own kernels.
+    """
 
     tile: TileShape
     patch: int
@@ -43,22 +58,30 @@ class Encoder(ABC):
     channels: int = 3
     width: int
     attention_heads: tuple[int, int]
-    """Their number, and the size of one."""
-    blocks: Sequence[nn.Module]
     one_row: bool = False
     """A tile has one row, which is made of its tokens."""
-    constants: Mapping[str, nn.Module] = MappingProxyType({})
-    """Modules beside the loaded ones, which move with them."""
+    paired: ClassVar[bool] = False
+    """Each tile comes with a crop."""
+    fewest: int = 1
+    """Units of the smallest item."""
+    segmented = False
+
+    def __init__(self, parts: Parts, config: Config) -> None:
+        """`parts` are the loaded modules, `config` the checkpoint's. Raises ValueError if it cannot compute them."""
+        del config
+        self.model = nn.ModuleDict(dict(parts))
+        self.modules = {"model": self.model}
+        self._tower: Any = parts["tower"]
+        self._projector: Any = parts.get("projector")
 
     @abstractmethod
     def encode(self, tiles: Tensor) -> Tensor:
-        """`(tiles, C, H, W)` to `(tiles, tokens, width)`, or `(tiles, 1, width)` with `one_row`."""
+        """`(tiles, C, H, W)` to `(tiles, tokens, width)`, or `(tiles, 1, width)` with `one_row`.
 
-    def tower(self, parts: Parts) -> "TileTower":
-        """The tower that runs it; `parts` are the loaded modules."""
-        return TileTower(self, parts)
+        Never synchronises with the host.
+        """
 
-    @property
+    @cached_property
     def geometry(self) -> TileGeometry:
         """Sizes that clients and codec need to know."""
         return TileGeometry(
@@ -72,17 +95,89 @@ class Encoder(ABC):
             tile=(self.tile.height, self.tile.width),
         )
 
+    @cached_property
+    def unit(self) -> Unit:
+        """One tile."""
+        return Unit(1, self.tile.tokens, self.tile.tokens, self.geometry.patches(Grid(1, 1, 1)))
+
+    @cached_property
+    def footprint(self) -> Footprints:
+        return TileFootprints(self.unit.tokens, self.unit.longest, paired=self.paired, one_row=self.one_row)
+
+    @cached_property
+    def capacities(self) -> Capacities:
+        return TileCapacities(self.unit.tokens, self.unit.longest, paired=self.paired, fewest=self.fewest)
+
+    def sizes(self, most: int) -> list[int]:
+        tokens = self.unit.tokens
+        return [units * tokens for units in tile_steps(most // tokens) if units >= self.fewest]
+
+    def sample(self, units: int) -> Grid:
+        """An image of this many units, or of as many as an image can have."""
+        return Grid(units, 1, units)
+
+    def samples(self, tokens: int, items: int) -> list[Grid]:
+        """At most `items` images that together have as many units as go into `tokens`, or the smallest image."""
+        units = max(self.fewest, tokens // self.unit.tokens)
+        alone = min(units // self.fewest, items) - 1
+        return [self.sample(self.fewest)] * alone + [self.sample(units - alone * self.fewest)]
+
+    def capacity(self, budget: Budget) -> Capacity:
+        units = budget.tokens // self.unit.tokens
+        longest, crops = budget.max_segment_patches, budget.max_crops
+        return Capacity(units * self.unit.tiles, budget.tokens, units, longest, crops=crops)
+
+    def rows(self, capacity: Capacity) -> int:
+        return capacity.patches if self.one_row else capacity.tokens
+
+    def reserve(self, capacity: Capacity) -> Metadata:
+        return Metadata(capacity, {}, {})
+
+    def prepare(self, grids: Sequence[Grid], metadata: Metadata) -> None:
+        load, capacity = total([self.footprint(grid) for grid in grids]), metadata.capacity
+        if load.patches > capacity.patches or load.crops > capacity.crops or load.segments > capacity.segments:
+            held = f"{load.patches} tiles and {load.crops} crops in {load.segments} units of tiles"
+            raise ValueError(f"{held} do not fit {capacity}")
+
+    def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
+        del metadata
+        return self.encode(self.tiles(pixels)).flatten(0, 1).contiguous()
+
+    def tiles(self, pixels: Tensor) -> Tensor:
+        """Rows of pixels as `(tiles, C, H, W)`."""
+        return pixels.view(-1, self.channels, *self.geometry.tile)
+
+
+class PairEncoder(TileTower):
+    """Tiles that come in two sizes and become one embedding: as many crops as tiles, in a budget as in an item."""
+
+    crop: tuple[int, int]
+    paired = True
+
+    @abstractmethod
+    def encode_pairs(self, tiles: Tensor, crops: Tensor) -> Tensor:
+        """`(tiles, C, H, W)` and `(tiles, C, h, w)` to `(tiles, tokens, width)`."""
+
+    @cached_property
+    def geometry(self) -> TileGeometry:
+        return replace(super().geometry, crop=self.crop)
+
+    def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
+        assert metadata.crops is not None, "this tower is run with crops"
+        crops = metadata.crops.view(-1, self.channels, *self.crop)
+        return self.encode_pairs(self.tiles(pixels), crops).flatten(0, 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TileFamily(Family):
-    """What differs between towers of tiles: how a tile becomes rows, and how an image becomes tiles."""
+    """The differences between towers of tiles: from tiles to rows, and from images to tiles."""
 
-    encoder: Callable[[Parts, Config], Encoder]
+    encoder: Callable[[Parts, Config], TileTower]
     """From the loaded modules and the checkpoint's configuration. Raises ValueError if it cannot compute them."""
     processor: ReadProcessor
     videos: Accepts = Accepts.NOTHING
     within: str = ""
-    """Path of the configuration with the tower and the width of rows, in checkpoints where a larger model has it."""
+    """Path of the configuration with the tower and the width of rows, in checkpoints of a larger model."""
     layout = "tiles"
 
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
@@ -94,79 +189,11 @@ class TileFamily(Family):
             return changed(config, {"vision_config.vision_use_head": False})
         return config
 
-    def build(self, parts: Parts, config: Config) -> Tower:
-        return self.encoder(parts, config).tower(parts)
+    def build(self, parts: Parts, config: Config) -> TileTower:
+        return self.encoder(parts, config)
 
     def preprocessing(self, folder: Path, config: Config) -> dict[Modality, Preprocessing]:
         return read_settings(folder, lambda files: self.processor(files, config), converts=self.converts)
-
-
-class TileTower(Tower):
-    """An encoder of tiles; padding is whole tiles, so a forward needs pixels only."""
-
-    segmented = False
-
-    def __init__(self, encoder: Encoder, parts: Parts) -> None:
-        self.model = nn.ModuleDict({**parts, **encoder.constants})
-        self.encoder = encoder
-        self.geometry: TileGeometry = encoder.geometry
-
-    @property
-    def attention_heads(self) -> tuple[int, int]:
-        return self.encoder.attention_heads
-
-    @property
-    def blocks(self) -> Sequence[nn.Module]:
-        return self.encoder.blocks
-
-    def use_attention(self, implementation: str) -> None:
-        """Has no effect: tiles attend densely, through torch's own kernels."""
-
-    @property
-    def _longest(self) -> int:
-        return self.geometry.patches(Grid(1, 1, 1))
-
-    @cached_property
-    def footprints(self) -> Footprints:
-        return TileFootprints(self.encoder.tile.tokens, self._longest, one_row=self.encoder.one_row)
-
-    def sizes(self, most: int) -> list[int]:
-        return [tiles * self.encoder.tile.tokens for tiles in tile_steps(most // self.encoder.tile.tokens)]
-
-    @property
-    def capacities(self) -> Capacities:
-        """The budgets that the tower can have."""
-        return TileCapacities(self.encoder.tile.tokens, self._longest)
-
-    def samples(self, tokens: int, items: int) -> list[Grid]:
-        """At most `items` images that together have as many tiles as go into `tokens`, one at least."""
-        tiles = max(1, tokens // self.encoder.tile.tokens)
-        alone = min(tiles, items) - 1
-        return [Grid(1, 1, 1)] * alone + [Grid(tiles - alone, 1, tiles - alone)]
-
-    def capacity(self, budget: Budget) -> Capacity:
-        tiles = budget.tokens // self.encoder.tile.tokens
-        return Capacity(tiles, budget.tokens, tiles, budget.max_segment_patches)
-
-    def exact(self, grids: Sequence[Grid]) -> Capacity:
-        load = total([self.footprint(grid) for grid in grids])
-        return Capacity(load.patches, load.tokens, load.segments, load.longest, crops=load.crops)
-
-    def rows(self, capacity: Capacity) -> int:
-        return capacity.patches if self.encoder.one_row else capacity.tokens
-
-    def reserve(self, capacity: Capacity) -> Metadata:
-        return Metadata(capacity, {}, {})
-
-    def prepare(self, grids: Sequence[Grid], metadata: Metadata) -> None:
-        load = total([self.footprint(grid) for grid in grids])
-        if load.patches > metadata.capacity.patches or load.crops > metadata.capacity.crops:
-            raise ValueError(f"{load.patches} tiles and {load.crops} crops do not fit {metadata.capacity}")
-
-    def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
-        del metadata
-        tiles = pixels.view(-1, self.geometry.channels, *self.geometry.tile)
-        return self.encoder.encode(tiles).flatten(0, 1).contiguous()
 
 
 def tile_steps(most: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config, Served, require
 from vitwire_server.towers.family import Parts, in_model
-from vitwire_server.towers.layouts.assembled import AssembledEncoder, Unit, UnitInput
-from vitwire_server.towers.layouts.tiles import TileFamily
+from vitwire_server.towers.layouts.assembled import AssembledEncoder, UnitInput
+from vitwire_server.towers.layouts.tiles import TileFamily, Unit
 from vitwire_server.towers.processors.settings import HALF, images, whole
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.parts import projector, stock
@@ -48,11 +49,11 @@ class Aria(AssembledEncoder, ProjectedTiles):
         self._side = self.tile.width // self.patch
         queries = config.projector_patch_to_query_dict[self._side**2]
         self.tile = self.tile._replace(tokens=queries)
-        self.footprints = TileFootprints(queries, self._side**2)
+        self.footprint = TileFootprints(queries, self._side**2)
         self.unit = Unit(1, queries, queries, self._side**2)
         self.inputs = {"attended": UnitInput((self._side, self._side), torch.bool, padding=1)}
 
-    @property
+    @cached_property
     def geometry(self) -> MarginGeometry:
         return MarginGeometry(**asdict(super().geometry))
 

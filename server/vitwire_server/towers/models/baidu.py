@@ -13,7 +13,7 @@ from vitwire_server.towers.layouts.heads import Head, Output, of_clips
 from vitwire_server.towers.layouts.packed import Inputs, PackedFamily
 from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.metadata import Kind, Sources
-from vitwire_server.towers.processors.areas import AreaRule
+from vitwire_server.towers.processors.settings import AreaRule
 from vitwire_server.towers.shared.parts import projector, stock
 
 

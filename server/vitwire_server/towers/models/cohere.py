@@ -11,8 +11,7 @@ from vitwire_server.towers.layouts.tiles import TileFamily, side
 from vitwire_server.towers.processors.settings import CLIP, images, whole
 from vitwire_server.towers.processors.tiles import fits_tower, nearest_ratio, tiled
 from vitwire_server.towers.shared.parts import projector
-from vitwire_server.towers.shared.projected import ProjectedLayers
-from vitwire_server.towers.shared.projected_tiles import ProjectedTiles, whole_squares
+from vitwire_server.towers.shared.projected_tiles import ProjectedLayers, ProjectedTiles, whole_squares
 from vitwire_server.towers.shared.siglip import siglip
 
 _FACTOR = (whole_squares("downsample_factor"),)

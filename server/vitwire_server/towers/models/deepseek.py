@@ -13,15 +13,13 @@ from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed, dtype_of, require
 from vitwire_server.towers.family import Parts, in_model, stripped
 from vitwire_server.towers.files import optional_json
-from vitwire_server.towers.layouts.crops import PairEncoder
-from vitwire_server.towers.layouts.tiles import TileFamily
+from vitwire_server.towers.layouts.tiles import PairEncoder, TileFamily
 from vitwire_server.towers.processors.settings import CLIP, HALF, images, normalised, per_channel, whole
 from vitwire_server.towers.processors.tiles import shade, squared, tiled
 from vitwire_server.towers.shared.fused import position_tables, split_qkv
-from vitwire_server.towers.shared.modules import SingleParameter
-from vitwire_server.towers.shared.parts import part, projector, stock, variant
+from vitwire_server.towers.shared.learned import gather_relative_positions
+from vitwire_server.towers.shared.parts import SingleParameter, part, projector, stock, variant
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
-from vitwire_server.towers.shared.sam import gather_relative_positions
 from vitwire_server.towers.shared.siglip import siglip, siglip_config
 
 _TOWER = {"image_size": 384, "patch_size": 16, "width": 1024, "layers": 24, "heads": 16, "mlp_ratio": 4}

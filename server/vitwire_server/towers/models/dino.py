@@ -8,8 +8,7 @@ from vitwire_server.towers.family import Parts, Weights, stripped
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.shared.fused import split_qkv
 from vitwire_server.towers.shared.learned import fix_positions
-from vitwire_server.towers.shared.modules import Constants
-from vitwire_server.towers.shared.parts import part, stock, variant
+from vitwire_server.towers.shared.parts import Constants, part, stock, variant
 from vitwire_server.towers.shared.pooling import MEAN, class_token
 
 _STORED_NAMES = (
@@ -47,7 +46,7 @@ class Dinov3(PlainEncoder):
         tile = torch.zeros(1, self.channels, self.tile.height, self.tile.width, device=self._tower.device)
         cosines, sines = self._tower.rope_embeddings(tile)
         self._rotary = Constants(cosines=cosines.clone(), sines=sines.clone())
-        self.constants = {"rotary": self._rotary}
+        self.model["rotary"] = self._rotary
 
     def tokens(self, tiles: Tensor) -> Tensor:
         tower, states = self._tower, self._tower.embeddings(tiles)

@@ -18,16 +18,8 @@ from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
 from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.metadata import Kind, Rows, Sources
-from vitwire_server.towers.processors.settings import (
-    BILINEAR,
-    HALF,
-    IDENTITY,
-    ProcessorFiles,
-    bounded_above,
-    images,
-)
-from vitwire_server.towers.processors.single import tile_of
-from vitwire_server.towers.processors.tiles import tiled
+from vitwire_server.towers.processors.settings import BILINEAR, HALF, IDENTITY, ProcessorFiles, bounded_above, images
+from vitwire_server.towers.processors.tiles import tile_of, tiled
 from vitwire_server.towers.shared.parts import projector, stock, variant
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
 from vitwire_server.towers.shared.siglip import siglip

@@ -4,7 +4,7 @@ from typing import Any
 
 from vitwire_server.towers.family import Accepts, in_model
 from vitwire_server.towers.layouts.packed import Inputs, PackedFamily
-from vitwire_server.towers.processors.areas import AreaRule
+from vitwire_server.towers.processors.settings import AreaRule
 from vitwire_server.towers.shared.parts import stock, variant
 
 _GLM4V = PackedFamily(

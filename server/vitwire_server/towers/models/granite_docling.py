@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class GraniteDocling(ProjectedTiles):
         self._levels = len(config.vision_config.deepstack_visual_indexes)
         self.width *= 1 + self._levels
 
-    @property
+    @cached_property
     def geometry(self) -> TileGeometry:
         return replace(super().geometry, levels=self._levels)
 

@@ -9,16 +9,11 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.towers.configs import Config, one_of
 from vitwire_server.towers.family import in_model
-from vitwire_server.towers.layouts.patches import neighbours
+from vitwire_server.towers.layouts.patches import neighbours, taps
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
 from vitwire_server.towers.metadata import Kind, Sources
-from vitwire_server.towers.processors.settings import (
-    BICUBIC,
-    CLIP,
-    bounded,
-    images,
-)
-from vitwire_server.towers.shared.learned import TAPPED, bilinear
+from vitwire_server.towers.processors.settings import BICUBIC, CLIP, bounded, images
+from vitwire_server.towers.shared.learned import TAPPED
 from vitwire_server.towers.shared.parts import stock
 
 _HUNYUAN_AREAS = (512 * 512, 2048 * 2048)
@@ -42,7 +37,7 @@ class HunyuanTower(RasterTower):
         return {**TAPPED, "neighbours": Sources(self.geometry.merge**2)}
 
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
-        indices, weights = bilinear(grid.h, grid.w, self.model.embeddings.position_edge)
+        indices, weights = taps(grid.h, grid.w, self.model.embeddings.position_edge)
         return {
             **super()._compute(grid),
             "interp_indices": indices + 1,  # before the patches' positions is one of a class token that no image has

@@ -28,11 +28,9 @@ from vitwire_server.towers.processors.settings import (
 )
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.learned import fractional_positions, positioned
-from vitwire_server.towers.shared.modules import Constants
-from vitwire_server.towers.shared.parts import part, projector, stock, variant
-from vitwire_server.towers.shared.perceiver import resampled
+from vitwire_server.towers.shared.parts import Constants, part, projector, stock, variant
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles, whole_squares
-from vitwire_server.towers.shared.resampled import QueriedTower
+from vitwire_server.towers.shared.resamplers import QueriedTower, resampled
 from vitwire_server.towers.shared.siglip import packed_layers, siglip
 
 _TILE, _LONGEST = 364, 4 * 364
@@ -78,11 +76,8 @@ class Idefics2Tower(QueriedTower):
     def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
         self._connector: Any = parts["connector"]
         super().__init__(family, parts, config, queries=self._connector.perceiver_resampler.n_latents)
-
-    @property
-    def resampler_heads(self) -> tuple[int, int]:
-        config: Config = self._connector.perceiver_resampler.config
-        return config.resampler_n_heads, config.resampler_head_dim
+        sizes: Config = self._connector.perceiver_resampler.config
+        self.resampler_heads = sizes.resampler_n_heads, sizes.resampler_head_dim
 
     def use_attention(self, implementation: str) -> None:
         """See Tower. The resampler has a configuration of its own."""
@@ -115,9 +110,9 @@ class Idefics3(ProjectedTiles):
         patches = self.tile.width // self.patch
         places = fractional_positions(patches, patches, self._tower.embeddings.num_patches_per_side)
         self._constants: Any = Constants(places=places[None].to(self._tower.device))
-        self.constants = {"constants": self._constants}
+        self.model["constants"] = self._constants
 
-    def rows(self, tiles: Tensor) -> Tensor:
+    def features(self, tiles: Tensor) -> Tensor:
         tower, embeddings = self._tower, self._tower.embeddings
         patches = embeddings.patch_embedding(tiles).flatten(2).transpose(1, 2)
         states = patches + embeddings.position_embedding(self._constants.places)

@@ -23,9 +23,8 @@ from vitwire_server.towers.processors.settings import BICUBIC, HALF, IMAGENET, P
 from vitwire_server.towers.processors.tiles import fits_tower, nearest_ratio, stretched, tiled
 from vitwire_server.towers.shared.fused import unfused
 from vitwire_server.towers.shared.parts import part, projector, stock, variant
-from vitwire_server.towers.shared.pixel_shuffle import MLP1, SHUFFLED, shuffled, shuffles
 from vitwire_server.towers.shared.pooling import MEAN, class_token
-from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
+from vitwire_server.towers.shared.projected_tiles import MLP1, SHUFFLED, ProjectedTiles, shuffled, shuffles
 from vitwire_server.towers.shared.siglip import siglip, siglip_config
 
 _DYNAMIC = {
@@ -146,9 +145,9 @@ def _eagle_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
 class Shuffled(ProjectedTiles):
     """Pixel shuffle before the projector; a class token, which InternVL's tower puts first, is left out."""
 
-    def rows(self, tiles: Tensor) -> Tensor:
+    def features(self, tiles: Tensor) -> Tensor:
         patches = self.tile.tokens * self.merge**2
-        return shuffled(super().rows(tiles)[:, -patches:], self.merge)
+        return shuffled(super().features(tiles)[:, -patches:], self.merge)
 
 
 class NvlmProjector(InternVLMultiModalProjector):

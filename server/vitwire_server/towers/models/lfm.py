@@ -17,9 +17,8 @@ from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily
 from vitwire_server.towers.metadata import Kind, Rows, Sources
 from vitwire_server.towers.models.siglip import Siglip2Tower, siglip2_config
-from vitwire_server.towers.processors.areas import AreaRule
-from vitwire_server.towers.processors.settings import BILINEAR, HALF, images, unsized
-from vitwire_server.towers.shared.grouped_queries import copied, ungrouped
+from vitwire_server.towers.processors.settings import BILINEAR, HALF, AreaRule, images, unsized
+from vitwire_server.towers.shared.fused import copied, ungrouped
 from vitwire_server.towers.shared.parts import projector, stock
 
 

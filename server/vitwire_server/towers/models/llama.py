@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,13 +15,12 @@ from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config, Served, require
 from vitwire_server.towers.family import Parts, in_model
-from vitwire_server.towers.layouts.assembled import AssembledEncoder, Unit, UnitInput
-from vitwire_server.towers.layouts.tiles import TileFamily, side
+from vitwire_server.towers.layouts.assembled import AssembledEncoder, UnitInput
+from vitwire_server.towers.layouts.tiles import TileFamily, Unit, side
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, images, whole
 from vitwire_server.towers.processors.tiles import fits_tower, tiled
 from vitwire_server.towers.shared.parts import projector, stock
-from vitwire_server.towers.shared.pixel_shuffle import SHUFFLED, shuffles
-from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
+from vitwire_server.towers.shared.projected_tiles import SHUFFLED, ProjectedTiles, shuffles
 
 
 def _llama4_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
@@ -66,7 +65,7 @@ class Mllama(AssembledEncoder, ProjectedTiles):
             raise ValueError(f"supported_aspect_ratios has layouts of more than {self._most} tiles")
         self.blocks = [*self.blocks, *self._tower.global_transformer.layers]
         longest = self._most * (positions - 1)
-        self.footprints = LayoutFootprints(positions, self._most, longest)
+        self.footprint = LayoutFootprints(positions, self._most, longest)
         self.unit = Unit(self._most, self._most * positions, self._most * positions, longest)
         self.inputs = {
             "tiles": UnitInput((self._most,), torch.int64, counts_tiles=True),
@@ -74,7 +73,7 @@ class Mllama(AssembledEncoder, ProjectedTiles):
             "aspect_ratio": UnitInput((1,), torch.int64),
         }
 
-    @property
+    @cached_property
     def geometry(self) -> LayoutGeometry:
         return LayoutGeometry(**{**asdict(super().geometry), "layouts": self._layouts, "most": self._most})
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import cached_property
 from math import isqrt
 from typing import Any
 
@@ -17,14 +18,12 @@ from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.towers.configs import Config, one_of, require
 from vitwire_server.towers.family import Accepts, Parts
-from vitwire_server.towers.layouts.assembled import AssembledEncoder, Unit, UnitInput
-from vitwire_server.towers.layouts.tiles import TileFamily
+from vitwire_server.towers.layouts.assembled import AssembledEncoder, UnitInput
+from vitwire_server.towers.layouts.tiles import TileFamily, Unit
 from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles, images, square
-from vitwire_server.towers.processors.single import tile_of
-from vitwire_server.towers.processors.tiles import fits_tower, stretched, tiled
-from vitwire_server.towers.shared.clip import clip
+from vitwire_server.towers.processors.tiles import fits_tower, stretched, tile_of, tiled
 from vitwire_server.towers.shared.parts import projector, variant
-from vitwire_server.towers.shared.projected import ProjectedLayers
+from vitwire_server.towers.shared.projected_tiles import ProjectedLayers, clip
 from vitwire_server.towers.shared.siglip import siglip
 
 
@@ -84,9 +83,9 @@ class LlavaNextVideo(ProjectedLayers, AssembledEncoder):
         pooled = (isqrt(tokens) // config.spatial_pool_stride) ** 2
         self.unit = Unit(1, tokens, tokens + pooled, longest)
         self.inputs: Mapping[str, UnitInput] = {}
-        self.footprints = PooledFrameFootprints(tokens, pooled, longest)
+        self.footprint = PooledFrameFootprints(tokens, pooled, longest)
 
-    @property
+    @cached_property
     def geometry(self) -> PooledFrameGeometry:
         return PooledFrameGeometry(**asdict(super().geometry))
 
@@ -101,7 +100,7 @@ class LlavaNextVideo(ProjectedLayers, AssembledEncoder):
 
     def encode_units(self, tiles: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         del inputs
-        rows = self.rows(tiles)
+        rows = self.features(tiles)
         return self.projected(torch.cat([rows, self._pool(rows)], dim=1))
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import cached_property
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config, Served, changed, dtype_of, new_config, require
 from vitwire_server.towers.family import Accepts, Parts, Weights, in_model, of_transformers
-from vitwire_server.towers.layouts.assembled import AssembledEncoder, Unit, UnitInput
-from vitwire_server.towers.layouts.tiles import Encoder, TileFamily, TileShape
+from vitwire_server.towers.layouts.assembled import AssembledEncoder, UnitInput
+from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, TileTower, Unit
 from vitwire_server.towers.processors.settings import HALF, IMAGENET, ProcessorFiles, bounded_above, images, whole
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.parts import projector, stock
@@ -49,10 +50,11 @@ def _florence_settings(image: Mapping[str, Any], config: Config) -> Preprocessin
     return tiled(image, Tiling(TilingRule.STRETCH, tile), IMAGENET)
 
 
-class Florence2(Encoder):
+class Florence2(TileTower):
     """Stages of convolutions and attention, in windows and over channels; the first row is the mean of the others."""
 
     def __init__(self, parts: Parts, config: Config) -> None:
+        super().__init__(parts, config)
         vision = config.vision_config
         side = vision.image_size
         for kernel, stride, padding in zip(vision.patch_size, vision.patch_stride, vision.patch_padding, strict=True):
@@ -65,8 +67,6 @@ class Florence2(Encoder):
         self.tile = TileShape(vision.image_size, vision.image_size, 1 + side**2)
         self.width = vision.projection_dim
         self.attention_heads = vision.num_heads[-1], vision.embed_dim[-1] // vision.num_heads[-1]
-        self._tower: Any = parts["tower"]
-        self._projector: Any = parts["projector"]
         # Positions are kept in float32.
         embed = self._projector.visual_temporal_embed
         embed.register_forward_hook(lambda _, inputs, positions: positions.to(inputs[0].dtype))
@@ -155,12 +155,12 @@ class Phi4(AssembledEncoder, ProjectedTiles):
         self.tile = self.tile._replace(tokens=self._lines**2)
         layer = vision.feature_layer
         self.blocks = self.blocks[: vision.num_hidden_layers + 1 + layer if layer < 0 else layer]
-        self.footprints = CanvasFootprints(self._side, _MERGE)
-        self.unit = Unit(1, self.footprints.tokens, self._lines**2 + 2, self._side**2)
+        self.footprint = CanvasFootprints(self._side, _MERGE)
+        self.unit = Unit(1, self.footprint.tokens, self._lines**2 + 2, self._side**2)
         self.inputs = {"attended": UnitInput((self._side, self._side), torch.bool, padding=1)}
         self.fewest = 2
 
-    @property
+    @cached_property
     def geometry(self) -> CanvasGeometry:
         return CanvasGeometry(**asdict(super().geometry))
 

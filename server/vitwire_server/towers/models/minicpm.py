@@ -21,8 +21,7 @@ from vitwire_server.towers.metadata import Boundaries, Kind, Order, Rows, Source
 from vitwire_server.towers.processors.settings import HALF, images, unsized
 from vitwire_server.towers.shared.learned import positioned
 from vitwire_server.towers.shared.parts import part, projector, stock, variant
-from vitwire_server.towers.shared.resampled import ResampledTower
-from vitwire_server.towers.shared.resampler import Resampler
+from vitwire_server.towers.shared.resamplers import ResampledTower, Resampler
 from vitwire_server.towers.shared.siglip import packed_layers, siglip, siglip_config
 
 _SIDE = 2

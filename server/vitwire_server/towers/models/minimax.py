@@ -3,7 +3,7 @@
 from vitwire_server.towers.family import Accepts, in_model
 from vitwire_server.towers.layouts.heads import Projected
 from vitwire_server.towers.layouts.packed import AttentionSpan, Inputs, PackedFamily
-from vitwire_server.towers.processors.areas import AreaRule
+from vitwire_server.towers.processors.settings import AreaRule
 from vitwire_server.towers.shared.parts import projector, stock
 
 ROWS = (

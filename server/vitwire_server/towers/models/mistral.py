@@ -16,12 +16,7 @@ from vitwire_server.towers.family import Weights, in_model, of_transformers
 from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
 from vitwire_server.towers.metadata import Kind, Rows, Sources
-from vitwire_server.towers.processors.settings import (
-    CLIP,
-    bounded_above,
-    images,
-    square,
-)
+from vitwire_server.towers.processors.settings import CLIP, bounded_above, images, square
 from vitwire_server.towers.shared.fused import rotary_halves
 from vitwire_server.towers.shared.parts import projector, stock, variant
 

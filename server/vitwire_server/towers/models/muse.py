@@ -19,13 +19,7 @@ from vitwire_server.towers.family import Accepts, Parts, in_model
 from vitwire_server.towers.layouts.patches import most_windows, neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
 from vitwire_server.towers.metadata import Boundaries, Capacity, Kind, Order, Rows, Sources
-from vitwire_server.towers.processors.settings import (
-    HALF,
-    ProcessorFiles,
-    per_channel,
-    read_settings,
-    unsized,
-)
+from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, per_channel, read_settings, unsized
 from vitwire_server.towers.shared.learned import TAPPED
 from vitwire_server.towers.shared.parts import part, stock, variant
 

@@ -14,19 +14,18 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.configs import Config, Served, dtype_of, new_config
-from vitwire_server.towers.family import Accepts, Parts, Pooler, in_model, of_transformers, stripped
+from vitwire_server.towers.family import Accepts, Parts, Pool, Pooler, in_model, of_transformers, stripped
 from vitwire_server.towers.layouts.packed import PackedFamily, PackedTower
-from vitwire_server.towers.layouts.patches import neighbours
+from vitwire_server.towers.layouts.patches import neighbours, taps
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
 from vitwire_server.towers.metadata import Kind, Rows, Sources
-from vitwire_server.towers.processors.areas import AreaRule
-from vitwire_server.towers.processors.settings import CLIP, images, unsized
+from vitwire_server.towers.processors.settings import CLIP, AreaRule, images, unsized
 from vitwire_server.towers.shared.fused import unfused
-from vitwire_server.towers.shared.learned import TAPPED, bilinear, fix_positions
+from vitwire_server.towers.shared.learned import TAPPED, fix_positions
 from vitwire_server.towers.shared.parts import part, projector, stock
-from vitwire_server.towers.shared.pixel_shuffle import MLP1, SHUFFLED, shuffles
 from vitwire_server.towers.shared.pooling import MEAN
+from vitwire_server.towers.shared.projected_tiles import MLP1, SHUFFLED, shuffles
 from vitwire_server.towers.tower import Metadata
 
 _NAMES = (
@@ -76,17 +75,11 @@ class Radio(PlainEncoder):
         fix_positions(embeddings, resampled, "position_embedding", "_interpolate_position_embedding")
 
 
-class Summary:
+def _summary(parts: Parts, _: Config) -> Pool:
     """The class tokens that the model's summary consists of, side by side."""
-
-    def __init__(self, parts: Parts, config: Config) -> None:
-        del config
-        self._tower: Any = parts["tower"]
-        self.width: int = len(self._tower.summary_idxs) * self._tower.config.hidden_size
-
-    def __call__(self, leading: Tensor, patches: Tensor) -> Tensor:
-        del patches
-        return leading.index_select(1, self._tower.summary_idxs).flatten(1)
+    tower = parts["tower"]
+    width = len(tower.summary_idxs) * tower.config.hidden_size
+    return Pool(width, lambda leading, _: leading.index_select(1, tower.summary_idxs).flatten(1))
 
 
 def _config(folder: Path, settings: Mapping[str, Any]) -> Config:
@@ -139,9 +132,9 @@ class RadioTower(RasterTower):
 
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
         side = max(grid.h, grid.w)
-        taps = bilinear(side, side, self.model.embeddings.max_rows)
+        square = taps(side, side, self.model.embeddings.max_rows)
         indices, weights = (
-            own.view(side, side, -1)[: grid.h, : grid.w].flatten(0, 1).repeat(grid.t, 1) for own in taps
+            own.view(side, side, -1)[: grid.h, : grid.w].flatten(0, 1).repeat(grid.t, 1) for own in square
         )
         return {
             **super()._compute(grid),
@@ -222,7 +215,7 @@ ROWS = (
         layers="encoder.layer",
         leading=lambda config: int(config.num_cls_tokens + config.num_registers),
         resizes=True,
-        poolers=(Pooler(pooling=Pooling.CLS, make=Summary), MEAN),
+        poolers=(Pooler(pooling=Pooling.CLS, make=_summary), MEAN),
         processor="CLIP",
         transformers="5.23.0",
     ),

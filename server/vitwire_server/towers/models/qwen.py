@@ -12,7 +12,7 @@ from vitwire_server.towers.configs import Config, Served, new_config, require
 from vitwire_server.towers.family import Accepts, in_model, stripped
 from vitwire_server.towers.layouts.heads import Deepstack, Head, ProjectedTokens
 from vitwire_server.towers.layouts.packed import AttentionSpan, Inputs, PackedFamily
-from vitwire_server.towers.processors.areas import AreaRule
+from vitwire_server.towers.processors.settings import AreaRule
 from vitwire_server.towers.shared.parts import projector, stock, variant
 
 _OUT = "vision_config.out_hidden_size"

@@ -12,14 +12,13 @@ from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed
 from vitwire_server.towers.family import Module, Parts, in_model, of_transformers, stripped
-from vitwire_server.towers.layouts.crops import CropEncoder
+from vitwire_server.towers.layouts.assembled import CropEncoder
 from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, heads_of
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, images, whole
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.fused import unfused
-from vitwire_server.towers.shared.modules import Constants, SingleParameter
-from vitwire_server.towers.shared.parts import part, stock
-from vitwire_server.towers.shared.sam import gather_relative_positions
+from vitwire_server.towers.shared.learned import gather_relative_positions
+from vitwire_server.towers.shared.parts import Constants, SingleParameter, part, stock
 
 _SAM_NAMES = (
     (r"^sam_encoder\.blocks\.", "sam_encoder.layers."),
@@ -63,11 +62,11 @@ class SamEncoder(CropEncoder):
     """Views through SAM and further layers, of the same tokens whether overview or crop; a separator ends an image."""
 
     def __init__(self, parts: Parts, config: Config) -> None:
+        super().__init__(parts, config)
         vision = config.vision_config
         sam = vision.sam_config
         self.patch, self.merge = sam.patch_size, _MERGE
-        self._tower: Any = parts["tower"]
-        self._projector, self._separator = parts["projector"], parts["separator"]
+        self._separator = parts["separator"]
         counts = {size: self._tokens(size) for size in (sam.image_size, config.crop_size)}
         self.tile = TileShape(sam.image_size, sam.image_size, counts[sam.image_size] + 1)
         self.crop = TileShape(config.crop_size, config.crop_size, counts[config.crop_size])
@@ -107,7 +106,8 @@ class DeepseekOcr2(SamEncoder):
         sizes = (config.vision_config.sam_config.image_size, config.crop_size)
         self._queries = dict(zip(sizes, (tower.query_1024_resolution, tower.query_768_resolution), strict=True))
         super().__init__(parts, config)
-        self.constants = {str(size): self._fixed(len(queries.weight)) for size, queries in self._queries.items()}
+        counts = {size: len(queries.weight) for size, queries in self._queries.items()}
+        self.model["constants"] = nn.ModuleDict({str(size): self._fixed(count) for size, count in counts.items()})
         self.blocks = [*self._tower.sam_encoder.layers, *self._tower.vision_encoder.layers]
 
     def _tokens(self, size: int) -> int:
@@ -128,7 +128,7 @@ class DeepseekOcr2(SamEncoder):
 
     def encode_crops(self, crops: Tensor) -> Tensor:
         size = crops.shape[-1]
-        queries, constants = self._queries[size].weight, self.constants[str(size)]
+        queries, constants = self._queries[size].weight, self.model["constants"][str(size)]
         encoder = self._tower.vision_encoder
         patches = self._tower.sam_encoder(crops).last_hidden_state.flatten(2).transpose(1, 2)
         states = torch.cat([patches, queries.expand(len(crops), -1, -1)], dim=1)

@@ -19,7 +19,7 @@ from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, plac
 from vitwire_server.towers.metadata import Kind, Rows
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, IDENTITY, bounded_above, images, whole
 from vitwire_server.towers.shared.parts import part, stock, variant
-from vitwire_server.towers.shared.pooling import MEAN, SegmentAttention, SegmentMean, attention
+from vitwire_server.towers.shared.pooling import MEAN, attention, segment_attention, segment_means
 from vitwire_server.towers.shared.siglip import packed_layers
 
 _SIGLIP, _SIGLIP_HEAD = "siglip.SiglipVisionModel", "siglip.SiglipMultiheadAttentionPoolingHead"
@@ -83,11 +83,6 @@ class Pix2StructTower(RasterTower):
     def _geometry(self, config: Config) -> Geometry:
         return replace(super()._geometry(config), longest_side=self.model.config.seq_len - 1)
 
-    @property
-    def attention_heads(self) -> tuple[int, int]:
-        config: Config = self.model.config
-        return config.num_attention_heads, config.d_kv
-
     def _inputs(self) -> dict[str, Kind]:
         return {"positions": Rows((2,), torch.int64)}
 
@@ -139,9 +134,9 @@ ROWS = (
         poolers=(
             replace(
                 attention(stock("siglip2.Siglip2MultiheadAttentionPoolingHead", stripped("vision_model.head."))),
-                make=SegmentAttention,
+                make=segment_attention,
             ),
-            Pooler(pooling=Pooling.MEAN, make=SegmentMean),
+            Pooler(pooling=Pooling.MEAN, make=segment_means),
         ),
     ),
     variant(

@@ -15,14 +15,13 @@ from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed, dtype_of, new_config
 from vitwire_server.towers.family import Parts, in_model, stripped
-from vitwire_server.towers.layouts.crops import CropEncoder
+from vitwire_server.towers.layouts.assembled import CropEncoder
 from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, heads_of, merged_tile, side
 from vitwire_server.towers.processors.settings import BILINEAR, CLIP, ProcessorFiles, images, whole
 from vitwire_server.towers.processors.tiles import nearest_ratio, tiled
-from vitwire_server.towers.shared.modules import Constants
-from vitwire_server.towers.shared.parts import projector, stock
+from vitwire_server.towers.shared.learned import gather_relative_positions
+from vitwire_server.towers.shared.parts import Constants, projector, stock
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
-from vitwire_server.towers.shared.sam import gather_relative_positions
 
 
 def _step3_config(folder: Path, settings: Mapping[str, Any]) -> Config:
@@ -59,17 +58,16 @@ class Step3(CropEncoder):
     """A ViT with rotary positions and two strided convolutions; positions of both sizes are constants."""
 
     def __init__(self, parts: Parts, config: Config) -> None:
+        super().__init__(parts, config)
         vision = config.vision_config
         self.patch, self.merge = vision.patch_size, 4
         self.tile = self._shape(vision.image_size)
         self.crop = self._shape(config.crop_size)
         self.width = config.text_config.hidden_size
         self.attention_heads = heads_of(vision)
-        self._tower: Any = parts["tower"]
-        self._projector = parts["projector"]
         self.blocks = list(self._tower.layers)
         sides = {shape.height // self.patch for shape in (self.tile, self.crop)}
-        self.constants = {str(side): self._fixed(side) for side in sides}
+        self.model["constants"] = nn.ModuleDict({str(side): self._fixed(side) for side in sides})
 
     def _shape(self, size: int) -> TileShape:
         return TileShape(size, size, ceil(size // self.patch / self.merge) ** 2)
@@ -88,7 +86,7 @@ class Step3(CropEncoder):
 
     def encode(self, tiles: Tensor) -> Tensor:
         tower, side = self._tower, tiles.shape[-1] // self.patch
-        constants: Any = self.constants[str(side)]
+        constants = self.model["constants"][str(side)]
         patches = tower.embeddings.patch_embedding(tiles).flatten(2).transpose(1, 2)
         states = tower.pre_layernorm(patches + constants.learned.to(patches.dtype))
         for layer in tower.layers:

@@ -1,4 +1,4 @@
-"""How a checkpoint's video processor samples frames."""
+"""The rule by which a checkpoint's video processor samples frames."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,7 +20,7 @@ _PROCESSORS = {
     "Gemma4VideoProcessor": Sampling(SamplingRule.COUNT, frames=32),
     "SmolVLMVideoProcessor": Sampling(SamplingRule.RATE_WITHIN, fps=1.0, max_frames=64),
 }
-"""Defaults of each class. Where a class samples only if the caller names a rate or a number, those of its examples."""
+"""Defaults of each class. If a class samples only by a rate or a number from the caller, the values of its examples."""
 _COUNTED = (SamplingRule.COUNT, SamplingRule.MIDDLES, SamplingRule.RATE, SamplingRule.RATE_TO_LAST)
 
 

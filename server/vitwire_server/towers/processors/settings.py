@@ -39,12 +39,12 @@ class ProcessorFiles:
 
     @property
     def video(self) -> Mapping[str, Any]:
-        """Keys for videos; keys that the videos' file lacks are those of images."""
+        """Keys for videos; a key that the videos' file lacks is taken from images."""
         return {**self.image, **self.own_video}
 
     @property
     def sampling(self) -> Mapping[str, Any]:
-        """Keys for the choice of frames; SmolVLM keeps them in the images' file where a file of its own is missing."""
+        """Keys for the choice of frames; SmolVLM keeps them in the images' file if the videos' file is missing."""
         return self.own_video or {"video_sampling": self.image.get("video_sampling")}
 
     def square(self, key: str = "size", default: int | None = None) -> int:
@@ -91,10 +91,10 @@ def read_settings(
     required: bool = False,
     converts: bool = True,
 ) -> dict[Modality, Preprocessing]:
-    """What `settings` makes of a checkpoint's files. Raises CheckpointError.
+    """Settings of each modality, which `settings` makes of a checkpoint's files. Raises CheckpointError.
 
     `settings` may raise KeyError, TypeError, ValueError or ArithmeticError over values that no client can use.
-    `converts` says whether the processor's class converts images to RGB where its files do not say.
+    `converts` is true if the processor's class converts images to RGB when its files do not say.
     """
     files = ProcessorFiles.read(folder, required=required)
     with usable(folder):
@@ -142,6 +142,54 @@ def bounded_above(
     return replace(bounded(config, (factor**2, most), normalisation, resample), resizing=resizing)
 
 
+@dataclass(frozen=True, slots=True)
+class AreaRule:
+    """The settings of one modality that a checkpoint's files leave open."""
+
+    pixels: tuple[int, int] | None = None
+    """Area bounds if the files give none."""
+    spans_frames: bool = False
+    """The area bounds count all frames together, an image's repeated ones included."""
+    resizing: Resizing = Resizing.AREA
+
+
+def read_areas(
+    folder: Path, rules: Mapping[Modality, AreaRule], *, channels: int, converts: bool
+) -> dict[Modality, Preprocessing]:
+    """Settings of each modality whose pictures are resized within bounds of their areas. Raises CheckpointError.
+
+    A checkpoint without settings for videos takes the images', with the area bounds of the rule.
+    """
+
+    def settings(files: ProcessorFiles) -> dict[Modality, Preprocessing]:
+        unbounded = {**files.image, "min_pixels": None, "max_pixels": None, "size": None}
+        found = {Modality.IMAGE: files.image, Modality.VIDEO: {**unbounded, **files.own_video}}
+        return {modality: _of_area(found[modality], rule) for modality, rule in rules.items()}
+
+    return read_settings(folder, settings, channels=channels, required=True, converts=converts)
+
+
+def _of_area(config: Mapping[str, Any], rule: AreaRule) -> Preprocessing:
+    """May raise what `read_settings` catches."""
+    own = config.get("media_proc_cfg") or config
+    settings = bounded(own, _areas(own, rule), (own["image_mean"], own["image_std"]))
+    return replace(settings, bounds_span_frames=rule.spans_frames, resizing=rule.resizing)
+
+
+def _areas(config: Mapping[str, Any], rule: AreaRule) -> tuple[int, int]:
+    """Smallest and largest area. Raises KeyError."""
+    if rule.resizing is Resizing.OTHER:
+        return 1, 1
+    size = config.get("size")
+    given = size if isinstance(size, dict) else {}
+    smallest, largest = rule.pixels or (None, None)
+    least = config.get("min_pixels") or given.get("shortest_edge", smallest)
+    most = config.get("max_pixels") or given.get("longest_edge", largest)
+    if least is None or most is None:
+        raise KeyError("size.shortest_edge" if least is None else "size.longest_edge")
+    return int(least), int(most)
+
+
 def normalised(config: Mapping[str, Any], default: Normalisation, prefix: str = "image") -> Normalisation:
     """Mean and standard deviation of each channel, by keys of this prefix, unless values are not normalised."""
     if not config.get("do_normalize", True):
@@ -155,7 +203,7 @@ def whole(config: Mapping[str, Any], key: str, default: int | None = None) -> in
 
 
 def rescale_factor(config: Mapping[str, Any]) -> float:
-    """What values of pixels are multiplied by: 1 where they are not rescaled."""
+    """The factor of pixels' values: 1 if they are not rescaled."""
     key = "rescale_factor"
     return _converted(float, key, config.get(key, 1 / 255)) if config.get("do_rescale", True) else 1.0
 

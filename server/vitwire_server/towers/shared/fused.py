@@ -1,11 +1,14 @@
-"""Weights as authors store them, in the form that transformers' modules hold."""
+"""Weights as authors store them, in the form that modules hold: fused projections, tables, grouped queries."""
 
 from collections.abc import Callable
 
 from torch import Tensor
 
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, changed
 from vitwire_server.towers.family import Weights
+
+SHARED_BY = "queries_of_a_key"
+"""Field of a tower's changed configuration: the number of query heads that share a key head."""
 
 
 def split_qkv(weights: Weights, fused: str, apart: str) -> Weights:
@@ -36,3 +39,25 @@ def rotary_halves(rows: Tensor, heads: int) -> Tensor:
     """Of each head the even rows, then the odd ones: transformers rotates columns half a head apart, authors pairs."""
     halves: Tensor = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
     return halves
+
+
+def ungrouped(config: Config, path: str = "vision_config.") -> Config:
+    """A configuration whose tower has as many key heads as query heads, which attention here needs.
+
+    Raises AttributeError or ZeroDivisionError.
+    """
+    own = getattr(config, path.rstrip("."))
+    return changed(
+        config,
+        {
+            f"{path}{SHARED_BY}": own.num_attention_heads // own.num_key_value_heads,
+            f"{path}num_key_value_heads": own.num_attention_heads,
+        },
+    )
+
+
+def copied(rows: Tensor, config: Config) -> Tensor:
+    """Rows of a key or value projection, each head as often as queries share it; `config` is the changed tower's."""
+    side = config.hidden_size // config.num_attention_heads
+    heads: Tensor = rows.unflatten(0, (-1, side))
+    return heads.repeat_interleave(getattr(config, SHARED_BY), dim=0).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Learned positions: looked up, resampled, or chosen by a patch's share of its image's sides."""
+"""Learned positions: looked up, resampled, or chosen by a patch's share of its image's sides; SAM's relative ones."""
 
 from collections.abc import Mapping
 from types import MethodType
@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import vision_utils
 
 from vitwire_server.towers.layouts.patches import TAPS
 from vitwire_server.towers.metadata import Kind, Rows
+from vitwire_server.towers.shared.parts import Constants
 
 TAPPED: Mapping[str, Kind] = {
     "interp_indices": Rows((TAPS["bilinear"],), torch.int64),
@@ -28,18 +28,6 @@ def positioned(embeddings: Any, pixels: Tensor, positions: Tensor, side: int) ->
     return states
 
 
-def bilinear(rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:
-    """Of each patch of a frame, the places in a square table of this side, and their weights: `(patches, 4)` both."""
-    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-        torch.tensor([(1, rows, columns)]),
-        num_grid_per_side=side,
-        mode="bilinear",
-        align_corners=False,
-        spatial_merge_size=1,
-    )
-    return indices, weights
-
-
 def fix_positions(embeddings: Any, resampled: Tensor, table: str, resample: str) -> None:  # noqa: ANN401 - a stock module
     """Give a module the positions of one size of tiles, in place of its `table`.
 
@@ -52,7 +40,7 @@ def fix_positions(embeddings: Any, resampled: Tensor, table: str, resample: str)
 def fractional_positions(rows: int, columns: int, side: int) -> Tensor:
     """Idefics' choice of a learned position for each patch, `(rows * columns,)`, of a square table of `side * side`.
 
-    In float32, whatever the tower computes in: where a patch begins on a boundary of the table, rounding decides.
+    In float32, whatever the tower computes in: if a patch begins on a boundary of the table, rounding decides.
     """
     down, across = (_nearest(count, side) for count in (rows, columns))
     return (down[:, None] * side + across).flatten()
@@ -61,3 +49,26 @@ def fractional_positions(rows: int, columns: int, side: int) -> Tensor:
 def _nearest(count: int, side: int) -> Tensor:
     shares = torch.arange(count, dtype=torch.float32) * (1.0 / torch.tensor(count))
     return torch.bucketize(shares.clamp(max=1 - 1e-6), torch.arange(1 / side, 1.0, 1 / side), right=True)
+
+
+@torch.no_grad()
+def gather_relative_positions(encoder: Any, grids: tuple[int, ...]) -> None:  # noqa: ANN401 - a stock module
+    """Make a stock SAM encoder, which sees grids of these sides, free of indices made on the host.
+
+    Each attention looks up its tables `(2 * side - 1, C)` gathered as `(side, side, C)`, for each of its sides.
+    """
+    for layer in encoder.layers:
+        attention = layer.attn
+        sides = (layer.window_size,) if layer.window_size else grids
+        gathered = [
+            {f"of_{side}": attention.get_rel_pos(side, side, table.float()) for side in sides}
+            for table in (attention.rel_pos_h, attention.rel_pos_w)
+        ]
+        attention.gathered = nn.ModuleList([Constants(**tensors) for tensors in gathered])
+
+        def looked_up(q_size: int, k_size: int, rel_pos: Tensor, own: Any = attention) -> Tensor:  # noqa: ANN401
+            assert q_size == k_size, "queries and keys are of one grid"
+            rows: Tensor = getattr(own.gathered[0 if rel_pos is own.rel_pos_h else 1], f"of_{q_size}")
+            return rows.to(rel_pos.dtype)
+
+        attention.get_rel_pos = looked_up

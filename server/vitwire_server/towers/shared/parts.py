@@ -1,10 +1,11 @@
-"""Modules of rows in a line each, by their class and the names of their weights, and rows that differ in the class."""
+"""Modules of entries in a line each, entries that differ in a class, and modules of what transformers keeps loose."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from vitwire_server.towers.family import Family, Module, in_model
 
@@ -28,7 +29,7 @@ def projector(
     prefixes: Mapping[str, str] = in_model("multi_modal_projector."),
     **fields: Any,  # noqa: ANN401 - other fields of Module
 ) -> dict[str, Module]:
-    """`beside` of a tower that only a projector follows; its prefixes are transformers' usual ones by default."""
+    """`beside` of a tower that only a projector follows; the default prefixes are transformers' usual ones."""
     return {"projector": part(source, prefixes, **fields)}
 
 
@@ -43,3 +44,20 @@ def _path(source: Source) -> Source:
         return source
     package, name = source.split(".")
     return f"{package}.modeling_{package}:{name}"
+
+
+class SingleParameter(nn.Module):
+    """One parameter that transformers keeps on the whole model."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+
+
+class Constants(nn.Module):
+    """Tensors that follow from the size of a tile, in the types that they were computed in."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor, persistent=False)

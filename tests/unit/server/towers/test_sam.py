@@ -6,7 +6,7 @@ from transformers.models.deepseek_ocr2.configuration_deepseek_ocr2 import Deepse
 from transformers.models.deepseek_ocr2.modeling_deepseek_ocr2 import DeepseekOcr2SamVisionEncoder
 
 from vitwire_server.demo.checkpoint import randomise
-from vitwire_server.towers.shared.sam import gather_relative_positions
+from vitwire_server.towers.shared.learned import gather_relative_positions
 
 SIDES = (16, 12)
 """Patches of the larger view, which the tables are of, and of the smaller one, to which they are resampled."""

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from vitwire_server.towers.shared.segments import numbers, summed
+from vitwire_server.towers.shared.pooling import numbers, summed
 
 LENGTHS = [[5], [0, 16, 17, 0, 1, 256, 257, 0], [4097, 0, 3], [1] * 40, [16] * 9]
 

@@ -1,5 +1,7 @@
 """Budgets of tiles and of crops: what they hold, and how the planner uses them."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,38 +12,41 @@ from vitwire_server.core.items import total
 from vitwire_server.core.plans import Fallback
 from vitwire_server.runtime.graphs import InputBuffer
 from vitwire_server.scheduling.planner import Bounds, Planner
-from vitwire_server.towers.layouts.crops import CropEncoder, CropTower
-from vitwire_server.towers.layouts.tiles import Encoder, TileShape, TileTower, tile_steps
+from vitwire_server.towers.layouts.assembled import CropEncoder
+from vitwire_server.towers.layouts.tiles import TileShape, TileTower, tile_steps
 
 TILE, CROP = TileShape(8, 8, 16), TileShape(4, 4, 5)
+CONFIG: Any = None
 
 
-class Means(CropEncoder):
+def numbered(tiles: Tensor, tokens: int) -> Tensor:
     """Every row of a tile is the tile's mean in all columns, and says which of its rows it is."""
+    means = tiles.flatten(1).mean(dim=1)[:, None].expand(-1, tokens)
+    return torch.stack([means, torch.arange(tokens).expand_as(means)], dim=-1)
 
-    tile, crop = TILE, CROP
+
+class Plain(TileTower):
+    """Tiles alone."""
+
+    tile = TILE
     patch, merge, width, attention_heads, blocks = 2, 1, 2, (1, 2), ()
 
     def encode(self, tiles: Tensor) -> Tensor:
-        return self._rows(tiles, self.tile.tokens)
+        return numbered(tiles, self.tile.tokens)
+
+
+class Cropped(CropEncoder, Plain):
+    """Overviews and crops."""
+
+    crop = CROP
 
     def encode_crops(self, crops: Tensor) -> Tensor:
-        return self._rows(crops, self.crop.tokens)
-
-    def _rows(self, tiles: Tensor, tokens: int) -> Tensor:
-        means = tiles.flatten(1).mean(dim=1)[:, None].expand(-1, tokens)
-        return torch.stack([means, torch.arange(tokens).expand_as(means)], dim=-1)
-
-
-class Plain(Means):
-    """The same, without crops."""
-
-    geometry = Encoder.geometry
+        return numbered(crops, self.crop.tokens)
 
 
 @pytest.fixture
-def tower() -> CropTower:
-    return CropTower(Means(), {"tower": nn.Linear(1, 1)})
+def tower() -> CropEncoder:
+    return Cropped({"tower": nn.Linear(1, 1)}, CONFIG)
 
 
 @pytest.mark.parametrize(("most", "steps"), [(0, []), (1, [1]), (5, [1, 2, 3, 4, 5]), (16, [1, 2, 3, 4, 6, 8, 12, 16])])
@@ -50,7 +55,7 @@ def test_steps_of_tiles(most: int, steps: list[int]) -> None:
 
 
 def test_budgets_of_tiles_are_whole_tiles() -> None:
-    tower = TileTower(Plain(), {"tower": nn.Linear(1, 1)})
+    tower = Plain({"tower": nn.Linear(1, 1)}, CONFIG)
     assert tower.sizes(100) == [16, 32, 48, 64, 96]
     assert tower.sizes(15) == []
     for tokens, tiles in ((1, 1), (16, 1), (47, 2), (320, 20)):
@@ -62,7 +67,7 @@ def test_budgets_of_tiles_are_whole_tiles() -> None:
         assert budget.fits(total([tower.footprint(grid) for grid in grids]), len(grids))
 
 
-def test_two_views_fit_a_budget_only_if_both_do(tower: CropTower) -> None:
+def test_two_views_fit_a_budget_only_if_both_do(tower: CropEncoder) -> None:
     assert tower.footprint(Grid(4, 1, 3)) == Footprint(1, 31, 4, 16, crops=3)
     assert tower.sizes(42) == [16, 21, 26, 31, 32, 36, 42]
     one, two = (tower.budget(tokens, max_items=8, max_frames=64) for tokens in (31, 32))
@@ -74,7 +79,7 @@ def test_two_views_fit_a_budget_only_if_both_do(tower: CropTower) -> None:
     assert not one.fits(small, 2)
 
 
-def test_samples_fill_a_budget_of_two_views(tower: CropTower) -> None:
+def test_samples_fill_a_budget_of_two_views(tower: CropEncoder) -> None:
     for size in tower.sizes(600):
         budget = tower.budget(size, max_items=64, max_frames=64)
         assert budget.tokens == size
@@ -82,7 +87,7 @@ def test_samples_fill_a_budget_of_two_views(tower: CropTower) -> None:
         assert (load.tokens, load.crops) == (size, budget.max_crops)
 
 
-def test_planner_covers_items_of_two_views(tower: CropTower) -> None:
+def test_planner_covers_items_of_two_views(tower: CropEncoder) -> None:
     ladder = Ladder(tuple(tower.budget(size, max_items=64, max_frames=64) for size in tower.sizes(300)))
     planner = Planner(ladder, Bounds(300, 64, 512), without_graph=Fallback.GRAPHS_OFF)
     crops = [0, 3, 1, 0, 0, 12, 2, 64, 0, 5]
@@ -95,7 +100,7 @@ def test_planner_covers_items_of_two_views(tower: CropTower) -> None:
 
 
 @pytest.mark.parametrize("tokens", [None, 84], ids=["exact", "padded"])
-def test_rows_of_an_item_are_its_crops_then_its_view(tower: CropTower, tokens: int | None) -> None:
+def test_rows_of_an_item_are_its_crops_then_its_view(tower: CropEncoder, tokens: int | None) -> None:
     grids = [Grid(1, 1, 1), Grid(3, 1, 2), Grid(2, 1, 1)]
     capacity = tower.exact(grids)
     if tokens:
@@ -115,13 +120,13 @@ def test_rows_of_an_item_are_its_crops_then_its_view(tower: CropTower, tokens: i
     assert shown[2] == [(30.0, n) for n in crop] + [(3.0, n) for n in tile]
 
 
-def test_a_batch_that_is_too_large_is_refused(tower: CropTower) -> None:
+def test_a_batch_that_is_too_large_is_refused(tower: CropEncoder) -> None:
     metadata = tower.reserve(tower.exact([Grid(2, 1, 1)]))
     with pytest.raises(ValueError, match="do not fit"):
         tower.prepare([Grid(3, 1, 2)], metadata)
 
 
-def test_a_slab_zeroes_what_an_earlier_batch_left(tower: CropTower) -> None:
+def test_a_slab_zeroes_what_an_earlier_batch_left(tower: CropEncoder) -> None:
     buffer = InputBuffer(8, 2, tower)
     for used, capacity in ((6, 8), (2, 4), (1, 8), (8, 8), (3, 3), (0, 5)):
         buffer.take(used, capacity).fill_(float(used))
