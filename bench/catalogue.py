@@ -11,8 +11,7 @@ from bench.other import IMAGE_TOKEN, PROJECTOR, Other
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.pooling import Pooling
-from vitwire_server.demo.processors import CLIP, HALF, IMAGENET
-from vitwire_server.demo.shrinking import Json
+from vitwire_server.demo.shrinking import CLIP, HALF, IMAGENET, Json
 
 
 def _square(side: int) -> Json:

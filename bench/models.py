@@ -16,8 +16,8 @@ from transformers import CONFIG_MAPPING
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels
 from vitwire_server.core.models import Preprocessing
-from vitwire_server.demo.processors import CLIP, STEPS
 from vitwire_server.demo.saving import write_json
+from vitwire_server.demo.shrinking import CLIP, STEPS
 from vitwire_server.runtime.compiler.messages import Factory
 from vitwire_server.runtime.compiler.unfilled import attend
 from vitwire_server.towers.layouts.packed import PackedTower

@@ -12,9 +12,8 @@ from packaging.version import Version
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from vitwire_server.demo.processors import STEPS
 from vitwire_server.demo.saving import write_json
-from vitwire_server.demo.shrinking import Json
+from vitwire_server.demo.shrinking import STEPS, Json
 from vitwire_server.towers.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Module

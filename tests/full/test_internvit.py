@@ -13,8 +13,8 @@ from transformers.models.internvl.modeling_internvl import InternVLMultiModalPro
 from reference import norm_error
 from servers import serving
 from vitwire import Client, Item
-from vitwire_server.demo.processors import IMAGENET, STEPS
 from vitwire_server.demo.saving import write_json
+from vitwire_server.demo.shrinking import IMAGENET, STEPS
 
 _GIB = 1 << 30
 _OVERHEAD = 2 * _GIB

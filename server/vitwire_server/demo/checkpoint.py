@@ -20,9 +20,8 @@ from transformers import (
 )
 
 from vitwire_server.demo.models import DEMO_MODELS, DemoModel
-from vitwire_server.demo.processors import image_settings, video_settings
 from vitwire_server.demo.saving import write_json
-from vitwire_server.demo.shrinking import Json, shrunk
+from vitwire_server.demo.shrinking import Json, image_settings, shrunk, video_settings
 from vitwire_server.towers.family import Accepts
 from vitwire_server.towers.registry import FAMILIES
 

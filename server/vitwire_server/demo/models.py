@@ -7,8 +7,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, CLIPVisionModelWithProjection
 
 from vitwire_server.demo import published, saving
-from vitwire_server.demo.processors import CLIP, HALF, IMAGENET, STEPS
-from vitwire_server.demo.shrinking import MROPE, PINPOINTS, Json
+from vitwire_server.demo.shrinking import CLIP, HALF, IMAGENET, MROPE, PINPOINTS, STEPS, Json
 from vitwire_server.towers.registry import FAMILIES
 
 

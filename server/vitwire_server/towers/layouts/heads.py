@@ -25,7 +25,7 @@ class Output(Protocol):
 
 
 class Head:
-    """From a tower's output to rows. This one takes the tower's own."""
+    """From a tower's output to rows. This one takes the tokens that the tower merged, and projects them if it can."""
 
     pools_frames: ClassVar[bool] = False
     """Tokens of a clip are of several frames each."""
@@ -48,18 +48,15 @@ class Head:
 
     def compute(self, grid: Grid) -> dict[str, Tensor]:
         """That metadata of an item that is alone, on the host."""
-        del grid
         return {}
 
     def keywords(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Keyword arguments that the tower takes of the head's metadata."""
-        del tensors
         return {}
 
     def rows(self, output: Output, tensors: Mapping[str, Tensor]) -> Tensor:
         """Rows `(tokens, width)`."""
-        del tensors
-        return output.pooler_output
+        return self.projector(output.pooler_output) if self.projector else output.pooler_output
 
 
 class Deepstack(Head):
@@ -70,7 +67,6 @@ class Deepstack(Head):
         return replace(bare, width=bare.width * (1 + levels), levels=levels)
 
     def rows(self, output: Output, tensors: Mapping[str, Tensor]) -> Tensor:
-        del tensors
         return torch.cat([output.pooler_output, *output.deepstack_features], dim=-1)
 
 
@@ -78,17 +74,7 @@ class Projected(Head):
     """A projector that takes the tower's last layer as it is."""
 
     def rows(self, output: Output, tensors: Mapping[str, Tensor]) -> Tensor:
-        del tensors
         rows: Tensor = self.projector(output.last_hidden_state.flatten(0, -2))
-        return rows
-
-
-class ProjectedTokens(Head):
-    """A projector that takes the tokens that the tower merged."""
-
-    def rows(self, output: Output, tensors: Mapping[str, Tensor]) -> Tensor:
-        del tensors
-        rows: Tensor = self.projector(output.pooler_output)
         return rows
 
 

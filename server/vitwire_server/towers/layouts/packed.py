@@ -38,12 +38,6 @@ class AttentionSpan(Enum):
     """A window of a frame; in some layers, the frame."""
 
 
-def unshaped(rows: Tensor, side: int) -> Tensor:
-    """Rows of pixels as they come, `(patches, C*T*p*p)`."""
-    del side
-    return rows
-
-
 class ListedGrids:
     """An empty `grid_thw` for a forward that lists it on the host; computing with it raises RuntimeError."""
 
@@ -72,8 +66,8 @@ class Inputs:
     """The forward lists `grid_thw` on the host; the list is empty."""
     raster: bool = False
     """Patches of a frame lie line by line, rather than token by token."""
-    shape: Callable[[Tensor, int], Tensor] = unshaped
-    """From rows of pixels and the side of a patch to the tower's pixels."""
+    shape: Callable[[Tensor, int], Tensor] | None = None
+    """From rows of pixels and the side of a patch to the tower's pixels, if these are not `(patches, C*T*p*p)`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +172,7 @@ class PackedTower(PatchTower):
             grids = tensors["grid_thw"] if inputs.grids else pixels.new_empty((0, 3), dtype=torch.int64)
         given = {key: tensor for key, tensor in tensors.items() if key not in self._no_keywords}
         output = self.model(
-            inputs.shape(pixels, self.geometry.patch),
+            inputs.shape(pixels, self.geometry.patch) if inputs.shape else pixels,
             grid_thw=grids,
             **given,
             **self.head.keywords(tensors),

@@ -10,7 +10,7 @@ from torch import nn
 
 from vitwire_server.towers.configs import Config, Served, new_config, require
 from vitwire_server.towers.family import Accepts, in_model, stripped
-from vitwire_server.towers.layouts.heads import Deepstack, Head, ProjectedTokens
+from vitwire_server.towers.layouts.heads import Deepstack, Head
 from vitwire_server.towers.layouts.packed import AttentionSpan, Inputs, PackedFamily
 from vitwire_server.towers.processors.settings import AreaRule
 from vitwire_server.towers.shared.parts import projector, stock, variant
@@ -98,7 +98,6 @@ _HYPERCLOVA = variant(
         in_model("projector.", "vision_projector."),
         arguments=lambda config: (config.vision_config.out_hidden_size, config.text_config.hidden_size),
     ),
-    head=ProjectedTokens,
     width="text_config.hidden_size",
     transformers="5.23.0",
 )
