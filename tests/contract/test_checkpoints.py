@@ -59,7 +59,7 @@ def single_garbage(folder: Path) -> None:
         (edit(PREPROCESSOR, image_mean=[0.5]), "3 channels"),
         (edit(PREPROCESSOR, image_std=[0.5, 0.0, 0.5]), "must be finite"),
         (edit(PREPROCESSOR, image_mean=[float("nan")] * 3), "must be finite"),
-        (edit(PREPROCESSOR, size={"shortest_edge": 9, "longest_edge": 3}), "are no bounds"),
+        (edit(PREPROCESSOR, size={"shortest_edge": 9, "longest_edge": 3}), "must satisfy 0 < min_pixels"),
         (edit(PREPROCESSOR, size={}), "shortest_edge.* is missing"),
         (edit(PREPROCESSOR, resample=99), "not a filter"),
         (write("processor_config.json", '{"image_processor": 5}'), "processor_config.json"),

@@ -246,7 +246,8 @@ def _checked(settings: Preprocessing, channels: int) -> Preprocessing:
     if settings.resample not in _FILTERS:
         raise ValueError(f"resample {settings.resample} is not a filter of Pillow")
     if not 0 < settings.min_pixels <= settings.max_pixels < 1 << 63:
-        raise ValueError(f"min_pixels {settings.min_pixels} and max_pixels {settings.max_pixels} are no bounds")
+        found = f"min_pixels {settings.min_pixels} and max_pixels {settings.max_pixels}"
+        raise ValueError(f"{found} must satisfy 0 < min_pixels <= max_pixels < 2**63")
     if settings.tiling:
         _check_tiling(settings.tiling)
     return settings
