@@ -1,4 +1,4 @@
-"""A row of the table of models: what every model declares, for every layout of pixels."""
+"""An entry of the table of models: what every model declares, for every layout of pixels."""
 
 import importlib
 import re
@@ -14,8 +14,7 @@ from transformers import AutoConfig
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.pooling import Pooling
-from vitwire_server.towers.configs import Config, at
-from vitwire_server.towers.served import Served, no_heads, same_class
+from vitwire_server.towers.configs import Config, Served, at, no_heads, same_class
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -37,9 +36,8 @@ def in_model(*names: str) -> dict[str, str]:
     return stripped(*(f"{outer}{name}" for name in names for outer in ("model.", "")))
 
 
-def unchanged(weights: Weights, config: Config) -> Weights:
+def unchanged(weights: Weights, _: Config) -> Weights:
     """Weights that are stored as the module holds them."""
-    del config
     return weights
 
 
@@ -63,15 +61,15 @@ class Module:
     config: str = "vision_config"
     """Path of its configuration within the checkpoint's; empty for the whole."""
     arguments: Callable[[Config], tuple[Any, ...]] | None = None
-    """From its configuration to what its class takes, where that is not the configuration alone.
+    """From its configuration to the arguments of its class, if that takes more or other than the configuration.
 
     The first of them is the configuration if the class is a model of transformers.
     """
     served: tuple[Served, ...] = ()
-    """Fields of its configuration of which not every value is served."""
+    """Fields of its configuration of which not every value is supported."""
 
     def resolve(self) -> "type[nn.Module]":
-        """The class. Raises ImportError or AttributeError where transformers has none."""
+        """The class. Raises ImportError or AttributeError if transformers has none."""
         if not isinstance(self.source, str):
             return self.source
         path, name = self.source.split(":")
@@ -80,7 +78,7 @@ class Module:
         return found
 
     def called_with(self, config: Config) -> tuple[Any, ...]:
-        """What its class takes; `config` is its part of a checkpoint's configuration."""
+        """The arguments of its class; `config` is its part of a checkpoint's configuration."""
         return self.arguments(config) if self.arguments else (config,)
 
     def make(self, config: Config) -> "nn.Module":
@@ -93,13 +91,13 @@ class Module:
         return own
 
     def problem(self, whole: Config) -> str | None:
-        """Why a checkpoint's configuration is not served; None if it is. Raises AttributeError over a missing field."""
+        """The problem with a checkpoint's configuration, or None. Raises AttributeError over a missing field."""
         own = self.configuration(whole)
         expected = getattr(self.resolve(), "config_class", None)
         if expected and isinstance(whole, expected):  # transformers 5.17 names the whole model's class for some towers
             expected = None
         found = same_class(own, expected) or no_heads(own)
-        found = found or next(filter(None, (field.problem(own) for field in self.served)), None)
+        found = found or next(filter(None, (each.problem(own) for each in self.served)), None)
         return self.named(found) if found else None
 
     def named(self, problem: str) -> str:
@@ -107,7 +105,7 @@ class Module:
         return f"{self.config}.{problem}" if self.config else problem
 
     def name(self, key: str) -> str | None:
-        """What a checkpoint's weight is called in this module, before conversion; None if it is not part of it."""
+        """The name of a checkpoint's weight in this module, before conversion; None if it is not part of it."""
         prefix = next((each for each in self.prefixes if key.startswith(each)), None)
         if prefix is None:
             return None
@@ -117,9 +115,8 @@ class Module:
         return None if name.startswith(self.ignored) else name
 
 
-def always(config: Config) -> bool:
-    """Whether checkpoints of any configuration have it: they do."""
-    del config
+def always(_: Config) -> bool:
+    """Checkpoints of any configuration have it."""
     return True
 
 
@@ -136,15 +133,15 @@ class Pool(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pooler:
-    """Makes one row of each image, or of each frame of a clip; a part that rows of the table name."""
+    """Makes one row of each image, or of each frame of a clip; a part that entries of the table name."""
 
     pooling: Pooling
     make: Callable[[Parts, Config], Pool]
     """From the loaded modules and the checkpoint's configuration."""
     modules: Mapping[str, Module] = field(default_factory=dict)
-    """What is loaded for it, by name."""
+    """Modules that are loaded for it, by name."""
     offered: Callable[[Config], bool] = always
-    """Whether a checkpoint of this configuration has it."""
+    """True for configurations of checkpoints that have it."""
 
 
 ReadConfig = Callable[[Path, Mapping[str, Any]], Config]
@@ -154,41 +151,40 @@ Raises KeyError, TypeError or ValueError over a model that is not supported, Che
 """
 
 
-def of_transformers(folder: Path, settings: Mapping[str, Any]) -> Config:
+def of_transformers(folder: Path, _: Mapping[str, Any]) -> Config:
     """The configuration that transformers reads. Raises what it raises over one that is broken."""
-    del settings
     config: Config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     return config
 
 
 class Accepts(StrEnum):
-    """What clients may send of a modality; the values are those of the table of models."""
+    """What clients may send of a modality, in the words of the table of models."""
 
     PICTURES = "yes"
-    """Images or frames, which the client prepares as the model's own processor does."""
+    """Images or frames, which are prepared as the model's processor does."""
     PIXELS = "pixels only"
-    """What the model's own processor makes of them."""
+    """The output of the model's processor."""
     NOTHING = "no"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family(ABC):
-    """A row of the table: what to load of a `model_type`, and how to build its tower."""
+    """An entry of the table: what to load of a `model_type`, and how to build its tower."""
 
-    model_type: str
+    model_type: str = field(kw_only=False)
     """`model_type` of the checkpoint's config.json."""
+    title: str = field(kw_only=False)
+    """The models' published name."""
     tower_type: str = ""
-    """`vision_config.model_type` of its checkpoints, if another row of this `model_type` serves all other towers."""
+    """`vision_config.model_type` of its checkpoints, if another entry of this `model_type` has all other towers."""
     original: str = ""
     """Class of the makers' code, by which `architectures` names checkpoints that have no `model_type`."""
-    title: str
-    """The models' published name."""
     tower: Module
     """The vision tower."""
     beside: Mapping[str, Module] | None = None
     """Other modules that rows pass through, such as a projector, by name."""
     poolers: tuple[Pooler, ...] = ()
-    """How rows can be pooled; of several for one pooling, the first that the checkpoint has is used."""
+    """Ways to pool rows; of several for one pooling, the first that the checkpoint has is used."""
     pooler: Pooler | None = None
     """The one that is served, set by `pooled`; None for rows that are not pooled."""
     transformers: str = "5.17.0"
@@ -196,22 +192,22 @@ class Family(ABC):
     images: Accepts = Accepts.PICTURES
     videos: Accepts = Accepts.PICTURES
     video_processor: str = ""
-    """Class of the model's video processor, by the beginning of its name, where the checkpoint names none."""
+    """Class of the model's video processor, by the beginning of its name, if the checkpoint names none."""
     converts: bool = True
-    """The class of the model's own processor converts images to RGB where the checkpoint's files do not say."""
+    """The class of the model's processor converts images to RGB unless the checkpoint's files say otherwise."""
     configuration: ReadConfig = of_transformers
-    """What reads a checkpoint's configuration."""
+    """Reads a checkpoint's configuration."""
     layout: ClassVar[str]
     """Shape of the family's pixels, for the table of models."""
 
     @property
     def name(self) -> str:
-        """Its name in the table: the `model_type`, followed by the kind of tower where another row has the former."""
+        """Its name in the table: the `model_type`, followed by the kind of tower if another entry has the former."""
         return "-".join(filter(None, (self.model_type, self.tower_type.removesuffix("_vision_model"))))
 
     @property
     def prunes(self) -> bool:
-        """Whether tokens of a clip are of one frame each, so that they can be pruned."""
+        """True if each token of a clip is of one frame, so that it can be pruned."""
         return self.pooler is None
 
     @property
@@ -220,26 +216,27 @@ class Family(ABC):
         return {"tower": self.tower, **(self.beside or {}), **(self.pooler.modules if self.pooler else {})}
 
     def poolings(self, config: Config) -> tuple[Pooling, ...]:
-        """What a checkpoint of this configuration offers."""
+        """The poolings that a checkpoint of this configuration offers."""
         offered = [pooler.pooling for pooler in self.poolers if pooler.offered(config)]
         return (Pooling.NONE, *dict.fromkeys(offered))
 
     def pooled(self, pooling: Pooling, config: Config) -> Self:
-        """The same row with rows pooled. Raises ValueError if a checkpoint of this configuration does not offer it."""
+        """The same entry with rows pooled. Raises ValueError if checkpoints of this configuration do not offer it."""
         if pooling not in self.poolings(config):
             offered = ", ".join(self.poolings(config))
             raise ValueError(f"{self.title} ({self.model_type}) offers {offered}")
         found = (each for each in self.poolers if each.pooling is pooling and each.offered(config))
         return replace(self, pooler=next(found, None))
 
-    def nested(self, prefix: str, **fields: Any) -> Self:  # noqa: ANN401 - those of the row
-        """The row of checkpoints that hold the same modules as parts of a larger model, by names with this prefix."""
+    def nested(self, prefix: str, model_type: str, title: str, **fields: Any) -> Self:  # noqa: ANN401 - of the entry
+        """The entry of checkpoints that hold the same modules as parts of a larger model, by names with this prefix."""
 
         def inside(module: Module) -> Module:
             return replace(module, prefixes={f"{prefix}{name}": own for name, own in module.prefixes.items()})
 
         beside = {name: inside(module) for name, module in (self.beside or {}).items()}
-        return replace(self, tower=inside(self.tower), beside=beside, **fields)
+        outer = {"model_type": model_type, "title": title, **fields}
+        return replace(self, tower=inside(self.tower), beside=beside, **outer)
 
     def read_config(self, folder: Path, settings: Mapping[str, Any]) -> Config:
         """The checkpoint's configuration; `settings` is its config.json. Raises what `configuration` raises."""

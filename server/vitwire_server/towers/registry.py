@@ -1,4 +1,4 @@
-"""The table of models: one row per `model_type`, or per kind of tower where a `model_type` has several."""
+"""The table of models: one entry per `model_type`, or per kind of tower if a `model_type` has several."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -45,11 +45,11 @@ _MAKERS = (
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {row.name: row for maker in _MAKERS for row in import_module(f"{models.__name__}.{maker}").ROWS}
 )
-"""By name; that of a row without a `tower_type` is its `model_type`."""
+"""By name, which is the `model_type` of an entry without a `tower_type`."""
 
 
 def unsupported(model_type: object) -> str:
-    """What is wrong about a `model_type` that is not in the table, with those that are spelt like it."""
+    """An error about a `model_type` that is not in the table, with those that are spelt like it."""
     known = {row.model_type for row in FAMILIES.values()}
     near = get_close_matches(str(model_type).lower(), sorted(known), n=3)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
@@ -58,7 +58,7 @@ def unsupported(model_type: object) -> str:
 
 
 def family_of(settings: Mapping[str, Any]) -> Family | None:
-    """The row of a checkpoint by its config.json; None if its `model_type` is not in the table."""
+    """The entry of a checkpoint by its config.json; None if its `model_type` is not in the table."""
     model_type, vision = settings.get("model_type"), settings.get("vision_config")
     if not model_type:
         named = (row for row in FAMILIES.values() if row.original and [row.original] == settings.get("architectures"))

@@ -70,11 +70,7 @@ def aligned_mlps(model: nn.Module) -> int:
 
 
 def _widen(linear: nn.Linear, weight: tuple[int, ...], bias: tuple[int, ...]) -> None:
-    linear.weight = _padded(linear.weight, weight)
+    linear.weight = nn.Parameter(functional.pad(linear.weight, weight), requires_grad=False)
     if linear.bias is not None:
-        linear.bias = _padded(linear.bias, bias)
+        linear.bias = nn.Parameter(functional.pad(linear.bias, bias), requires_grad=False)
     linear.out_features, linear.in_features = linear.weight.shape
-
-
-def _padded(parameter: Tensor, by: tuple[int, ...]) -> nn.Parameter:
-    return nn.Parameter(functional.pad(parameter, by), requires_grad=False)

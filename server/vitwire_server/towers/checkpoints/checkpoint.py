@@ -18,13 +18,12 @@ from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.checkpoints.lora import Adapter
 from vitwire_server.towers.checkpoints.weights import BROKEN, Track, download, fingerprint, read_weights, refused
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, absurd_layers
 from vitwire_server.towers.family import Family, Module, Weights
 from vitwire_server.towers.files import CheckpointError, local_folder, read_json
 from vitwire_server.towers.processors.sampling import read_sampling
 from vitwire_server.towers.processors.settings import ProcessorFiles
 from vitwire_server.towers.registry import family_of, unsupported
-from vitwire_server.towers.served import absurd_layers
 from vitwire_server.towers.tower import Tower
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)

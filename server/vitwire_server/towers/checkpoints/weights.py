@@ -20,10 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from vitwire_server.core.pooling import Pooling
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, surplus_layers
 from vitwire_server.towers.family import Module, Weights
 from vitwire_server.towers.files import CheckpointError, read_json
-from vitwire_server.towers.served import surplus_layers
 
 BROKEN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError)
 """Errors of transformers and torch over impossible numbers in a configuration."""

@@ -13,13 +13,12 @@ from vitwire_server.core.geometries import MarginGeometry
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, Served, require
 from vitwire_server.towers.family import Parts, in_model
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, UnitInput
 from vitwire_server.towers.layouts.tiles import TileFamily, Unit
 from vitwire_server.towers.processors.settings import HALF, images, whole
 from vitwire_server.towers.processors.tiles import tiled
-from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.parts import projector, stock
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
 from vitwire_server.towers.shared.siglip import masked_states
@@ -27,9 +26,7 @@ from vitwire_server.towers.shared.siglip import masked_states
 
 def _aria_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     size = config.vision_config.image_size
-    largest = whole(image, "max_image_size", 980)
-    if largest != size:
-        raise ValueError(f"max_image_size is {largest}, but must be vision_config.image_size, {size}")
+    require("max_image_size", whole(image, "max_image_size", 980), size, field="vision_config.image_size")
     if image.get("split_image"):
         raise ValueError("unsupported split_image: send the parts of an image as separate images")
     smallest = whole(image, "min_image_size", 336)
@@ -37,8 +34,15 @@ def _aria_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     return tiled(image, tiling, HALF)
 
 
+def _has_queries(queries: Mapping[int, int], config: Config) -> bool:
+    vision = config.vision_config
+    own = queries.get((vision.image_size // vision.patch_size) ** 2, 0)
+    most: int = config.max_value_projector_patch_to_query_dict
+    return 0 < own <= most
+
+
 class Aria(AssembledEncoder, ProjectedTiles):
-    """SigLIP, and queries that attend to its patches; those of the margin are attended to by neither."""
+    """SigLIP, and queries that attend to its patches; neither attends to the margin."""
 
     def __init__(self, parts: Parts, config: Config) -> None:
         super().__init__(parts, config)
@@ -68,17 +72,10 @@ class Aria(AssembledEncoder, ProjectedTiles):
         return self._projector(states, attn_mask=~attended.flatten(1))  # type: ignore[no-any-return]
 
 
-def _has_queries(queries: Mapping[int, int], config: Config) -> bool:
-    vision = config.vision_config
-    own = queries.get((vision.image_size // vision.patch_size) ** 2, 0)
-    most: int = config.max_value_projector_patch_to_query_dict
-    return 0 < own <= most
-
-
 ROWS = (
     TileFamily(
-        model_type="aria",
-        title="Aria",
+        "aria",
+        "Aria",
         tower=stock("idefics3.Idefics3VisionTransformer", in_model("vision_tower.")),
         beside=projector(
             "aria.AriaProjector",

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry, Resizing
+from vitwire_server.towers.configs import one_of
 from vitwire_server.towers.family import Accepts, in_model, stripped
 from vitwire_server.towers.layouts.heads import Head, Output, of_clips
 from vitwire_server.towers.layouts.packed import Inputs, PackedFamily
 from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.metadata import Kind, Sources
 from vitwire_server.towers.processors.settings import AreaRule
-from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.parts import projector, stock
 
 
@@ -63,12 +63,12 @@ class PatchProjector(Head):
 
 ROWS = (
     PackedFamily(
-        model_type="ernie4_5_vl_moe",
-        title="ERNIE 4.5 VL",
+        "ernie4_5_vl_moe",
+        "ERNIE 4.5 VL",
         tower=stock(
             "ernie4_5_vl_moe.Ernie4_5_VLMoeVisionTransformerPretrainedModel",
             in_model("vision_tower.", "vision_model."),
-            served=(Served("temporal_merge_size", lambda frames, _: frames == 2, "2"),),
+            served=(one_of("temporal_merge_size", 2),),
         ),
         beside=projector(
             "ernie4_5_vl_moe.Ernie4_5_VLMoeVariableResolutionResamplerModel",
@@ -83,8 +83,8 @@ ROWS = (
         videos=Accepts.PIXELS,
     ),
     PackedFamily(
-        model_type="paddleocr_vl",
-        title="PaddleOCR-VL",
+        "paddleocr_vl",
+        "PaddleOCR-VL",
         tower=stock(
             "paddleocr_vl.PaddleOCRVisionModel",
             in_model("visual."),

@@ -11,28 +11,22 @@ _NORM = "post_layernorm"
 _PREFIXES = stripped("vision_model.")
 _BUFFERS = ("embeddings.position_ids",)
 """Stored by older releases of transformers."""
+_AIMV2, _AIMV2_HEAD = "aimv2.Aimv2VisionModel", "aimv2.Aimv2AttentionPoolingHead"
+_NOT_AIMV2 = (*_BUFFERS, "head.")
 
 
 def _projects(config: Config) -> bool:
-    """Whether a checkpoint of the vision part alone has the projection."""
+    """True if a checkpoint of the vision part alone has the projection."""
     return "WithProjection" in str(config.architectures)  # whatever the file holds: config classes do not check it
 
 
 _CLIP = PlainFamily(
-    model_type="clip",
-    title="CLIP",
+    "clip",
+    "CLIP",
     tower=stock("clip.CLIPVisionModel", _PREFIXES, ignored=_BUFFERS),
     encoder=PlainEncoder,
     poolers=(class_token(norm=_NORM, projected=True), MEAN),
     processor="CLIP",
-)
-
-_CLIP_VISION = variant(
-    _CLIP,
-    "clip_vision_model",
-    "CLIP (vision alone)",
-    tower=part("clip.CLIPVisionModel", stripped("vision_model.", ""), ignored=(*_BUFFERS, "visual_projection.")),
-    poolers=(class_token(norm=_NORM, projected=True, offered=_projects), class_token(norm=_NORM), MEAN),
 )
 
 _MLCD = variant(
@@ -43,24 +37,25 @@ _MLCD = variant(
     poolers=(class_token(norm=_NORM), MEAN),
 )
 
-_AIMV2_TOWER = "aimv2.Aimv2VisionModel"
-_AIMV2_HEAD = "aimv2.Aimv2AttentionPoolingHead"
-_NOT_AIMV2 = ("head.", "embeddings.position_ids")
-
-_AIMV2_VISION = PlainFamily(
-    model_type="aimv2_vision_model",
-    title="AIMv2 (vision alone)",
-    tower=part(_AIMV2_TOWER, stripped("vision_model.", ""), ignored=_NOT_AIMV2),
-    encoder=PlainEncoder,
+_AIMV2_ALONE = variant(
+    _CLIP,
+    "aimv2_vision_model",
+    "AIMv2 (vision alone)",
+    tower=part(_AIMV2, stripped("vision_model.", ""), ignored=_NOT_AIMV2),
     leading=0,
     head="use_head",
     poolers=(attention(part(_AIMV2_HEAD, stripped("vision_model.head.", "head."))), MEAN),
-    processor="CLIP",
 )
 
 ROWS = (
     _CLIP,
-    _CLIP_VISION,
+    variant(
+        _CLIP,
+        "clip_vision_model",
+        "CLIP (vision alone)",
+        tower=part("clip.CLIPVisionModel", stripped("vision_model.", ""), ignored=(*_BUFFERS, "visual_projection.")),
+        poolers=(class_token(norm=_NORM, projected=True, offered=_projects), *_MLCD.poolers),
+    ),
     variant(_CLIP, "metaclip_2", "MetaCLIP 2", "metaclip_2.MetaClip2VisionModel"),
     variant(_CLIP, "chinese_clip", "Chinese CLIP", "chinese_clip.ChineseCLIPVisionModel", processor="ChineseCLIP"),
     variant(
@@ -76,12 +71,12 @@ ROWS = (
     ),
     _MLCD,
     variant(_MLCD, "mlcd", "MLCD"),
-    _AIMV2_VISION,
+    _AIMV2_ALONE,
     variant(
-        _AIMV2_VISION,
+        _AIMV2_ALONE,
         "aimv2",
         "AIMv2",
-        tower=stock(_AIMV2_TOWER, stripped("vision_model."), ignored=_NOT_AIMV2),
+        tower=stock(_AIMV2, stripped("vision_model."), ignored=_NOT_AIMV2),
         poolers=(attention(stock(_AIMV2_HEAD, stripped("vision_model.head.")), projected=True), MEAN),
     ),
 )

@@ -1,6 +1,6 @@
-"""DeepSeek-VL, with SigLIP alone and with SAM beside it, DeepSeek-VL2, and Janus's tower for images."""
+"""DeepSeek-VL, with SigLIP alone or with SAM, DeepSeek-VL2, and Janus's tower for images."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,20 +10,20 @@ from torch.nn import functional
 
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config, changed, dtype_of
-from vitwire_server.towers.family import Parts, Weights, in_model, stripped
+from vitwire_server.towers.configs import Config, changed, dtype_of, require
+from vitwire_server.towers.family import Parts, in_model, stripped
 from vitwire_server.towers.files import optional_json
 from vitwire_server.towers.layouts.tiles import PairEncoder, TileFamily
 from vitwire_server.towers.processors.settings import CLIP, HALF, images, normalised, per_channel, whole
 from vitwire_server.towers.processors.tiles import shade, squared, tiled
 from vitwire_server.towers.shared.fused import position_tables, split_qkv
 from vitwire_server.towers.shared.learned import gather_relative_positions
-from vitwire_server.towers.shared.parts import SingleParameter, part, projector, stock
+from vitwire_server.towers.shared.parts import SingleParameter, part, projector, stock, variant
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
 from vitwire_server.towers.shared.siglip import siglip, siglip_config
 
 _TOWER = {"image_size": 384, "patch_size": 16, "width": 1024, "layers": 24, "heads": 16, "mlp_ratio": 4}
-"""What DeepSeek-VL2's config.json leaves out, by the authors' configuration classes; the projector's below."""
+"""Fields that DeepSeek-VL2's config.json leaves out, by the authors' configuration classes; the projector's below."""
 _PROJECTOR = {
     "projector_type": "downsample_mlp_gelu",
     "input_dim": 1152,
@@ -67,11 +67,8 @@ class DeepseekHybrid(PairEncoder, ProjectedTiles):
         self.blocks = [*self.blocks, *encoder.layers]
 
     def encode_pairs(self, tiles: Tensor, crops: Tensor) -> Tensor:
+        """Of SAM, the last layer and an inner one are joined."""
         low = self._tower(pixel_values=tiles).last_hidden_state
-        return self._projector(low, self._high(crops))  # type: ignore[no-any-return]
-
-    def _high(self, crops: Tensor) -> Tensor:
-        """SAM's last layer and an inner one, `(tiles, tokens, C)`."""
         encoder = self._sam.vision_encoder
         states = encoder.patch_embed(crops)
         if encoder.pos_embed is not None:
@@ -82,8 +79,8 @@ class DeepseekHybrid(PairEncoder, ProjectedTiles):
             if index == self._inner:
                 inner = states
         last = self._merger(encoder.neck(states))
-        merged: Tensor = last + self._merger(self._neck(inner)) * self._alpha.weight
-        return merged.flatten(2).transpose(1, 2)
+        high = last + self._merger(self._neck(inner)) * self._alpha.weight
+        return self._projector(low, high.flatten(2).transpose(1, 2))  # type: ignore[no-any-return]
 
 
 def _vl2_config(folder: Path, settings: Mapping[str, Any]) -> Config:
@@ -92,11 +89,8 @@ def _vl2_config(folder: Path, settings: Mapping[str, Any]) -> Config:
     name = str(vision.get("model_name", "siglip_large_patch16_384"))
     if not name.startswith("siglip") or vision.get("class_token"):
         raise ValueError(f"vision_config.model_name is {name!r}; supported: SigLIP's towers without a class token")
-    if projector["projector_type"] != "downsample_mlp_gelu" or projector["token_pooling"]:
-        raise ValueError(
-            f"projector_config.projector_type is {projector['projector_type']!r}; "
-            "supported: 'downsample_mlp_gelu' without token_pooling"
-        )
+    require("projector_config.projector_type", projector["projector_type"], "downsample_mlp_gelu")
+    require("projector_config.token_pooling", projector["token_pooling"], None, False)
     config = siglip_config(
         {
             "hidden_size": vision["width"],
@@ -117,7 +111,11 @@ def _vl2_config(folder: Path, settings: Mapping[str, Any]) -> Config:
 def _vl2_settings(_: Mapping[str, Any], config: Config) -> Preprocessing:
     """The processor's numbers lie in processor_config.json, which is read with the configuration."""
     own, size = config.processor, config.vision_config.image_size
-    layouts = tuple(_layout(sides, size) for sides in own["candidate_resolutions"] or [(size, size)])
+    resolutions = own["candidate_resolutions"] or [(size, size)]
+    for sides in resolutions:
+        if any(side % size or side < size for side in sides):
+            raise ValueError(f"candidate_resolutions {list(sides)} are not multiples of {size}")
+    layouts = tuple((height // size, width // size) for width, height in resolutions)
     tiling = Tiling(
         TilingRule.PADDED_FIT,
         (size, size),
@@ -127,18 +125,6 @@ def _vl2_settings(_: Mapping[str, Any], config: Config) -> Preprocessing:
         background=shade(per_channel(own, "image_mean", HALF[0])),
     )
     return tiled(own, tiling, HALF)
-
-
-def _layout(sides: Sequence[int], tile: int) -> tuple[int, int]:
-    """Rows and columns of a resolution `(width, height)`. Raises ValueError."""
-    width, height = sides
-    if width % tile or height % tile or min(width, height) < tile:
-        raise ValueError(f"candidate_resolutions {list(sides)} are not multiples of {tile}")
-    return height // tile, width // tile
-
-
-def _unfused(weights: Weights, _: Config) -> Weights:
-    return position_tables(split_qkv(weights, ".attn.qkv.", ".self_attn.{}_proj."))
 
 
 class DownsampleProjector(nn.Module):
@@ -175,8 +161,8 @@ class DeepseekVL2(ProjectedTiles):
 
 
 _DEEPSEEK_VL = TileFamily(
-    model_type="deepseek_vl",
-    title="DeepSeek-VL",
+    "deepseek_vl",
+    "DeepSeek-VL",
     tower=siglip("vision_model."),
     beside=projector("deepseek_vl.DeepseekVLAligner", in_model("aligner.")),
     encoder=ProjectedTiles,
@@ -184,66 +170,65 @@ _DEEPSEEK_VL = TileFamily(
     converts=False,
 )
 
-_HYBRID = TileFamily(
-    model_type="deepseek_vl_hybrid",
-    title="DeepSeek-VL with SAM",
-    tower=siglip("vision_model."),
-    beside={
-        "sam": stock("sam.SamVisionModel", in_model("high_res_vision_model."), config="high_res_vision_config"),
-        "neck": stock(
-            "deepseek_vl_hybrid.DeepseekVLSamVisionNeck",
-            in_model("high_res_vision_neck."),
-            config="high_res_vision_config",
-        ),
-        "merger": part(
-            "deepseek_vl_hybrid.DeepseekVLSamVisionProj",
-            in_model("high_res_vision_proj."),
-            arguments=lambda config: (
-                config.high_res_vision_config,
-                config.vision_config.image_size // config.vision_config.patch_size,
-            ),
-        ),
-        "alpha": part(
-            SingleParameter,
-            {"model.high_res_vision_alpha": "weight", "high_res_vision_alpha": "weight"},
-            arguments=lambda _: (1,),
-        ),
-        "projector": part("deepseek_vl_hybrid.DeepseekVLHybridAligner", in_model("aligner.")),
-    },
-    encoder=DeepseekHybrid,
-    processor=images(_hybrid_settings),
-    converts=False,
-)
-
-_DEEPSEEK_VL2 = TileFamily(
-    model_type="deepseek_vl_v2",
-    title="DeepSeek-VL2",
-    configuration=_vl2_config,
-    tower=stock(
-        "siglip.SiglipVisionModel",
-        stripped("vision."),
-        renames=(
-            (r"^patch_embed\.proj\.", "embeddings.patch_embedding."),
-            (r"^pos_embed$", "embeddings.position_embedding.weight"),
-            (r"^norm\.", "post_layernorm."),
-            (r"^blocks\.", "encoder.layers."),
-            (r"\.norm([12])\.", r".layer_norm\1."),
-            (r"\.attn\.proj\.", ".self_attn.out_proj."),
-        ),
-        ignored=("attn_pool.",),
-        convert=_unfused,
-    ),
-    beside=projector(DownsampleProjector, stripped("projector.")),
-    encoder=DeepseekVL2,
-    processor=images(_vl2_settings),
-)
-
-_JANUS = replace(
+ROWS = (
     _DEEPSEEK_VL,
-    model_type="janus",
-    title="Janus",
-    tower=stock("janus.JanusVisionModel", in_model("vision_model.")),
-    beside={"projector": stock("janus.JanusVisionAlignerMLP", in_model("aligner."))},
+    TileFamily(
+        "deepseek_vl_hybrid",
+        "DeepSeek-VL with SAM",
+        tower=siglip("vision_model."),
+        beside={
+            "sam": stock("sam.SamVisionModel", in_model("high_res_vision_model."), config="high_res_vision_config"),
+            "neck": stock(
+                "deepseek_vl_hybrid.DeepseekVLSamVisionNeck",
+                in_model("high_res_vision_neck."),
+                config="high_res_vision_config",
+            ),
+            "merger": part(
+                "deepseek_vl_hybrid.DeepseekVLSamVisionProj",
+                in_model("high_res_vision_proj."),
+                arguments=lambda config: (
+                    config.high_res_vision_config,
+                    config.vision_config.image_size // config.vision_config.patch_size,
+                ),
+            ),
+            "alpha": part(
+                SingleParameter,
+                {"model.high_res_vision_alpha": "weight", "high_res_vision_alpha": "weight"},
+                arguments=lambda _: (1,),
+            ),
+            "projector": part("deepseek_vl_hybrid.DeepseekVLHybridAligner", in_model("aligner.")),
+        },
+        encoder=DeepseekHybrid,
+        processor=images(_hybrid_settings),
+        converts=False,
+    ),
+    TileFamily(
+        "deepseek_vl_v2",
+        "DeepSeek-VL2",
+        configuration=_vl2_config,
+        tower=stock(
+            "siglip.SiglipVisionModel",
+            stripped("vision."),
+            renames=(
+                (r"^patch_embed\.proj\.", "embeddings.patch_embedding."),
+                (r"^pos_embed$", "embeddings.position_embedding.weight"),
+                (r"^norm\.", "post_layernorm."),
+                (r"^blocks\.", "encoder.layers."),
+                (r"\.norm([12])\.", r".layer_norm\1."),
+                (r"\.attn\.proj\.", ".self_attn.out_proj."),
+            ),
+            ignored=("attn_pool.", "head."),
+            convert=lambda weights, _: position_tables(split_qkv(weights, ".attn.qkv.", ".self_attn.{}_proj.")),
+        ),
+        beside=projector(DownsampleProjector, stripped("projector.")),
+        encoder=DeepseekVL2,
+        processor=images(_vl2_settings),
+    ),
+    variant(
+        _DEEPSEEK_VL,
+        "janus",
+        "Janus",
+        tower=stock("janus.JanusVisionModel", in_model("vision_model.")),
+        beside={"projector": stock("janus.JanusVisionAlignerMLP", in_model("aligner."))},
+    ),
 )
-
-ROWS = (_DEEPSEEK_VL, _HYBRID, _DEEPSEEK_VL2, _JANUS)

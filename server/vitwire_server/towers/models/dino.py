@@ -55,8 +55,8 @@ class Dinov3(PlainEncoder):
 
 
 _DINOV2 = PlainFamily(
-    model_type="dinov2",
-    title="DINOv2",
+    "dinov2",
+    "DINOv2",
     tower=part("dinov2.Dinov2Model", stripped("dinov2.", ""), renames=_STORED_NAMES, ignored=("classifier.",)),
     encoder=Dinov2,
     layers="encoder.layer",
@@ -78,17 +78,6 @@ _DINOV2_WITH_REGISTERS = variant(
     leading=_with_registers,
 )
 
-_DINOV3 = variant(
-    _DINOV2,
-    "dinov3_vit",
-    "DINOv3",
-    tower=part("dinov3_vit.DINOv3ViTModel", stripped(""), renames=((r"^model\.layer\.", "layer."),)),
-    encoder=Dinov3,
-    layers="model.layer",
-    leading=_with_registers,
-    processor="DINOv3ViT",
-)
-
 
 def _unfused(weights: Weights, _: Config) -> Weights:
     """Query, key and value apart, and the two halves of a gated MLP, as transformers holds them."""
@@ -102,29 +91,41 @@ def _unfused(weights: Weights, _: Config) -> Weights:
     return split
 
 
-_TIPSV2 = variant(
+ROWS = (
+    _DINOV2,
     _DINOV2_WITH_REGISTERS,
-    "tipsv2",
-    "TIPSv2",
-    tower=stock(
-        "tipsv2.Tipsv2VisionModel",
-        stripped("vision_encoder.", "vision_model."),
-        renames=(
-            (r"^patch_embed\.proj\.", "embeddings.patch_embeddings.projection."),
-            (r"^(cls_token|mask_token|register_tokens)$", r"embeddings.\1"),
-            (r"^pos_embed$", "embeddings.position_embeddings"),
-            (r"^norm\.", "layernorm."),
-            (r"^blocks\.", "encoder.layer."),
-            (r"\.attn\.proj\.", ".attention.o_proj."),
-            (r"\.ls([12])\.gamma$", r".layer_scale\1.lambda1"),
-            (r"\.mlp\.c_fc\.", ".mlp.fc1."),
-            (r"\.mlp\.c_proj\.", ".mlp.fc2."),
-            (r"\.mlp\.w3\.", ".mlp.down_proj."),
-        ),
-        convert=_unfused,
+    variant(
+        _DINOV2,
+        "dinov3_vit",
+        "DINOv3",
+        tower=part("dinov3_vit.DINOv3ViTModel", stripped(""), renames=((r"^model\.layer\.", "layer."),)),
+        encoder=Dinov3,
+        layers="model.layer",
+        leading=_with_registers,
+        processor="DINOv3ViT",
     ),
-    processor="Tipsv2",
-    transformers="5.23.0",
+    variant(
+        _DINOV2_WITH_REGISTERS,
+        "tipsv2",
+        "TIPSv2",
+        tower=stock(
+            "tipsv2.Tipsv2VisionModel",
+            stripped("vision_encoder.", "vision_model."),
+            renames=(
+                (r"^patch_embed\.proj\.", "embeddings.patch_embeddings.projection."),
+                (r"^(cls_token|mask_token|register_tokens)$", r"embeddings.\1"),
+                (r"^pos_embed$", "embeddings.position_embeddings"),
+                (r"^norm\.", "layernorm."),
+                (r"^blocks\.", "encoder.layer."),
+                (r"\.attn\.proj\.", ".attention.o_proj."),
+                (r"\.ls([12])\.gamma$", r".layer_scale\1.lambda1"),
+                (r"\.mlp\.c_fc\.", ".mlp.fc1."),
+                (r"\.mlp\.c_proj\.", ".mlp.fc2."),
+                (r"\.mlp\.w3\.", ".mlp.down_proj."),
+            ),
+            convert=_unfused,
+        ),
+        processor="Tipsv2",
+        transformers="5.23.0",
+    ),
 )
-
-ROWS = (_DINOV2, _DINOV2_WITH_REGISTERS, _DINOV3, _TIPSV2)

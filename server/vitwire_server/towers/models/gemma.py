@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from math import isqrt
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,20 +12,24 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry, Preprocessing, Resizing
 from vitwire_server.core.tilings import Tiling, TilingRule
-from vitwire_server.towers.configs import Config
-from vitwire_server.towers.family import Accepts, Parts, in_model, of_transformers
+from vitwire_server.towers.configs import Config, Served
+from vitwire_server.towers.family import Accepts, Parts, in_model
 from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
 from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.metadata import Kind, Rows, Sources
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, IDENTITY, ProcessorFiles, bounded_above, images
 from vitwire_server.towers.processors.tiles import tile_of, tiled
-from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.parts import projector, stock, variant
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
 from vitwire_server.towers.shared.siglip import siglip
 
 _GEMMA4_TOKENS = {Modality.IMAGE: 280, Modality.VIDEO: 70}
+_UNGROUPED = Served(
+    "num_key_value_heads",
+    lambda heads, vision: heads == vision.num_attention_heads,
+    "num_attention_heads: grouped queries are unsupported",
+)
 
 
 def _gemma4_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
@@ -45,7 +48,7 @@ def _gemma3_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
 
 
 def _pools(tokens: int, config: Config) -> bool:
-    """Whether pooling squares of patches leaves so many tokens."""
+    """True if pooling squares of patches leaves this number of tokens."""
     patches, side = config.vision_config.image_size // config.vision_config.patch_size, isqrt(tokens)
     return side**2 == tokens and patches // (patches // side) == side
 
@@ -63,13 +66,6 @@ class Gemma3(ProjectedTiles):
 class Gemma4Tower(RasterTower):
     """Learned and rotary positions by column and row; tokens are means of squares of patches."""
 
-    def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
-        super().__init__(family, parts, config)
-        # The stock tower sees no padding: rows that pad a budget are left out afterwards.
-        self.model.register_buffer(
-            "no_padding", torch.zeros(1, 1, dtype=torch.bool, device=self.device), persistent=False
-        )
-
     def _geometry(self, config: Config) -> Geometry:
         own = super()._geometry(config)
         return replace(own, longest_side=self.model.config.position_embedding_size // own.merge * own.merge)
@@ -82,8 +78,9 @@ class Gemma4Tower(RasterTower):
         return {**super()._compute(grid), "positions": places(grid).flip(1), "squares": squares}
 
     def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
+        """The stock tower sees no padding: rows that pad a budget are left out afterwards."""
         model, positions = self.model, tensors["positions"].unsqueeze(0)
-        states = model.patch_embedder(pixels.unsqueeze(0), positions, model.no_padding)
+        states = model.patch_embedder(pixels.unsqueeze(0), positions, positions.new_zeros((1, 1), dtype=torch.bool))
         rotary = model.encoder.rotary_emb(states, positions)
         for layer in model.encoder.layers:
             states = layer(states, position_embeddings=rotary, position_ids=positions, **attended)
@@ -99,15 +96,6 @@ class Gemma4Tower(RasterTower):
         return rows.to(states.dtype)
 
 
-def _gemma4_config(folder: Path, settings: Mapping[str, Any]) -> Config:
-    """Raises ValueError over grouped queries."""
-    config = of_transformers(folder, settings)
-    vision = config.vision_config
-    if vision.num_key_value_heads != vision.num_attention_heads:
-        raise ValueError("unsupported grouped queries: num_key_value_heads differs from num_attention_heads")
-    return config
-
-
 _IMAGES_ALONE: dict[str, Any] = {
     "processor": lambda files, config: {Modality.IMAGE: _gemma4_settings(files, config)[Modality.IMAGE]},
     "videos": Accepts.NOTHING,
@@ -115,11 +103,10 @@ _IMAGES_ALONE: dict[str, Any] = {
 }
 
 _GEMMA4 = RasterFamily(
-    model_type="gemma4",
-    title="Gemma 4",
+    "gemma4",
+    "Gemma 4",
     video_processor="Gemma4",
-    configuration=_gemma4_config,
-    tower=stock("gemma4.Gemma4VisionModel", in_model("vision_tower.")),
+    tower=stock("gemma4.Gemma4VisionModel", in_model("vision_tower."), served=(_UNGROUPED,)),
     beside=projector(
         "gemma4.Gemma4MultimodalEmbedder",
         in_model("embed_vision."),
@@ -132,12 +119,12 @@ _GEMMA4 = RasterFamily(
     videos=Accepts.PICTURES,
 )
 
-_POOLS = (Served("mm_tokens_per_image", _pools, "a square whose root divides image_size / patch_size"),)
+_POOLS = Served("mm_tokens_per_image", _pools, "a square whose root divides image_size / patch_size")
 _GEMMA3 = TileFamily(
-    model_type="gemma3",
-    title="Gemma 3",
+    "gemma3",
+    "Gemma 3",
     tower=siglip("vision_tower."),
-    beside=projector("gemma3.Gemma3MultiModalProjector", served=_POOLS),
+    beside=projector("gemma3.Gemma3MultiModalProjector", served=(_POOLS,)),
     encoder=Gemma3,
     processor=images(_gemma3_settings),
 )
@@ -146,12 +133,12 @@ _T5GEMMA2_ENCODER = variant(
     _GEMMA3,
     "t5gemma2_encoder",
     "T5Gemma 2 (encoder alone)",
-    beside=projector("t5gemma2.T5Gemma2MultiModalProjector", served=_POOLS),
+    beside=projector("t5gemma2.T5Gemma2MultiModalProjector", served=(_POOLS,)),
 )
 
 _PALIGEMMA = TileFamily(
-    model_type="paligemma",
-    title="PaliGemma 1 and 2",
+    "paligemma",
+    "PaliGemma 1 and 2",
     tower=siglip("vision_tower."),
     beside=projector("paligemma.PaliGemmaMultiModalProjector"),
     encoder=ProjectedTiles,
@@ -170,9 +157,9 @@ ROWS = (
     ),
     variant(_GEMMA4, "embedding_gemma2", "EmbeddingGemma 2", **_IMAGES_ALONE),
     _GEMMA3,
-    _GEMMA3.nested("model.", model_type="shieldgemma2", title="ShieldGemma 2"),
-    _T5GEMMA2_ENCODER.nested("model.encoder.", model_type="t5gemma2", title="T5Gemma 2", within="encoder"),
+    _GEMMA3.nested("model.", "shieldgemma2", "ShieldGemma 2"),
+    _T5GEMMA2_ENCODER.nested("model.encoder.", "t5gemma2", "T5Gemma 2", within="encoder"),
     _T5GEMMA2_ENCODER,
     _PALIGEMMA,
-    _PALIGEMMA.nested("vlm.", model_type="colpali", title="ColPali", within="vlm_config"),
+    _PALIGEMMA.nested("vlm.", "colpali", "ColPali", within="vlm_config"),
 )

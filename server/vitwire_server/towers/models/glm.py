@@ -7,11 +7,9 @@ from vitwire_server.towers.layouts.packed import Inputs, PackedFamily
 from vitwire_server.towers.processors.settings import AreaRule
 from vitwire_server.towers.shared.parts import stock, variant
 
-_PIXELS: dict[str, Any] = {"images": Accepts.PIXELS, "videos": Accepts.PIXELS, "transformers": "5.23.0"}
-
 _GLM4V = PackedFamily(
-    model_type="glm4v",
-    title="GLM-4.1V",
+    "glm4v",
+    "GLM-4.1V",
     video_processor="Glm4v",
     tower=stock("glm4v.Glm4vVisionModel", in_model("visual.")),
     width="vision_config.out_hidden_size",
@@ -21,6 +19,7 @@ _GLM4V = PackedFamily(
 )
 
 _GLM_OCR = variant(_GLM4V, "glm_ocr", "GLM-OCR", "glm_ocr.GlmOcrVisionModel", inputs=Inputs(), video_processor="Glm46V")
+_PIXELS: dict[str, Any] = {"images": Accepts.PIXELS, "videos": Accepts.PIXELS, "transformers": "5.23.0"}
 
 ROWS = (
     _GLM4V,

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,11 +19,10 @@ from vitwire_server.towers.shared.parts import stock
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
 
 _MOST_SIDE, _MOST_TILES = 16, 32
-"""Tiles in a row or a column, which prompts have marks for, and tiles of a page where files say nothing."""
+"""Tiles in a row or a column, which prompts have marks for, and tiles of a page if files say nothing."""
 
 
-def _settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
-    """Raises ValueError over pages that take the fine path, or that are of another size than the tower's tiles."""
+def _granite_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     tile = side(config.vision_config.image_size)
     if image.get("fine_route"):
         raise ValueError("unsupported fine_route; supported: the coarse path")
@@ -57,7 +57,7 @@ class GraniteDocling(ProjectedTiles):
         self._levels = len(config.vision_config.deepstack_visual_indexes)
         self.width *= 1 + self._levels
 
-    @property
+    @cached_property
     def geometry(self) -> TileGeometry:
         return replace(super().geometry, levels=self._levels)
 
@@ -67,13 +67,13 @@ class GraniteDocling(ProjectedTiles):
         return rows.view(len(tiles), -1, self.width)
 
 
-_GRANITE_DOCLING = TileFamily(
-    model_type="granite_docling",
-    title="Granite for Docling",
-    tower=stock("granite_docling.GraniteDoclingVisionModel", in_model("vision_model.")),
-    encoder=GraniteDocling,
-    processor=images(_settings),
-    transformers="5.23.0",
+ROWS = (
+    TileFamily(
+        "granite_docling",
+        "Granite for Docling",
+        tower=stock("granite_docling.GraniteDoclingVisionModel", in_model("vision_model.")),
+        encoder=GraniteDocling,
+        processor=images(_granite_settings),
+        transformers="5.23.0",
+    ),
 )
-
-ROWS = (_GRANITE_DOCLING,)

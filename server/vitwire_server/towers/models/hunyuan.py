@@ -7,23 +7,30 @@ from torch import Tensor
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Preprocessing
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, one_of
 from vitwire_server.towers.family import in_model
 from vitwire_server.towers.layouts.patches import neighbours, taps
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
 from vitwire_server.towers.metadata import Kind, Sources
 from vitwire_server.towers.processors.settings import BICUBIC, CLIP, bounded, images
-from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.learned import TAPPED
 from vitwire_server.towers.shared.parts import stock
 
-_AREAS = (512 * 512, 2048 * 2048)
+_HUNYUAN_AREAS = (512 * 512, 2048 * 2048)
+
+
+def _hunyuan_settings(image: Mapping[str, Any], _: Config) -> Preprocessing:
+    """Its processor resizes bicubically, whatever its files say."""
+    size = image.get("size") or {}
+    smallest = int(image.get("min_pixels") or size.get("shortest_edge", _HUNYUAN_AREAS[0]))
+    largest = int(image.get("max_pixels") or size.get("longest_edge", _HUNYUAN_AREAS[1]))
+    return bounded({**image, "resample": BICUBIC}, (smallest, largest), CLIP)
 
 
 class HunyuanTower(RasterTower):
     """Learned positions, resampled to each grid; squares of patches become tokens.
 
-    The rows that the model's own merger puts before, between and behind the lines of an image are left out.
+    The rows that the stock merger puts before, between and behind the lines of an image are left out.
     """
 
     def _inputs(self) -> dict[str, Kind]:
@@ -47,46 +54,35 @@ class HunyuanTower(RasterTower):
         boundaries, longest = tensors["cu_seqlens"], attended["max_length_q"]
         for layer in model.layers:
             states = layer(states, attention_mask=None, cu_seqlens=boundaries, max_seqlen=longest)
-        return self._merged(states[0], tensors["neighbours"])
-
-    def _merged(self, states: Tensor, neighbours: Tensor) -> Tensor:
-        merger, side = self.model.patch_merger, self.geometry.merge
-        squares = merger.before_rms(states)[neighbours].transpose(1, 2).unflatten(2, (side, side))
+        merger, merge = model.patch_merger, self.geometry.merge
+        squares = merger.before_rms(states[0])[tensors["neighbours"]].transpose(1, 2).unflatten(2, (merge, merge))
         tokens = merger.proj_out(merger.proj_act(merger.proj_conv(squares))).flatten(1)
         return merger.after_rms(merger.mlp(tokens))  # type: ignore[no-any-return]
 
 
-def _settings(image: Mapping[str, Any], _: Config) -> Preprocessing:
-    """Its processor resizes bicubically, whatever its files say."""
-    size = image.get("size") or {}
-    smallest = int(image.get("min_pixels") or size.get("shortest_edge", _AREAS[0]))
-    largest = int(image.get("max_pixels") or size.get("longest_edge", _AREAS[1]))
-    return bounded({**image, "resample": BICUBIC}, (smallest, largest), CLIP)
-
-
-_HUNYUAN = RasterFamily(
-    model_type="hunyuan_vl",
-    title="HunyuanOCR",
-    tower=stock(
-        "hunyuan_vl.HunYuanVLVisionTransformer",
-        in_model("vision_tower.", "vit."),
-        renames=(
-            (r"\.mlp\.dense_h_to_4h\.", ".mlp.fc1."),
-            (r"\.mlp\.dense_4h_to_h\.", ".mlp.fc2."),
-            (r"\.input_layernorm\.", ".layer_norm1."),
-            (r"\.post_attention_layernorm\.", ".layer_norm2."),
-            (r"^perceive\.proj\.0\.", "patch_merger.proj_conv."),
-            (r"^perceive\.proj\.2\.", "patch_merger.proj_out."),
-            (r"^perceive\.", "patch_merger."),
+ROWS = (
+    RasterFamily(
+        "hunyuan_vl",
+        "HunyuanOCR",
+        tower=stock(
+            "hunyuan_vl.HunYuanVLVisionTransformer",
+            in_model("vision_tower.", "vit."),
+            renames=(
+                (r"\.mlp\.dense_h_to_4h\.", ".mlp.fc1."),
+                (r"\.mlp\.dense_4h_to_h\.", ".mlp.fc2."),
+                (r"\.input_layernorm\.", ".layer_norm1."),
+                (r"\.post_attention_layernorm\.", ".layer_norm2."),
+                (r"^perceive\.proj\.0\.", "patch_merger.proj_conv."),
+                (r"^perceive\.proj\.2\.", "patch_merger.proj_out."),
+                (r"^perceive\.", "patch_merger."),
+            ),
+            served=(one_of("interpolate_mode", "bilinear"),),
         ),
-        served=(Served("interpolate_mode", lambda mode, _: mode == "bilinear", "'bilinear'"),),
+        width="vision_config.text_hidden_size",
+        forward=HunyuanTower,
+        merge="vision_config.spatial_merge_size",
+        layers="layers",
+        processor=images(_hunyuan_settings),
+        transformers="5.23.0",
     ),
-    width="vision_config.text_hidden_size",
-    forward=HunyuanTower,
-    merge="vision_config.spatial_merge_size",
-    layers="layers",
-    processor=images(_settings),
-    transformers="5.23.0",
 )
-
-ROWS = (_HUNYUAN,)

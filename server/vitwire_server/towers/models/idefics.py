@@ -1,7 +1,6 @@
 """Idefics 2 and 3 and SmolVLM (Hugging Face), and retrieval models: ModernVBERT (Illuin), UltraVBERT."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, require
 from vitwire_server.towers.family import Accepts, Parts, in_model
 from vitwire_server.towers.layouts.raster import RasterFamily
 from vitwire_server.towers.layouts.tiles import TileFamily, side
@@ -29,22 +28,20 @@ from vitwire_server.towers.processors.settings import (
 )
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.learned import fractional_positions, positioned
-from vitwire_server.towers.shared.parts import Constants, part, projector, stock
+from vitwire_server.towers.shared.parts import Constants, part, projector, stock, variant
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles, whole_squares
 from vitwire_server.towers.shared.resamplers import QueriedTower, resampled
 from vitwire_server.towers.shared.siglip import packed_layers, siglip
 
 _TILE, _LONGEST = 364, 4 * 364
-"""Sizes where a checkpoint's files give none."""
+"""Sizes if a checkpoint's files give none."""
 _LARGEST = 4096
 """The processor bounds images to this side after resizing them, which is supported only if that changes nothing."""
 
 
 def _tiling(files: Mapping[str, Any], size: Mapping[str, Any], config: Config, *, cut: bool) -> Tiling:
-    """Raises ValueError over sizes that are not supported."""
-    tile, own = side(config.vision_config.image_size), square(files, "max_image_size", _TILE)
-    if own != tile:
-        raise ValueError(f"max_image_size is {own}, but must be the tower's image_size, {tile}")
+    tile = side(config.vision_config.image_size)
+    require("max_image_size", square(files, "max_image_size", _TILE), tile, field="the tower's image_size")
     longest = size.get("longest_edge") if isinstance(size, Mapping) else None
     if not isinstance(longest, int) or not 1 <= longest <= _LARGEST:
         raise ValueError(f"size.longest_edge is {longest!r}, but must be from 1 to {_LARGEST}")
@@ -64,7 +61,7 @@ def _images(image: Mapping[str, Any], config: Config) -> Preprocessing:
 
 
 def _images_and_clips(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
-    """Frames are never cut. A size for frames under `video_sampling` counts only where the file has no `size`."""
+    """Frames are never cut. A size for frames under `video_sampling` counts only if the file has no `size`."""
     video = files.own_video or files.image
     sampled = (video.get("video_sampling") or {}).get("video_size")
     size = dict(video.get("size") or sampled or {"longest_edge": _LONGEST})
@@ -125,62 +122,56 @@ class Idefics3(ProjectedTiles):
 _CONNECTOR = in_model("connector.")
 _SHUFFLED = (whole_squares("pixel_shuffle_factor"),)
 
-_IDEFICS2 = RasterFamily(
-    model_type="idefics2",
-    title="Idefics 2",
-    tower=stock("idefics2.Idefics2VisionTransformer", in_model("vision_model.")),
-    beside={"connector": part("idefics2.Idefics2Connector", _CONNECTOR)},
-    forward=Idefics2Tower,
-    # The processor keeps sizes that are not multiples of a patch; what is left over is not encoded.
-    processor=images(lambda image, _: unsized(image, HALF, BILINEAR)),
-    images=Accepts.PIXELS,
-)
-
 _IDEFICS3 = TileFamily(
-    model_type="idefics3",
-    title="Idefics 3, SmolVLM",
+    "idefics3",
+    "Idefics 3, SmolVLM",
     tower=stock("idefics3.Idefics3VisionTransformer", in_model("vision_model.")),
     beside=projector("idefics3.Idefics3Connector", _CONNECTOR),
     encoder=Idefics3,
     processor=images(_images),
 )
 
-_SMOLVLM = replace(
+_MODERNVBERT = variant(
     _IDEFICS3,
-    model_type="smolvlm",
-    title="SmolVLM2",
-    video_processor="SmolVLM",
-    tower=stock("smolvlm.SmolVLMVisionTransformer", in_model("vision_model.")),
-    beside=projector("smolvlm.SmolVLMConnector", _CONNECTOR),
-    processor=_images_and_clips,
-    videos=Accepts.PICTURES,
-)
-
-_MODERNVBERT = replace(
-    _IDEFICS3,
-    model_type="modernvbert",
-    title="ModernVBERT",
+    "modernvbert",
+    "ModernVBERT",
     tower=siglip("vision_model."),
     beside=projector("modernvbert.ModernVBertConnector", _CONNECTOR, served=_SHUFFLED),
     encoder=partial(ProjectedTiles, merged_by="pixel_shuffle_factor"),
     transformers="5.23.0",
 )
 
-_ULTRAVBERT = replace(
-    _MODERNVBERT,
-    model_type="ultravbert",
-    title="UltraVBERT",
-    beside=projector("ultravbert.UltraVBertConnector", _CONNECTOR, served=_SHUFFLED),
-    # The processor shrinks an image until it has few enough tiles.
-    processor=images(lambda image, _: unsized(image, HALF, LANCZOS)),
-    images=Accepts.PIXELS,
-)
-
 ROWS = (
-    _IDEFICS2,
+    RasterFamily(
+        "idefics2",
+        "Idefics 2",
+        tower=stock("idefics2.Idefics2VisionTransformer", in_model("vision_model.")),
+        beside={"connector": part("idefics2.Idefics2Connector", _CONNECTOR)},
+        forward=Idefics2Tower,
+        # The processor keeps sizes that are not multiples of a patch; what is left over is not encoded.
+        processor=images(lambda image, _: unsized(image, HALF, BILINEAR)),
+        images=Accepts.PIXELS,
+    ),
     _IDEFICS3,
-    _SMOLVLM,
+    variant(
+        _IDEFICS3,
+        "smolvlm",
+        "SmolVLM2",
+        video_processor="SmolVLM",
+        tower=stock("smolvlm.SmolVLMVisionTransformer", in_model("vision_model.")),
+        beside=projector("smolvlm.SmolVLMConnector", _CONNECTOR),
+        processor=_images_and_clips,
+        videos=Accepts.PICTURES,
+    ),
     _MODERNVBERT,
-    _MODERNVBERT.nested("vlm.", model_type="colmodernvbert", title="ColModernVBERT", within="vlm_config"),
-    _ULTRAVBERT,
+    _MODERNVBERT.nested("vlm.", "colmodernvbert", "ColModernVBERT", within="vlm_config"),
+    variant(
+        _MODERNVBERT,
+        "ultravbert",
+        "UltraVBERT",
+        beside=projector("ultravbert.UltraVBertConnector", _CONNECTOR, served=_SHUFFLED),
+        # The processor shrinks an image until it has few enough tiles.
+        processor=images(lambda image, _: unsized(image, HALF, LANCZOS)),
+        images=Accepts.PIXELS,
+    ),
 )

@@ -15,15 +15,14 @@ from transformers.models.internvl.modeling_internvl import InternVLMultiModalPro
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config, changed, dtype_of, new_config, usual_fields
+from vitwire_server.towers.configs import Config, Served, changed, dtype_of, new_config, one_of, require, usual_fields
 from vitwire_server.towers.family import Accepts, in_model, stripped
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.layouts.tiles import TileFamily, side
 from vitwire_server.towers.processors.settings import BICUBIC, HALF, IMAGENET, ProcessorFiles, images, whole
 from vitwire_server.towers.processors.tiles import fits_tower, nearest_ratio, stretched, tiled
-from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fused import unfused
-from vitwire_server.towers.shared.parts import part, projector, stock
+from vitwire_server.towers.shared.parts import part, projector, stock, variant
 from vitwire_server.towers.shared.pooling import MEAN, class_token
 from vitwire_server.towers.shared.projected_tiles import MLP1, SHUFFLED, ProjectedTiles, shuffled, shuffles
 from vitwire_server.towers.shared.siglip import siglip, siglip_config
@@ -49,14 +48,11 @@ _NAMES = (
 )
 """Names of OpenGVLab's tower, and transformers'."""
 _RATIO = Served("downsample_ratio", shuffles, SHUFFLED)
-_PROJECTION = (
-    _RATIO,
-    Served("vision_feature_select_strategy", lambda strategy, _: strategy == "default", "'default'"),
-)
+_PROJECTION = (_RATIO, one_of("vision_feature_select_strategy", "default"))
 
 
 def _intern_vit(vision: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of transformers' configuration of the tower, from those of OpenGVLab's."""
+    """Fields of OpenGVLab's configuration of the tower, by their names in transformers."""
     return {
         **usual_fields(vision, "hidden_act", "layer_norm_eps", "norm_type"),
         "attention_bias": vision.get("qkv_bias", True),
@@ -65,17 +61,11 @@ def _intern_vit(vision: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config(_: Path, settings: Mapping[str, Any]) -> Config:
-    """Of a config.json with `llm_config` and the tower's fields in OpenGVLab's way.
-
-    Raises ValueError over a generation that computes rows in another way.
-    """
-    vision, language = dict(settings["vision_config"]), settings["llm_config"]
-    if settings.get("ps_version", "v2") != "v2":
-        raise ValueError(f"unsupported ps_version {settings['ps_version']!r}; supported: 'v2'")
-    if settings.get("force_image_size", vision["image_size"]) != vision["image_size"]:
-        raise ValueError(
-            f"force_image_size {settings['force_image_size']} differs from image_size {vision['image_size']}"
-        )
+    """Of a config.json with `llm_config` and the tower's fields in OpenGVLab's way."""
+    vision, language = settings["vision_config"], settings["llm_config"]
+    size = vision["image_size"]
+    require("ps_version", settings.get("ps_version", "v2"), "v2")
+    require("force_image_size", settings.get("force_image_size", size), size, field="vision_config.image_size")
     config = new_config(
         "internvl",
         vision_config=_intern_vit(vision),
@@ -91,28 +81,18 @@ def _config(_: Path, settings: Mapping[str, Any]) -> Config:
     return changed(config, {name: settings.get(name, default) for name, default in _DYNAMIC.items()})
 
 
-def _tower_config(_: Path, settings: Mapping[str, Any]) -> Config:
-    return new_config("internvl_vision", **_intern_vit(settings), dtype=dtype_of(settings))
-
-
 def _eagle_config(_: Path, settings: Mapping[str, Any]) -> Config:
     """Of a config.json with InternVL's fields around a SigLIP tower. Raises ValueError over another tower."""
-    vision = dict(settings["vision_config"])
-    if vision.get("model_type") != "siglip_vision_model":
-        raise ValueError(f"vision_config.model_type is {vision.get('model_type')!r}; supported: 'siglip_vision_model'")
+    vision = settings["vision_config"]
+    require("vision_config.model_type", vision.get("model_type"), "siglip_vision_model")
     config = siglip_config(
         {**vision, "image_size": settings.get("force_image_size") or vision["image_size"]},
         width=settings["text_config"]["hidden_size"],
         dtype=dtype_of(settings),
     )
-    return changed(
-        config,
-        {
-            "downsample_ratio": settings.get("downsample_ratio", 0.5),
-            "projector_hidden_act": "gelu",
-            "vision_feature_layer": settings.get("select_layer", -4),
-        },
-    )
+    ratio, layer = settings.get("downsample_ratio", 0.5), settings.get("select_layer", -4)
+    fields = {"downsample_ratio": ratio, "projector_hidden_act": "gelu", "vision_feature_layer": layer}
+    return changed(config, fields)
 
 
 def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
@@ -122,7 +102,7 @@ def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preproces
 
 
 def _still_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
-    """The original's processor is code beside the weights; its numbers are in config.json."""
+    """The original's processor is code that comes with the weights; its numbers are in config.json."""
     cut = config.dynamic_image_size
     tiling = Tiling(
         TilingRule.CLOSEST_RATIO if cut else TilingRule.STRETCH,
@@ -135,9 +115,8 @@ def _still_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
 
 
 def _original_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
-    settings = _still_settings(files.image, config)
-    tile = (side(config.vision_config.image_size),) * 2
-    return {Modality.IMAGE: settings, Modality.VIDEO: stretched(settings, tile)}
+    settings, size = _still_settings(files.image, config), side(config.vision_config.image_size)
+    return {Modality.IMAGE: settings, Modality.VIDEO: stretched(settings, (size, size))}
 
 
 def _h2ovl_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
@@ -164,21 +143,15 @@ def _eagle_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
 
 
 class Shuffled(ProjectedTiles):
-    """Pixel shuffle before the projector."""
+    """Pixel shuffle before the projector; a class token, which InternVL's tower puts first, is left out."""
 
     def features(self, tiles: Tensor) -> Tensor:
-        return shuffled(super().features(tiles), self.merge)
-
-
-class InternVL(ProjectedTiles):
-    """A ViT with a class token, which is left out, then pixel shuffle and the projector."""
-
-    def features(self, tiles: Tensor) -> Tensor:
-        return shuffled(super().features(tiles)[:, 1:], self.merge)
+        patches = self.tile.tokens * self.merge**2
+        return shuffled(super().features(tiles)[:, -patches:], self.merge)
 
 
 class NvlmProjector(InternVLMultiModalProjector):
-    """InternVL's, with inner columns as many as those of the language model's MLP, and without biases."""
+    """InternVL's, with as many inner columns as the language model's MLP has, and without biases."""
 
     def __init__(self, config: Any) -> None:  # noqa: ANN401 - transformers types its fields in part only
         super().__init__(config)
@@ -190,20 +163,20 @@ class NvlmProjector(InternVLMultiModalProjector):
 _unfused = unfused(".attn.qkv.", ".attention.{}_proj.")
 
 _INTERNVL = TileFamily(
-    model_type="internvl",
-    title="InternVL",
+    "internvl",
+    "InternVL",
     video_processor="InternVL",
     tower=stock("internvl.InternVLVisionModel", in_model("vision_tower.")),
     beside=projector("internvl.InternVLMultiModalProjector", served=_PROJECTION),
-    encoder=partial(InternVL, merged_by="downsample_ratio", layers="encoder.layer"),
+    encoder=partial(Shuffled, merged_by="downsample_ratio", layers="encoder.layer"),
     processor=_settings,
     videos=Accepts.PICTURES,
 )
 
-_CHAT = replace(
+_CHAT = variant(
     _INTERNVL,
-    model_type="internvl_chat",
-    title="InternVL 2, 2.5, 3 and 3.5",
+    "internvl_chat",
+    "InternVL 2, 2.5, 3 and 3.5",
     configuration=_config,
     tower=stock("internvl.InternVLVisionModel", stripped("vision_model."), renames=_NAMES, convert=_unfused),
     beside=projector("internvl.InternVLMultiModalProjector", MLP1, served=_PROJECTION),
@@ -212,60 +185,49 @@ _CHAT = replace(
 
 _STILL = replace(_CHAT, processor=images(_still_settings), videos=Accepts.NOTHING)
 
-_QIANFAN = replace(
-    _INTERNVL,
-    model_type="qianfan_ocr",
-    title="Qianfan-OCR",
-    tower=stock(
-        "qianfan_ocr.QianfanOCRVisionModel",
-        in_model("vision_tower.", "vision_model."),
-        renames=((r"^encoder\.layers\.", "layers."), *_NAMES),
-        convert=_unfused,
-    ),
-    beside=projector(
-        "qianfan_ocr.QianfanOCRMultiModalProjector",
-        in_model("multi_modal_projector.") | MLP1,
-        served=_PROJECTION,
-    ),
-    encoder=partial(InternVL, merged_by="downsample_ratio", layers="layers"),
-    processor=lambda files, config: {Modality.IMAGE: _settings(files, config)[Modality.IMAGE]},
-    videos=Accepts.NOTHING,
-    transformers="5.23.0",
-)
-
-_EAGLE2_5 = TileFamily(
-    model_type="eagle_2_5_vl",
-    title="Eagle 2.5",
-    configuration=_eagle_config,
-    tower=siglip("vision_model."),
-    beside=projector("internvl.InternVLMultiModalProjector", MLP1, served=(_RATIO,)),
-    encoder=partial(Shuffled, merged_by="downsample_ratio"),
-    processor=images(_eagle_settings),
-)
-
-_INTERN_VIT = PlainFamily(
-    model_type="intern_vit_6b",
-    title="InternViT",
-    configuration=_tower_config,
-    tower=part("internvl.InternVLVisionModel", stripped("vision_model.", ""), renames=_NAMES, convert=_unfused),
-    encoder=PlainEncoder,
-    layers="encoder.layer",
-    poolers=(class_token(), MEAN),
-    processor="CLIP",
-)
-
 ROWS = (
     _INTERNVL,
     _CHAT,
-    replace(
-        _STILL,
-        model_type="NVLM_D",
-        title="NVLM-D",
-        beside=projector(NvlmProjector, MLP1, served=_PROJECTION),
+    variant(_STILL, "NVLM_D", "NVLM-D", beside=projector(NvlmProjector, MLP1, served=_PROJECTION)),
+    variant(_STILL, "h2ovl_chat", "H2OVL Mississippi", processor=images(_h2ovl_settings)),
+    variant(_STILL, "skywork_chat", "Skywork-R1V"),
+    PlainFamily(
+        "intern_vit_6b",
+        "InternViT",
+        configuration=lambda _, own: new_config("internvl_vision", **_intern_vit(own), dtype=dtype_of(own)),
+        tower=part("internvl.InternVLVisionModel", stripped("vision_model.", ""), renames=_NAMES, convert=_unfused),
+        encoder=PlainEncoder,
+        layers="encoder.layer",
+        poolers=(class_token(), MEAN),
+        processor="CLIP",
     ),
-    replace(_STILL, model_type="h2ovl_chat", title="H2OVL Mississippi", processor=images(_h2ovl_settings)),
-    replace(_STILL, model_type="skywork_chat", title="Skywork-R1V"),
-    _INTERN_VIT,
-    _EAGLE2_5,
-    _QIANFAN,
+    TileFamily(
+        "eagle_2_5_vl",
+        "Eagle 2.5",
+        configuration=_eagle_config,
+        tower=siglip("vision_model."),
+        beside=projector("internvl.InternVLMultiModalProjector", MLP1, served=(_RATIO,)),
+        encoder=partial(Shuffled, merged_by="downsample_ratio"),
+        processor=images(_eagle_settings),
+    ),
+    variant(
+        _INTERNVL,
+        "qianfan_ocr",
+        "Qianfan-OCR",
+        tower=stock(
+            "qianfan_ocr.QianfanOCRVisionModel",
+            in_model("vision_tower.", "vision_model."),
+            renames=((r"^encoder\.layers\.", "layers."), *_NAMES),
+            convert=_unfused,
+        ),
+        beside=projector(
+            "qianfan_ocr.QianfanOCRMultiModalProjector",
+            in_model("multi_modal_projector.") | MLP1,
+            served=_PROJECTION,
+        ),
+        encoder=partial(Shuffled, merged_by="downsample_ratio", layers="layers"),
+        processor=lambda files, config: {Modality.IMAGE: _settings(files, config)[Modality.IMAGE]},
+        videos=Accepts.NOTHING,
+        transformers="5.23.0",
+    ),
 )

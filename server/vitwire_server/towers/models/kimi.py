@@ -1,7 +1,6 @@
 """Kimi K2.5 and Kimi-VL (Moonshot AI), in the layout that their authors publish."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,14 @@ from torch import Tensor
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry
-from vitwire_server.towers.configs import Config, dtype_of, new_config
+from vitwire_server.towers.configs import Config, Served, dtype_of, new_config, require
 from vitwire_server.towers.family import Accepts, Weights, in_model, stripped
 from vitwire_server.towers.layouts.heads import Head, Output, of_clips
 from vitwire_server.towers.layouts.packed import AttentionSpan, Inputs, PackedFamily, frame_of
 from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.metadata import Kind, Rows, Sources
-from vitwire_server.towers.served import Served
-from vitwire_server.towers.shared.fused import rotary_halves
-from vitwire_server.towers.shared.parts import projector, stock
+from vitwire_server.towers.shared.fused import rotary_halves, split_qkv
+from vitwire_server.towers.shared.parts import projector, stock, variant
 
 _FUSED = ".attn.wqkv."
 _SAME = (
@@ -33,24 +31,19 @@ _SAME = (
 
 
 def _unfused(weights: Weights, config: Config) -> Weights:
-    """Separate projections for queries, keys and values; of each head, the first columns of rotary pairs come first.
+    """The published weights rotate neighbouring columns of a head, transformers those half a head apart."""
 
-    The published weights rotate neighbouring columns, transformers those half a head apart.
-    """
-    apart: Weights = {}
-    for name, tensor in weights.items():
-        if _FUSED not in name:
-            apart[name] = tensor
-            continue
-        queries, keys, values = tensor.chunk(3)
-        for kind, own in (("q", queries), ("k", keys)):
-            apart[name.replace(_FUSED, f".attn.{kind}_proj.")] = rotary_halves(own, config.num_attention_heads)
-        apart[name.replace(_FUSED, ".attn.v_proj.")] = values
-    return apart
+    def turned(fused: Tensor) -> Tensor:
+        queries, keys, values = fused.chunk(3)
+        halves = [rotary_halves(each, config.num_attention_heads) for each in (queries, keys)]
+        return torch.cat([*halves, values])
+
+    halved = {name: turned(tensor) if _FUSED in name else tensor for name, tensor in weights.items()}
+    return split_qkv(halved, _FUSED, ".attn.{}_proj.")
 
 
 class FrameMeans(Head):
-    """Frames of a clip, at most those of a chunk, are averaged before the projector."""
+    """The frames of a clip, at most a chunk, are averaged before the projector."""
 
     pools_frames = True
 
@@ -59,9 +52,7 @@ class FrameMeans(Head):
 
     @property
     def _chunk(self) -> int:
-        """Frames of a chunk."""
-        frames: int = self.config.pos_emb_time
-        return frames
+        return int(self.config.pos_emb_time)
 
     def inputs(self) -> dict[str, Kind]:
         return {
@@ -83,7 +74,7 @@ class FrameMeans(Head):
         }
 
     def keywords(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tower's own pooling takes clips of one length only: it gets a single token, whose result is not used."""
+        """The stock pooling takes clips of one length only: it gets a single token, whose result is not used."""
         return {"frame_index": tensors["frame_index"], "temporal_merge_index": tensors["patches"][:1, :, None]}
 
     def rows(self, output: Output, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -95,21 +86,17 @@ class FrameMeans(Head):
         return rows
 
 
-def _vl_config(_: Path, settings: Mapping[str, Any]) -> Config:
-    """Of Kimi-VL, which transformers has no classes for: its tower is Kimi K2.5's, for single images.
-
-    Raises KeyError, TypeError or ValueError if config.json is not of a model that is supported.
-    """
+def _kimi_vl_config(_: Path, settings: Mapping[str, Any]) -> Config:
+    """Of Kimi-VL, which transformers has no classes for: its tower is Kimi K2.5's, for single images."""
     own = settings["vision_config"]
-    height, width = own["init_pos_emb_height"], own["init_pos_emb_width"]
-    if height != width:
-        raise ValueError(f"vision_config.init_pos_emb_width is {width}, but must be init_pos_emb_height, {height}")
+    side = own["init_pos_emb_height"]
+    require("vision_config.init_pos_emb_width", own["init_pos_emb_width"], side, field="init_pos_emb_height")
     return new_config(
         "kimi_k25",
         vision_config={
             **{name: own[name] for name in _SAME},
-            "pos_emb_height": height,
-            "pos_emb_width": width,
+            "pos_emb_height": side,
+            "pos_emb_width": side,
             "pos_emb_time": 1,
         },
         text_config={"model_type": "deepseek_v3", "hidden_size": settings["text_config"]["hidden_size"]},
@@ -119,8 +106,8 @@ def _vl_config(_: Path, settings: Mapping[str, Any]) -> Config:
 
 
 _KIMI_K25 = PackedFamily(
-    model_type="kimi_k25",
-    title="Kimi K2.5, K2.6",
+    "kimi_k25",
+    "Kimi K2.5, K2.6",
     tower=stock(
         "kimi_k25.Kimi_K25VisionModel",
         in_model("vision_tower."),
@@ -162,17 +149,18 @@ _KIMI_K25 = PackedFamily(
     videos=Accepts.PIXELS,
 )
 
-_KIMI_VL = replace(
+ROWS = (
     _KIMI_K25,
-    model_type="kimi_vl",
-    title="Kimi-VL",
-    configuration=_vl_config,
-    beside=projector(
-        "kimi_k25.Kimi_K25MultimodalProjection",
-        stripped("multi_modal_projector."),
-        renames=((r"^linear_1\.", "in_proj."), (r"^linear_2\.", "out_proj.")),
+    variant(
+        _KIMI_K25,
+        "kimi_vl",
+        "Kimi-VL",
+        configuration=_kimi_vl_config,
+        beside=projector(
+            "kimi_k25.Kimi_K25MultimodalProjection",
+            stripped("multi_modal_projector."),
+            renames=((r"^linear_1\.", "in_proj."), (r"^linear_2\.", "out_proj.")),
+        ),
+        videos=Accepts.NOTHING,
     ),
-    videos=Accepts.NOTHING,
 )
-
-ROWS = (_KIMI_K25, _KIMI_VL)

@@ -8,16 +8,16 @@ from torch import Tensor, nn
 from transformers import vision_utils
 
 from vitwire_server.core.grids import Grid
-from vitwire_server.towers.configs import Config
+from vitwire_server.core.models import Geometry
+from vitwire_server.towers.configs import Config, Served
 from vitwire_server.towers.family import Accepts, Parts, Weights, in_model, of_transformers
 from vitwire_server.towers.layouts.heads import Projected
-from vitwire_server.towers.layouts.packed import Inputs, PackedFamily, PackedTower
+from vitwire_server.towers.layouts.packed import Inputs, PackedFamily
 from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily
 from vitwire_server.towers.metadata import Kind, Rows, Sources
 from vitwire_server.towers.models.siglip import Siglip2Tower, siglip2_config
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, AreaRule, images, unsized
-from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fused import copied, ungrouped
 from vitwire_server.towers.shared.parts import projector, stock
 
@@ -59,22 +59,24 @@ class GatheredConvolution(nn.Module):
 
 
 class ConvolvedHead(Projected):
-    """The projector, and what the tower's convolutions read."""
+    """The projector; the tower's convolutions are given the neighbours of each patch."""
 
-    @property
-    def _side(self) -> int:
-        side: int = self.config.conv_kernel_size
-        return side
+    def __init__(self, parts: Parts, bare: Geometry) -> None:
+        super().__init__(parts, bare)
+        for layer in parts["tower"].layers:
+            if not layer.is_attention_layer:
+                layer.conv = GatheredConvolution(layer.conv)
 
     def inputs(self) -> dict[str, Kind]:
-        taps = self._side**2
+        taps = self.config.conv_kernel_size**2
         return {"neighbours": Sources(taps, per_patch=True), "inside": Rows((taps,), torch.float32)}
 
     def compute(self, grid: Grid) -> dict[str, Tensor]:
         places = vision_utils.get_vision_position_ids(torch.tensor([(1, grid.h, grid.w)]), self.geometry.merge)
         numbers = torch.empty(grid.h, grid.w, dtype=torch.int64)
         numbers[places[:, 0], places[:, 1]] = torch.arange(grid.frame_patches)
-        steps = torch.arange(self._side) - self._side // 2
+        side = self.config.conv_kernel_size
+        steps = torch.arange(side) - side // 2
         around = places[:, None] + torch.cartesian_prod(steps, steps)
         limits = torch.tensor([grid.h, grid.w])
         inside = ((around >= 0) & (around < limits)).all(dim=-1)
@@ -89,16 +91,6 @@ class ConvolvedHead(Projected):
         return {name: tensors[name] for name in ("neighbours", "inside")}
 
 
-class Lfm3Tower(PackedTower):
-    """Convolutions are given the neighbours of each patch."""
-
-    def __init__(self, family: PackedFamily, parts: Parts, config: Config) -> None:
-        for layer in parts["tower"].layers:
-            if not layer.is_attention_layer:
-                layer.conv = GatheredConvolution(layer.conv)
-        super().__init__(family, parts, config)
-
-
 def _ungrouped_heads(weights: Weights, config: Config) -> Weights:
     grouped = (".k_proj.", ".v_proj.")
     return {name: copied(own, config) if any(map(name.count, grouped)) else own for name, own in weights.items()}
@@ -106,8 +98,8 @@ def _ungrouped_heads(weights: Weights, config: Config) -> Weights:
 
 ROWS = (
     RasterFamily(
-        model_type="lfm2_vl",
-        title="LFM2-VL",
+        "lfm2_vl",
+        "LFM2-VL",
         configuration=siglip2_config,
         tower=stock(
             "siglip2.Siglip2VisionModel", in_model("vision_tower.vision_model.", "vision_tower."), ignored=("head.",)
@@ -121,8 +113,8 @@ ROWS = (
         images=Accepts.PIXELS,
     ),
     PackedFamily(
-        model_type="lfm3_vl",
-        title="LFM3-VL",
+        "lfm3_vl",
+        "LFM3-VL",
         video_processor="Qwen3VL",
         configuration=lambda folder, settings: ungrouped(of_transformers(folder, settings)),
         tower=stock(
@@ -134,7 +126,6 @@ ROWS = (
         ),
         beside=projector("lfm3_vl.Lfm3VlMultiModalProjector"),
         head=ConvolvedHead,
-        forward=Lfm3Tower,
         layers="layers",
         inputs=Inputs(listed_grids=True),
         video_areas=AreaRule(pixels=(128 * 32 * 32, 768 * 32 * 32), spans_frames=True),

@@ -13,13 +13,12 @@ from vitwire_server.core.geometries import LayoutGeometry
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, Served, require
 from vitwire_server.towers.family import Parts, in_model
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, UnitInput
 from vitwire_server.towers.layouts.tiles import TileFamily, Unit, side
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, images, whole
 from vitwire_server.towers.processors.tiles import fits_tower, tiled
-from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.parts import projector, stock
 from vitwire_server.towers.shared.projected_tiles import SHUFFLED, ProjectedTiles, shuffles
 
@@ -35,15 +34,14 @@ def _llama4_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
 def _mllama_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     vision = config.vision_config
     size, most = side(vision.image_size), whole(image, "max_image_tiles", 4)
-    if most != vision.max_num_tiles:
-        raise ValueError(f"max_image_tiles is {most}, but must be vision_config.max_num_tiles, {vision.max_num_tiles}")
+    require("max_image_tiles", most, vision.max_num_tiles, field="vision_config.max_num_tiles")
     fits_tower(image, size)
     tiling = Tiling(TilingRule.CANVAS, (size, size), max_tiles=most)
     return tiled(image, tiling, HALF, BILINEAR)
 
 
 def _fill_output(layers: Sequence[int], vision: Config) -> bool:
-    """Whether the output is as wide as the states that are joined in it: those of these layers, and the last ones."""
+    """True if the output has the columns of all states that it joins: after each of these layers and the last."""
     states = range(vision.num_hidden_layers)
     return (
         all(layer in states for layer in layers) and vision.vision_output_dim == (len(layers) + 1) * vision.hidden_size
@@ -53,7 +51,7 @@ def _fill_output(layers: Sequence[int], vision: Config) -> bool:
 class Mllama(AssembledEncoder, ProjectedTiles):
     """Tiles of an image attend to each other, and to those that it could have beyond: blank ones with positions.
 
-    So an image costs as much as one with all tiles. Rows are those of the tiles that it comes with.
+    So an image costs as much as one with all tiles. Only the tiles that it comes with give rows.
     """
 
     def __init__(self, parts: Parts, config: Config) -> None:
@@ -107,8 +105,8 @@ class Mllama(AssembledEncoder, ProjectedTiles):
 
 ROWS = (
     TileFamily(
-        model_type="llama4",
-        title="Llama 4",
+        "llama4",
+        "Llama 4",
         tower=stock(
             "llama4.Llama4VisionModel",
             in_model("vision_model."),
@@ -120,8 +118,8 @@ ROWS = (
         processor=images(_llama4_settings),
     ),
     TileFamily(
-        model_type="mllama",
-        title="Llama 3.2 Vision",
+        "mllama",
+        "Llama 3.2 Vision",
         tower=stock(
             "mllama.MllamaVisionModel",
             in_model("vision_model."),

@@ -16,19 +16,15 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, one_of, require
 from vitwire_server.towers.family import Accepts, Parts
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, UnitInput
 from vitwire_server.towers.layouts.tiles import TileFamily, Unit
 from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles, images, square
 from vitwire_server.towers.processors.tiles import fits_tower, stretched, tile_of, tiled
-from vitwire_server.towers.served import Served
-from vitwire_server.towers.shared.parts import projector
+from vitwire_server.towers.shared.parts import projector, variant
 from vitwire_server.towers.shared.projected_tiles import ProjectedLayers, clip
 from vitwire_server.towers.shared.siglip import siglip
-
-_POOLED = Served("spatial_pool_mode", lambda mode, _: mode in ("average", "max"), "'average' or 'max'")
-"""Without weights of its own."""
 
 
 def _settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
@@ -58,10 +54,8 @@ def _best_fit(image: Mapping[str, Any], config: Config) -> Tiling:
 
 
 def _next_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
-    """Raises ValueError over tiles of another size than the tower takes."""
     side = config.vision_config.image_size
-    if (cut := square(image, "crop_size", side)) != side:
-        raise ValueError(f"crop_size must be image_size, {side}, but is {cut}")
+    require("crop_size", square(image, "crop_size", side), side, field="image_size")
     return tiled(image, _best_fit(image, config), CLIP)
 
 
@@ -86,10 +80,10 @@ class LlavaNextVideo(ProjectedLayers, AssembledEncoder):
         super().__init__(parts, config)
         self._pool = LlavaNextVideoPooler(config)
         tokens, longest = self.tile.tokens, (self.tile.height // self.patch) ** 2
-        self._frame = (isqrt(tokens) // config.spatial_pool_stride) ** 2
-        self.unit = Unit(1, tokens, tokens + self._frame, longest)
+        pooled = (isqrt(tokens) // config.spatial_pool_stride) ** 2
+        self.unit = Unit(1, tokens, tokens + pooled, longest)
         self.inputs: Mapping[str, UnitInput] = {}
-        self.footprint = PooledFrameFootprints(tokens, self._frame, longest)
+        self.footprint = PooledFrameFootprints(tokens, pooled, longest)
 
     @cached_property
     def geometry(self) -> PooledFrameGeometry:
@@ -111,18 +105,18 @@ class LlavaNextVideo(ProjectedLayers, AssembledEncoder):
 
 
 _LLAVA = TileFamily(
-    model_type="llava",
-    title="LLaVA 1.5",
+    "llava",
+    "LLaVA 1.5",
     tower=clip("vision_tower."),
     beside=projector("llava.LlavaMultiModalProjector"),
     encoder=ProjectedLayers,
     processor=images(_settings),
 )
 
-_LLAVA_NEXT = replace(
+_LLAVA_NEXT = variant(
     _LLAVA,
-    model_type="llava_next",
-    title="LLaVA-NeXT",
+    "llava_next",
+    "LLaVA-NeXT",
     beside=projector("llava_next.LlavaNextMultiModalProjector"),
     processor=images(_next_settings),
 )
@@ -132,19 +126,19 @@ _SIGLIP: dict[str, Any] = {"tower_type": "siglip_vision_model", "tower": siglip(
 ROWS = (
     _LLAVA,
     replace(_LLAVA, title="LLaVA with SigLIP", **_SIGLIP),
-    replace(
+    variant(
         _LLAVA,
-        model_type="vipllava",
-        title="ViP-LLaVA",
+        "vipllava",
+        "ViP-LLaVA",
         beside=projector("vipllava.VipLlavaMultiModalProjector"),
         transformers="5.23.0",
     ),
     _LLAVA_NEXT,
     replace(_LLAVA_NEXT, title="LLaVA-NeXT with SigLIP, Granite Vision", **_SIGLIP),
-    replace(
+    variant(
         _LLAVA,
-        model_type="llava_onevision",
-        title="LLaVA-OneVision",
+        "llava_onevision",
+        "LLaVA-OneVision",
         video_processor="LlavaOnevision",
         tower=siglip("vision_tower."),
         beside=projector("llava_onevision.LlavaOnevisionMultiModalProjector"),
@@ -152,11 +146,14 @@ ROWS = (
         videos=Accepts.PICTURES,
     ),
     TileFamily(
-        model_type="llava_next_video",
-        title="LLaVA-NeXT-Video",
+        "llava_next_video",
+        "LLaVA-NeXT-Video",
         video_processor="LlavaNextVideo",
         tower=clip("vision_tower."),
-        beside=projector("llava_next_video.LlavaNextVideoMultiModalProjector", served=(_POOLED,)),
+        beside=projector(
+            "llava_next_video.LlavaNextVideoMultiModalProjector",
+            served=(one_of("spatial_pool_mode", "average", "max"),),
+        ),
         encoder=LlavaNextVideo,
         processor=_video_settings,
         videos=Accepts.PICTURES,

@@ -16,13 +16,12 @@ from vitwire_server.core.geometries import CanvasGeometry
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.tilings import Tiling, TilingRule
-from vitwire_server.towers.configs import Config, changed, dtype_of, new_config
+from vitwire_server.towers.configs import Config, Served, changed, dtype_of, new_config, require
 from vitwire_server.towers.family import Accepts, Parts, Weights, in_model, of_transformers
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, UnitInput
 from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, TileTower, Unit
 from vitwire_server.towers.processors.settings import HALF, IMAGENET, ProcessorFiles, bounded_above, images, whole
 from vitwire_server.towers.processors.tiles import tiled
-from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.parts import projector, stock
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
 from vitwire_server.towers.shared.siglip import masked_states
@@ -68,42 +67,30 @@ class Florence2(TileTower):
         self.tile = TileShape(vision.image_size, vision.image_size, 1 + side**2)
         self.width = vision.projection_dim
         self.attention_heads = vision.num_heads[-1], vision.embed_dim[-1] // vision.num_heads[-1]
-        self._projector.visual_temporal_embed.register_forward_hook(_in_dtype_of_input)
+        # Positions are kept in float32.
+        embed = self._projector.visual_temporal_embed
+        embed.register_forward_hook(lambda _, inputs, positions: positions.to(inputs[0].dtype))
         self.blocks = [layer for stage in self._tower.blocks for layer in stage]
 
     def encode(self, tiles: Tensor) -> Tensor:
         return self._projector(self._tower(tiles).last_hidden_state)  # type: ignore[no-any-return]
 
 
-def _in_dtype_of_input(_: object, inputs: tuple[Tensor], positions: Tensor) -> Tensor:
-    """Positions are kept in float32."""
-    return positions.to(inputs[0].dtype)
-
-
 def _florence_config(folder: Path, settings: Mapping[str, Any]) -> Config:
-    """Of both layouts, and the size of images, which is in the processor's file alone.
-
-    Raises KeyError or ValueError if config.json is not of a model that is supported.
-    """
+    """Of Microsoft's config.json or transformers', and the size of images, which is in the processor's file alone."""
     own = settings.get("vision_config") or {}
     if own.get("model_type") == "davit":
-        config = new_config("florence2", vision_config=_renamed(own), dtype=dtype_of(settings))
+        require("vision_config.image_feature_source", own.get("image_feature_source", _FEATURES), _FEATURES)
+        vision = {
+            **{name: own[name] for name in _SAME},
+            "embed_dim": own["dim_embed"],
+            "max_position_embeddings": own["image_pos_embed"]["max_pos_embeddings"],
+            "max_temporal_embeddings": own["visual_temporal_embedding"]["max_temporal_embeddings"],
+        }
+        config = new_config("florence2", vision_config=vision, dtype=dtype_of(settings))
     else:
         config = of_transformers(folder, settings)
     return changed(config, {"vision_config.image_size": ProcessorFiles.read(folder).square(default=_FLORENCE_SIZE)})
-
-
-def _renamed(vision: Mapping[str, Any]) -> dict[str, Any]:
-    """A tower's fields in Microsoft's config.json, by their names in transformers. Raises KeyError or ValueError."""
-    features = vision.get("image_feature_source", _FEATURES)
-    if features != _FEATURES:
-        raise ValueError(f"vision_config.image_feature_source is {features}, but must be {_FEATURES}")
-    return {
-        **{name: vision[name] for name in _SAME},
-        "embed_dim": vision["dim_embed"],
-        "max_position_embeddings": vision["image_pos_embed"]["max_pos_embeddings"],
-        "max_temporal_embeddings": vision["visual_temporal_embedding"]["max_temporal_embeddings"],
-    }
 
 
 def _turned(weights: Weights, _: Config) -> Weights:
@@ -114,37 +101,6 @@ def _turned(weights: Weights, _: Config) -> Weights:
     }
 
 
-_FLORENCE2 = TileFamily(
-    model_type="florence2",
-    title="Florence-2",
-    configuration=_florence_config,
-    tower=stock(
-        "florence2.Florence2VisionBackbone",
-        in_model("vision_tower."),
-        renames=(
-            (r"^(convs\.\d+)\.proj\.", r"\1.conv."),
-            (r"\.(conv[12])\.fn\.dw\.", r".\1."),
-            (r"\.(window|channel)_attn\.norm\.", ".norm1."),
-            (r"\.(window|channel)_attn\.fn\.", r".\1_attn."),
-            (r"\.ffn\.norm\.", ".norm2."),
-            (r"\.ffn\.fn\.net\.", ".ffn."),
-        ),
-        served=(Served("window_size", lambda size, _: 0 < size < _MOST_PATCHES, f"from 1 to {_MOST_PATCHES - 1}"),),
-    ),
-    beside=projector(
-        "florence2.Florence2MultiModalProjector",
-        {
-            **in_model("multi_modal_projector."),
-            **{name: name for name in ("image_projection", "image_proj_norm.", "visual_temporal_embed.")},
-            "image_pos_embed.": "image_position_embed.",
-        },
-        renames=((r"^image_projection$", "image_projection.turned"),),
-        convert=_turned,
-    ),
-    encoder=Florence2,
-    processor=images(_florence_settings),
-)
-
 _MERGE = 2
 """Squares of patches of this side are averaged."""
 _TRANSFORM = {
@@ -154,7 +110,7 @@ _TRANSFORM = {
     "use_hd_transform": True,
     "with_learnable_separator": True,
 }
-"""What the authors' config.json says of the steps that follow the tower."""
+"""Fields of the authors' config.json about the steps that follow the tower."""
 
 
 def _phi_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
@@ -237,24 +193,23 @@ class Phi4(AssembledEncoder, ProjectedTiles):
         return self._projector(functional.avg_pool2d(squares, _MERGE).flatten(2).transpose(1, 2))  # type: ignore[no-any-return]
 
 
-def _is_state(layer: int, vision: Config) -> bool:
-    layers: int = vision.num_hidden_layers
-    return -layers - 1 <= layer <= layers
-
-
-def _whole_squares(size: int, vision: Config) -> bool:
-    return not size % (vision.patch_size * _MERGE) and bool(size == vision.crop_size)
-
-
 _PHI4 = TileFamily(
-    model_type="phi4_multimodal",
-    title="Phi-4 multimodal",
+    "phi4_multimodal",
+    "Phi-4 multimodal",
     tower=stock(
         "phi4_multimodal.Phi4MultimodalVisionModel",
         in_model("embed_tokens_extend.image_embed.img_processor."),
         served=(
-            Served("image_size", _whole_squares, "crop_size, and a multiple of twice the patch_size"),
-            Served("feature_layer", _is_state, "from -num_hidden_layers - 1 to num_hidden_layers"),
+            Served(
+                "image_size",
+                lambda size, vision: size % (vision.patch_size * _MERGE) == 0 and size == vision.crop_size,
+                "crop_size, and a multiple of twice the patch_size",
+            ),
+            Served(
+                "feature_layer",
+                lambda layer, vision: -vision.num_hidden_layers - 1 <= layer <= vision.num_hidden_layers,
+                "from -num_hidden_layers - 1 to num_hidden_layers",
+            ),
         ),
     ),
     beside=projector(
@@ -276,14 +231,10 @@ _PHI4 = TileFamily(
 
 
 def _original_config(_: Path, settings: Mapping[str, Any]) -> Config:
-    """Microsoft's layout, whose config.json leaves out the tower's sizes: they are in its code.
-
-    Raises ValueError over another transform of the rows.
-    """
+    """Microsoft's layout, whose config.json leaves out the tower's sizes: they are in its code."""
     embedding = (settings.get("embd_layer") or {}).get("image_embd_layer") or {}
     for name, value in _TRANSFORM.items():
-        if embedding.get(name, value) != value:
-            raise ValueError(f"embd_layer.image_embd_layer.{name} is {embedding[name]!r}, but must be {value!r}")
+        require(f"embd_layer.image_embd_layer.{name}", embedding.get(name, value), value)
     return new_config(
         "phi4_multimodal",
         hidden_size=settings["hidden_size"],
@@ -292,4 +243,37 @@ def _original_config(_: Path, settings: Mapping[str, Any]) -> Config:
     )
 
 
-ROWS = (_FLORENCE2, _PHI4, replace(_PHI4, model_type="phi4mm", configuration=_original_config))
+ROWS = (
+    TileFamily(
+        "florence2",
+        "Florence-2",
+        configuration=_florence_config,
+        tower=stock(
+            "florence2.Florence2VisionBackbone",
+            in_model("vision_tower."),
+            renames=(
+                (r"^(convs\.\d+)\.proj\.", r"\1.conv."),
+                (r"\.(conv[12])\.fn\.dw\.", r".\1."),
+                (r"\.(window|channel)_attn\.norm\.", ".norm1."),
+                (r"\.(window|channel)_attn\.fn\.", r".\1_attn."),
+                (r"\.ffn\.norm\.", ".norm2."),
+                (r"\.ffn\.fn\.net\.", ".ffn."),
+            ),
+            served=(Served("window_size", lambda size, _: 0 < size < _MOST_PATCHES, f"from 1 to {_MOST_PATCHES - 1}"),),
+        ),
+        beside=projector(
+            "florence2.Florence2MultiModalProjector",
+            {
+                **in_model("multi_modal_projector."),
+                **{name: name for name in ("image_projection", "image_proj_norm.", "visual_temporal_embed.")},
+                "image_pos_embed.": "image_position_embed.",
+            },
+            renames=((r"^image_projection$", "image_projection.turned"),),
+            convert=_turned,
+        ),
+        encoder=Florence2,
+        processor=images(_florence_settings),
+    ),
+    _PHI4,
+    replace(_PHI4, model_type="phi4mm", configuration=_original_config),
+)

@@ -13,15 +13,14 @@ from transformers import vision_utils
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry
-from vitwire_server.towers.configs import Config, changed, dtype_of, usual_fields
+from vitwire_server.towers.configs import Config, Served, changed, dtype_of, one_of, require, usual_fields
 from vitwire_server.towers.family import Accepts, Parts, in_model, stripped
 from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
 from vitwire_server.towers.metadata import Boundaries, Kind, Order, Rows, Sources
 from vitwire_server.towers.processors.settings import HALF, images, unsized
-from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.learned import positioned
-from vitwire_server.towers.shared.parts import part, projector, stock
+from vitwire_server.towers.shared.parts import part, projector, stock, variant
 from vitwire_server.towers.shared.resamplers import ResampledTower, Resampler
 from vitwire_server.towers.shared.siglip import packed_layers, siglip, siglip_config
 
@@ -76,18 +75,12 @@ class MiniCpmTower(RasterTower):
         boundaries, longest = tensors["cu_seqlens"], attended["max_length_q"]
         for number, layer in enumerate(model.encoder.layers):
             states = layer(states, None, cu_seqlens=boundaries, max_seqlen=longest)
-            if self._merges and number == inner:
-                states = self._merged(states, tensors)
+            if self._merges and number == inner:  # the stock merger reads no sizes of images if windows are given
+                windows = {name: tensors[name] for name in ("window_index", "cu_window_seqlens")}
+                states = model.vit_merger(states, tensors["positions"].new_empty((0, 2)), **windows)
                 boundaries, longest = boundaries // _WINDOW, -(-longest // _WINDOW)
         merged = model.post_layernorm(states)[0]
         return self._projector.mlp[0](merged[tensors["neighbours"]].flatten(1))  # type: ignore[no-any-return]
-
-    def _merged(self, states: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The stock merger; it reads sizes of images only where windows are not given."""
-        windows = {name: tensors[name] for name in ("window_index", "cu_window_seqlens")}
-        no_sizes = tensors["positions"].new_empty((0, 2))
-        merged: Tensor = self.model.vit_merger(states, no_sizes, **windows)
-        return merged
 
 
 def _nearest(count: int, side: int) -> Tensor:
@@ -122,15 +115,10 @@ class OriginalMiniCpmTower(ResampledTower):
 
 
 def _original_config(_: Path, settings: Mapping[str, Any], *, versions: Sequence[float]) -> Config:
-    """Of a config.json with the fields of the language model at its top.
-
-    Raises ValueError over a `version` other than these, whose tower takes positions in another way.
-    """
+    """Of a config.json with the language model's fields at its top; towers of other versions take other positions."""
     version = settings.get("version")
-    if version is None or float(version) not in versions:
-        known = ", ".join(map(str, versions))
-        raise ValueError(f"version is {version!r}, but must be one of {known}")
-    vision = dict(settings["vision_config"])
+    require("version", None if version is None else float(version), *versions)
+    vision = settings["vision_config"]
     dropped = int(bool(settings.get("drop_vision_last_layer")))
     config = siglip_config(
         {
@@ -152,9 +140,9 @@ _WINDOWS = (
     ),
 )
 _MERGER = (
-    Served("downsample_mode", lambda mode, _: mode in ("4x", _MERGED), "'4x' or '16x'"),
+    one_of("downsample_mode", "4x", _MERGED),
     Served("merge_kernel_size", _of_two, _SQUARES),
-    Served("merger_times", lambda times, _: times == 1, "1"),
+    one_of("merger_times", 1),
 )
 
 
@@ -176,8 +164,8 @@ def _row(model_type: str, title: str, name: str) -> RasterFamily:
 
 
 _MINICPMV = RasterFamily(
-    model_type="minicpmv",
-    title="MiniCPM-V 2.6, 4.0 and 4.5",
+    "minicpmv",
+    "MiniCPM-V 2.6, 4.0 and 4.5",
     configuration=partial(_original_config, versions=(2.6, 4.0, 4.5)),
     tower=siglip("vpm."),
     beside={
@@ -200,10 +188,10 @@ ROWS = (
     _row("minicpmv4_7", "MiniCPM-V 4.7", "MiniCPMV4_7"),
     _row("minicpm_ocr", "MiniCPM-OCR", "MiniCPMOcr"),
     _MINICPMV,
-    replace(
+    variant(
         _MINICPMV,
-        model_type="minicpmo",
-        title="MiniCPM-o 2.6 and 4.5",
+        "minicpmo",
+        "MiniCPM-o 2.6 and 4.5",
         configuration=partial(_original_config, versions=(2.6, 4.5)),
     ),
 )

@@ -8,8 +8,8 @@ from vitwire_server.towers.shared.parts import projector, stock
 
 ROWS = (
     PackedFamily(
-        model_type="minimax_m3_vl",
-        title="MiniMax M3-VL",
+        "minimax_m3_vl",
+        "MiniMax M3-VL",
         tower=stock(
             "minimax_m3_vl.MiniMaxM3VLVisionModel",
             in_model("vision_tower."),

@@ -1,5 +1,6 @@
 """Pixtral and Mistral 3, and models of other makers with their tower."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,23 +11,47 @@ from torch import Tensor
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Preprocessing, Resizing
-from vitwire_server.towers.configs import Config, last_layer
+from vitwire_server.towers.configs import Config, last_layer, one_of
 from vitwire_server.towers.family import Weights, in_model, of_transformers
 from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
 from vitwire_server.towers.metadata import Kind, Rows, Sources
 from vitwire_server.towers.processors.settings import CLIP, bounded_above, images, square
-from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fused import rotary_halves
 from vitwire_server.towers.shared.parts import projector, stock, variant
 
+_ORIGINAL_NAMES = (
+    (r"\.attention\.w([vo])\.", r".attention.\1_proj."),
+    (r"\.feed_forward\.w1\.", ".feed_forward.gate_proj."),
+    (r"\.feed_forward\.w2\.", ".feed_forward.down_proj."),
+    (r"\.feed_forward\.w3\.", ".feed_forward.up_proj."),
+)
+"""Names in Mistral's checkpoints, and transformers'."""
+_PAIRED = re.compile(r"\.attention\.w([qk])\.")
 
-def _settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
+
+def _mistral_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     longest = square(image)
     factor = config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
     if longest < factor:
         raise ValueError(f"size {longest} is less than one token of {factor} pixels")
     return bounded_above(image, longest**2, factor, Resizing.LONGEST_SIDE, CLIP)
+
+
+def _mistral_config(folder: Path, settings: Mapping[str, Any]) -> Config:
+    config = of_transformers(folder, settings)
+    last_layer(config)
+    return config
+
+
+def _from_original(weights: Weights, config: Config) -> Weights:
+    """Rotary pairs, which are neighbours in Mistral's checkpoints, as halves of a head."""
+    return {
+        _PAIRED.sub(r".attention.\1_proj.", name): rotary_halves(own, config.num_attention_heads)
+        if _PAIRED.search(name)
+        else own
+        for name, own in weights.items()
+    }
 
 
 class PixtralTower(RasterTower):
@@ -54,60 +79,22 @@ class PixtralTower(RasterTower):
         ).last_hidden_state
         if self.geometry.merge == 1:
             return self._projector(states[0])  # type: ignore[no-any-return]
-        return self._merged(states[0], tensors["neighbours"])
-
-    def _merged(self, states: Tensor, neighbours: Tensor) -> Tensor:
-        """The columns of all patches of a token lie side by side."""
         projector = self._projector
-        beside = projector.norm(states)[neighbours].transpose(1, 2).flatten(1)
+        beside = projector.norm(states[0])[tensors["neighbours"]].transpose(1, 2).flatten(1)
         hidden = projector.act(projector.linear_1(projector.patch_merger.merging_layer(beside)))
         return projector.linear_2(hidden)  # type: ignore[no-any-return]
 
 
-def _config(folder: Path, settings: Mapping[str, Any]) -> Config:
-    """Raises ValueError unless rows are those of the last layer."""
-    config = of_transformers(folder, settings)
-    last_layer(config)
-    return config
-
-
-_ORIGINAL = {
-    "attention.wq.": "attention.q_proj.",
-    "attention.wk.": "attention.k_proj.",
-    "attention.wv.": "attention.v_proj.",
-    "attention.wo.": "attention.o_proj.",
-    "feed_forward.w1.": "feed_forward.gate_proj.",
-    "feed_forward.w2.": "feed_forward.down_proj.",
-    "feed_forward.w3.": "feed_forward.up_proj.",
-}
-"""Names of Mistral's own checkpoints, and transformers'."""
-
-
-def _from_original(weights: Weights, config: Config) -> Weights:
-    """transformers' names; rotary pairs, which are neighbours in Mistral's checkpoints, as halves of a head."""
-    renamed = {}
-    for name, own in weights.items():
-        original = next((part for part in _ORIGINAL if part in name), "")
-        paired = original.startswith(("attention.wq", "attention.wk"))
-        renamed[name.replace(original, _ORIGINAL[original]) if original else name] = (
-            rotary_halves(own, config.num_attention_heads) if paired else own
-        )
-    return renamed
-
-
 _PIXTRAL = RasterFamily(
-    model_type="llava",
+    "llava",
+    "Pixtral",
     tower_type="pixtral",
-    title="Pixtral",
-    configuration=_config,
+    configuration=_mistral_config,
     tower=stock("pixtral.PixtralVisionModel", in_model("vision_tower.", "vision_encoder.")),
-    beside=projector(
-        "llava.LlavaMultiModalProjector",
-        served=(Served("vision_feature_select_strategy", lambda strategy, _: strategy == "full", "'full'"),),
-    ),
+    beside=projector("llava.LlavaMultiModalProjector", served=(one_of("vision_feature_select_strategy", "full"),)),
     forward=PixtralTower,
     layers="transformer.layers",
-    processor=images(_settings),
+    processor=images(_mistral_settings),
 )
 
 _MISTRAL3 = variant(
@@ -119,33 +106,34 @@ _MISTRAL3 = variant(
     merge="spatial_merge_size",
 )
 
-_MISTRAL_LARGE4 = variant(
+ROWS = (
+    _PIXTRAL,
     _MISTRAL3,
-    "mistral_large4",
-    "Mistral Large 4",
-    tower=replace(_PIXTRAL.tower, convert=_from_original),
-    beside=projector(
-        "mistral_large4.MistralLarge4MultiModalProjector",
-        {
-            **in_model("multi_modal_projector."),
-            "pre_mm_projector_norm.": "norm.",
-            "patch_merger.": "patch_merger.",
-            "vision_language_adapter.w_in.": "linear_1.",
-            "vision_language_adapter.w_out.": "linear_2.",
-        },
+    variant(
+        _MISTRAL3,
+        "mistral_large4",
+        "Mistral Large 4",
+        tower=replace(_PIXTRAL.tower, renames=_ORIGINAL_NAMES, convert=_from_original),
+        beside=projector(
+            "mistral_large4.MistralLarge4MultiModalProjector",
+            {
+                **in_model("multi_modal_projector."),
+                "pre_mm_projector_norm.": "norm.",
+                "patch_merger.": "patch_merger.",
+                "vision_language_adapter.w_in.": "linear_1.",
+                "vision_language_adapter.w_out.": "linear_2.",
+            },
+        ),
+        transformers="5.23.0",
     ),
-    transformers="5.23.0",
-)
-
-# Images of whole tokens, as vLLM prepares them; LightOnOCR's own processor also leaves half a token.
-_LIGHTON_OCR = variant(
-    _MISTRAL3,
-    "lighton_ocr",
-    "LightOnOCR",
-    beside=projector(
-        "lighton_ocr.LightOnOcrMultiModalProjector", in_model("vision_projection.", "multi_modal_projector.")
+    # Images of whole tokens, as vLLM prepares them; LightOnOCR's processor also leaves half a token.
+    variant(
+        _MISTRAL3,
+        "lighton_ocr",
+        "LightOnOCR",
+        beside=projector(
+            "lighton_ocr.LightOnOcrMultiModalProjector", in_model("vision_projection.", "multi_modal_projector.")
+        ),
+        transformers="5.23.0",
     ),
-    transformers="5.23.0",
 )
-
-ROWS = (_PIXTRAL, _MISTRAL3, _MISTRAL_LARGE4, _LIGHTON_OCR)

@@ -24,8 +24,20 @@ from vitwire_server.towers.shared.learned import TAPPED
 from vitwire_server.towers.shared.parts import part, stock, variant
 
 
+def _muse_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
+    frames = config.vision_config.patch_temporal
+
+    def of(own: Mapping[str, Any]) -> Preprocessing:
+        mean, std = (per_channel(own, key, HALF[0]) * frames for key in ("image_mean", "image_std"))
+        return unsized({**own, "image_mean": None, "image_std": None}, (mean, std))
+
+    return {Modality.IMAGE: of(files.image), Modality.VIDEO: of(files.video)}
+
+
 class MuseTower(RasterTower):
     """Patches are brought into the order of windows for all layers; some of these see the whole frame."""
+
+    swapped = False
 
     def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
         super().__init__(family, parts, config)
@@ -59,8 +71,9 @@ class MuseTower(RasterTower):
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
         """Neighbours are numbered in the order of windows."""
         embedder = self.model.patch_embedder
+        sides = (grid.w, grid.h) if self.swapped else (grid.h, grid.w)
         indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-            torch.tensor([self._looked_up(grid)]),
+            torch.tensor([(1, *sides)]),
             num_grid_per_side=embedder.num_grid_per_side,
             mode=embedder.interpolation_mode,
             align_corners=embedder.interpolation_align_corners,
@@ -79,10 +92,6 @@ class MuseTower(RasterTower):
             "cu_window_seqlens": ends[1:].int(),
             "neighbours": torch.argsort(order)[neighbours(grid, self.geometry.merge)],
         }
-
-    def _looked_up(self, grid: Grid) -> tuple[int, int, int]:
-        """The grid of one frame, as the learned positions are resampled to it."""
-        return 1, grid.h, grid.w
 
     def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
         model, embedder = self.model, self.model.patch_embedder
@@ -105,22 +114,7 @@ class MuseTower(RasterTower):
 class MuseSparkTower(MuseTower):
     """The patch at (row, column) has the learned position of (column, row)."""
 
-    def _looked_up(self, grid: Grid) -> tuple[int, int, int]:
-        return 1, grid.w, grid.h
-
-
-def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
-    frames = config.vision_config.patch_temporal
-
-    def of(own: Mapping[str, Any]) -> Preprocessing:
-        mean, std = (
-            per_channel(own, key, default) * frames
-            for key, default in zip(("image_mean", "image_std"), HALF, strict=True)
-        )
-        rest = {**own, "image_mean": mean, "image_std": std}
-        return unsized(rest, (mean, std))
-
-    return {Modality.IMAGE: of(files.image), Modality.VIDEO: of(files.video)}
+    swapped = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +127,8 @@ class MuseFamily(RasterFamily):
 
 
 _GLIMMER = MuseFamily(
-    model_type="muse_glimmer",
-    title="Muse Glimmer",
+    "muse_glimmer",
+    "Muse Glimmer",
     tower=stock("muse_glimmer.MuseGlimmerVisionModel", in_model("vision_tower.")),
     beside={
         "adapter": part("muse_glimmer.MuseGlimmerVisionAdapter", in_model("vision_adapter.")),
@@ -147,7 +141,7 @@ _GLIMMER = MuseFamily(
     forward=MuseTower,
     merge="vision_config.merge_size",
     layers="layers",
-    processor=_settings,
+    processor=_muse_settings,
     images=Accepts.PIXELS,
     videos=Accepts.PIXELS,
     transformers="5.23.0",

@@ -13,7 +13,7 @@ from torch.nn import functional
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry
 from vitwire_server.core.pooling import Pooling
-from vitwire_server.towers.configs import Config, changed, dtype_of, new_config
+from vitwire_server.towers.configs import Config, Served, dtype_of, new_config
 from vitwire_server.towers.family import Accepts, Parts, Pool, Pooler, in_model, of_transformers, stripped
 from vitwire_server.towers.layouts.packed import PackedFamily, PackedTower
 from vitwire_server.towers.layouts.patches import neighbours, taps
@@ -21,7 +21,6 @@ from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
 from vitwire_server.towers.metadata import Kind, Rows, Sources
 from vitwire_server.towers.processors.settings import CLIP, AreaRule, images, unsized
-from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fused import unfused
 from vitwire_server.towers.shared.learned import TAPPED, fix_positions
 from vitwire_server.towers.shared.parts import part, projector, stock
@@ -84,15 +83,9 @@ def _summary(parts: Parts, _: Config) -> Pool:
 
 
 def _config(folder: Path, settings: Mapping[str, Any]) -> Config:
-    """Versions 2 and 3 were published with the arguments of NVIDIA's code as configuration.
-
-    Raises KeyError, TypeError or ValueError over arguments that are not supported.
-    """
-    return of_transformers(folder, settings) if settings.get("model_type") else _of_arguments(settings)
-
-
-def _of_arguments(settings: Mapping[str, Any]) -> Config:
-    """The configuration of transformers' class that says what NVIDIA's arguments say."""
+    """Versions 2 and 3 were published with the arguments of NVIDIA's code as configuration."""
+    if settings.get("model_type"):
+        return of_transformers(folder, settings)
     args = settings["args"]
     named = _NAMED.fullmatch(str(args["model"]))
     if not named or named["size"] not in _SIZES:
@@ -132,7 +125,7 @@ class RadioTower(RasterTower):
         self._eps: float | None = config.vision_config.layer_norm_eps if normed else None
 
     def _geometry(self, config: Config) -> Geometry:
-        return super()._geometry(changed(config, {_MERGE: round(1 / config.downsample_ratio)}))
+        return replace(super()._geometry(config), merge=round(1 / config.downsample_ratio))
 
     def _inputs(self) -> dict[str, Kind]:
         return {**TAPPED, "neighbours": Sources(self.geometry.merge**2)}
@@ -177,10 +170,6 @@ def _sequences(ends: Tensor, patches: int, first: int) -> tuple[Tensor, Tensor]:
     return ends.long() + first * frames, numbers + first * (own + 1)
 
 
-_MERGE = "vision_config.merged_by"
-"""Field of the changed configuration: root of a token's patches."""
-
-
 class EdgeTower(PackedTower):
     """Learned positions, resampled to each grid on the host, as antialiasing has no taps; patches are `(p, p, C)`."""
 
@@ -211,9 +200,9 @@ _unfused = unfused(".attn.qkv.", ".attention.{}_proj.")
 
 ROWS = (
     PlainFamily(
-        model_type="radio",
+        "radio",
+        "C-RADIO 2 to 4",
         original="RADIOModel",
-        title="C-RADIO 2 to 4",
         configuration=_config,
         tower=part(
             "radio.RadioModel",
@@ -231,8 +220,8 @@ ROWS = (
         transformers="5.23.0",
     ),
     RasterFamily(
-        model_type="nemotron_h_omni",
-        title="Nemotron 3 Omni",
+        "nemotron_h_omni",
+        "Nemotron 3 Omni",
         tower=stock(
             "vitwire_server.towers.models.nemotron_tower:Radio",
             stripped("vision_model.radio_model.", "vision_model."),
@@ -251,7 +240,6 @@ ROWS = (
             served=(Served("downsample_ratio", shuffles, SHUFFLED),),
         ),
         forward=RadioTower,
-        merge=_MERGE,
         layers="encoder.layer",
         processor=images(
             lambda image, _: unsized(
@@ -262,8 +250,8 @@ ROWS = (
         transformers="5.23.0",
     ),
     PackedFamily(
-        model_type="cosmos3_edge",
-        title="Cosmos 3 Edge",
+        "cosmos3_edge",
+        "Cosmos 3 Edge",
         video_processor="Cosmos3Edge",
         tower=stock("cosmos3_edge.Cosmos3EdgeVisionModel", in_model("visual."), renames=_EDGE_NAMES),
         beside=projector("cosmos3_edge.Cosmos3EdgePatchMerger", in_model("projector.")),

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +10,22 @@ from torch import Tensor
 
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config, dtype_of, new_config, usual_fields
-from vitwire_server.towers.family import Parts, Weights, in_model, stripped
+from vitwire_server.towers.configs import Config, dtype_of, new_config, one_of, require, usual_fields
+from vitwire_server.towers.family import in_model, stripped
 from vitwire_server.towers.layouts.tiles import TileFamily, side
 from vitwire_server.towers.processors.settings import CLIP, images, per_channel, whole
 from vitwire_server.towers.processors.tiles import fits_tower, shade, tiled
-from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.fused import position_tables, split_qkv
-from vitwire_server.towers.shared.parts import projector, stock
+from vitwire_server.towers.shared.parts import projector, stock, variant
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles, whole_squares
 
+_INDICATORS = 5
+"""Words of the visual vocabulary that mark an image's layout."""
+_MOST_PARTS = 9
+"""That the authors' code cuts an image in, unless it is asked for another number."""
 
-def _settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
+
+def _ovis_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     tile = (side(config.vision_config.image_size),) * 2
     fits_tower(image, tile[0])
     most = whole(image, "max_patches", 12)
@@ -37,12 +42,6 @@ def _settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     return tiled(image, tiling, CLIP)
 
 
-_INDICATORS = 5
-"""Words of the visual vocabulary that mark an image's layout."""
-_MOST_PARTS = 9
-"""That the authors' code cuts an image in, unless it is asked for another number."""
-
-
 def _original_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     """The authors' code cuts images, and has their processor resize and normalise the parts."""
     size = side(config.vision_config.image_size)
@@ -56,63 +55,11 @@ def _original_settings(image: Mapping[str, Any], config: Config) -> Preprocessin
     return tiled(image, tiling, CLIP)
 
 
-class Ovis2(ProjectedTiles):
-    """The tower gives each token probabilities over a visual vocabulary, whose embeddings are averaged by them.
-
-    The last words of the vocabulary mark an image's layout.
-    """
-
-    def __init__(self, parts: Parts, config: Config) -> None:
-        super().__init__(
-            parts,
-            config,
-            merged_by="vision_config.hidden_stride",
-            layers="transformer.encoder.layers",
-            width="hidden_size",
-        )
-        self._words = config.vision_config.vocab_size - config.vision_config.num_visual_indicator_tokens
-
-    def encode(self, tiles: Tensor) -> Tensor:
-        probabilities: Tensor = self._tower(pixel_values=tiles).pooler_output
-        return probabilities @ self._projector.weight[: self._words]  # type: ignore[no-any-return]
-
-
-_OVIS2 = TileFamily(
-    model_type="ovis2",
-    title="Ovis 2",
-    tower=stock(
-        "ovis2.Ovis2VisionModel",
-        in_model("vision_tower."),
-        served=(
-            Served("tokenize_function", lambda name, _: name == "softmax", "'softmax'"),
-            whole_squares("hidden_stride"),
-        ),
-    ),
-    beside=projector(
-        "ovis2.Ovis2VisualEmbeddingTable",
-        in_model("visual_embeddings_table."),
-        arguments=lambda config: (config.vision_config.vocab_size, config.hidden_size),
-    ),
-    encoder=Ovis2,
-    processor=images(_settings),
-)
-
-
-def _converted(weights: Weights, _: Config) -> Weights:
-    return position_tables(split_qkv(weights, ".attn.qkv.", ".attention.{}_proj."))
-
-
-def _config(_: Path, settings: Mapping[str, Any]) -> Config:
-    """Of a config.json that names the tower's fields in AIDC-AI's way.
-
-    Raises KeyError, TypeError or ValueError if it is not of a model that is supported.
-    """
+def _ovis_config(_: Path, settings: Mapping[str, Any]) -> Config:
+    """Of a config.json that names the tower's fields in AIDC-AI's way."""
     own = settings["visual_tokenizer_config"]
     backbone = own["backbone_config"]
-    if backbone["model_type"] != "aimv2":
-        raise ValueError(
-            f"visual_tokenizer_config.backbone_config.model_type is {backbone['model_type']!r}, but must be 'aimv2'"
-        )
+    require("visual_tokenizer_config.backbone_config.model_type", backbone["model_type"], "aimv2")
     return new_config(
         "ovis2",
         hidden_size=settings["hidden_size"],
@@ -126,32 +73,71 @@ def _config(_: Path, settings: Mapping[str, Any]) -> Config:
     )
 
 
-_OVIS = replace(
-    _OVIS2,
-    model_type="ovis",
-    configuration=_config,
+class Ovis2(ProjectedTiles):
+    """The tower gives each token probabilities over a visual vocabulary, whose embeddings are averaged by them.
+
+    The last words of the vocabulary mark an image's layout.
+    """
+
+    def encode(self, tiles: Tensor) -> Tensor:
+        vision = self._tower.config
+        words = self._projector.weight[: vision.vocab_size - vision.num_visual_indicator_tokens]
+        return self._tower(pixel_values=tiles).pooler_output @ words  # type: ignore[no-any-return]
+
+
+_OVIS2 = TileFamily(
+    "ovis2",
+    "Ovis 2",
     tower=stock(
         "ovis2.Ovis2VisionModel",
-        {"visual_tokenizer.backbone.": "transformer.", "visual_tokenizer.head.": "head."},
-        renames=(
-            (r"^head\.0\.", "head_linear."),
-            (r"^head\.1\.", "head_norm."),
-            (r"^transformer\.preprocessor\.pos_embed$", "transformer.embeddings.position_embedding.weight"),
-            (r"^transformer\.preprocessor\.patchifier\.proj\.", "transformer.embeddings.patch_embedding."),
-            (r"^transformer\.preprocessor\.patchifier\.norm\.", "transformer.embeddings.rms_norm."),
-            (r"^transformer\.trunk\.post_trunk_norm\.", "transformer.rms_norm."),
-            (r"^transformer\.trunk\.blocks\.", "transformer.encoder.layers."),
-            (r"\.norm_([12])\.", r".rms_norm\1."),
-            (r"\.attn\.proj\.", ".attention.out_proj."),
-            (r"\.mlp\.fc1\.", ".ffn.gate_proj."),
-            (r"\.mlp\.fc2\.", ".ffn.down_proj."),
-            (r"\.mlp\.fc3\.", ".ffn.up_proj."),
+        in_model("vision_tower."),
+        served=(
+            one_of("tokenize_function", "softmax"),
+            whole_squares("hidden_stride"),
         ),
-        convert=_converted,
-        served=_OVIS2.tower.served,
     ),
-    beside={"projector": replace(_OVIS2.modules["projector"], prefixes=stripped("vte."))},
-    processor=images(_original_settings),
+    beside=projector(
+        "ovis2.Ovis2VisualEmbeddingTable",
+        in_model("visual_embeddings_table."),
+        arguments=lambda config: (config.vision_config.vocab_size, config.hidden_size),
+    ),
+    encoder=partial(
+        Ovis2,
+        merged_by="vision_config.hidden_stride",
+        layers="transformer.encoder.layers",
+        width="hidden_size",
+    ),
+    processor=images(_ovis_settings),
 )
 
-ROWS = (_OVIS2, _OVIS)
+ROWS = (
+    _OVIS2,
+    variant(
+        _OVIS2,
+        "ovis",
+        _OVIS2.title,
+        configuration=_ovis_config,
+        tower=stock(
+            "ovis2.Ovis2VisionModel",
+            {"visual_tokenizer.backbone.": "transformer.", "visual_tokenizer.head.": "head."},
+            renames=(
+                (r"^head\.0\.", "head_linear."),
+                (r"^head\.1\.", "head_norm."),
+                (r"^transformer\.preprocessor\.pos_embed$", "transformer.embeddings.position_embedding.weight"),
+                (r"^transformer\.preprocessor\.patchifier\.proj\.", "transformer.embeddings.patch_embedding."),
+                (r"^transformer\.preprocessor\.patchifier\.norm\.", "transformer.embeddings.rms_norm."),
+                (r"^transformer\.trunk\.post_trunk_norm\.", "transformer.rms_norm."),
+                (r"^transformer\.trunk\.blocks\.", "transformer.encoder.layers."),
+                (r"\.norm_([12])\.", r".rms_norm\1."),
+                (r"\.attn\.proj\.", ".attention.out_proj."),
+                (r"\.mlp\.fc1\.", ".ffn.gate_proj."),
+                (r"\.mlp\.fc2\.", ".ffn.down_proj."),
+                (r"\.mlp\.fc3\.", ".ffn.up_proj."),
+            ),
+            convert=lambda weights, _: position_tables(split_qkv(weights, ".attn.qkv.", ".attention.{}_proj.")),
+            served=_OVIS2.tower.served,
+        ),
+        beside={"projector": replace(_OVIS2.modules["projector"], prefixes=stripped("vte."))},
+        processor=images(_original_settings),
+    ),
+)

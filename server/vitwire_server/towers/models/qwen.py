@@ -8,12 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from vitwire_server.towers.configs import Config
+from vitwire_server.towers.configs import Config, Served, new_config, require
 from vitwire_server.towers.family import Accepts, in_model, stripped
 from vitwire_server.towers.layouts.heads import Deepstack, Head
 from vitwire_server.towers.layouts.packed import AttentionSpan, Inputs, PackedFamily
 from vitwire_server.towers.processors.settings import AreaRule
-from vitwire_server.towers.served import Served
 from vitwire_server.towers.shared.parts import projector, stock, variant
 
 _OUT = "vision_config.out_hidden_size"
@@ -24,47 +23,37 @@ _WINDOWS = Served(
     lambda pixels, vision: pixels >= vision.patch_size * vision.spatial_merge_size,
     "at least the pixels of one token's side, patch_size * spatial_merge_size",
 )
-_HYPERCLOVA_TOWERS = ("qwen2_5_vl", "qwen2_5_vl_vision")
 _COSMOS = ("blocks.", "merger.", "patch_embed.", "pos_embed.", "deepstack_merger_list.")
-"""Beginnings of the weights of Cosmos 3's tower, which checkpoints hold beside a generator's, without a prefix."""
+"""Beginnings of the weights of Cosmos 3's tower, which checkpoints hold without a prefix, next to a generator's."""
 
 
 def _hyperclova_config(_: Path, settings: Mapping[str, Any]) -> Config:
-    """NAVER's config.json says `vlm`, and has the whole Qwen2.5-VL's name where the tower's belongs.
-
-    Raises ValueError over another tower or projector.
-    """
-    from transformers import HyperCLOVAXVisionV2Config  # noqa: PLC0415 - older releases lack it
-
-    tower, kind = settings["vision_config"].get("model_type"), settings.get("mm_projector_type", "linear")
-    if tower not in _HYPERCLOVA_TOWERS:
-        raise ValueError(f"vision_config.model_type is {tower!r}; supported: {', '.join(_HYPERCLOVA_TOWERS)}")
-    if kind != "linear":
-        raise ValueError(f"mm_projector_type is {kind!r}, but must be 'linear'")
-    config: Config = HyperCLOVAXVisionV2Config.from_dict(deepcopy(dict(settings)))
-    return config
+    """NAVER's config.json says `vlm`, and has the whole Qwen2.5-VL's name for the tower's."""
+    require("vision_config.model_type", settings["vision_config"].get("model_type"), "qwen2_5_vl", "qwen2_5_vl_vision")
+    require("mm_projector_type", settings.get("mm_projector_type", "linear"), "linear")
+    return new_config("hyperclovax_vision_v2", **deepcopy(dict(settings)))
 
 
 _QWEN2_VL = PackedFamily(
-    model_type="qwen2_vl",
-    title="Qwen2-VL",
+    "qwen2_vl",
+    "Qwen2-VL",
     video_processor="Qwen2VL",
     tower=stock("qwen2_vl.Qwen2VisionTransformerPretrainedModel", _VISUAL),
     width="vision_config.hidden_size",
 )
 
-_QWEN2_5_VL = PackedFamily(
-    model_type="qwen2_5_vl",
-    title="Qwen2.5-VL",
-    video_processor="Qwen2VL",
+_QWEN2_5_VL = variant(
+    _QWEN2_VL,
+    "qwen2_5_vl",
+    "Qwen2.5-VL",
     tower=stock("qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel", _VISUAL, served=(_WINDOWS,)),
     width=_OUT,
     span=AttentionSpan.WINDOWS,
 )
 
 _QWEN3_VL = PackedFamily(
-    model_type="qwen3_vl",
-    title="Qwen3-VL",
+    "qwen3_vl",
+    "Qwen3-VL",
     video_processor="Qwen3VL",
     tower=stock("qwen3_vl.Qwen3VLVisionModel", _VISUAL),
     width=_OUT,
@@ -142,7 +131,7 @@ ROWS = (
         _QWEN3_VL,
         "cosmos3_omni",
         "Cosmos 3 (reasoner)",
-        tower=replace(_QWEN3_VL.tower, prefixes={**_QWEN3_VL.tower.prefixes, **{name: name for name in _COSMOS}}),
+        tower=replace(_QWEN3_VL.tower, prefixes={**_VISUAL, **{name: name for name in _COSMOS}}),
         transformers="5.23.0",
     ),
     variant(

@@ -1,6 +1,6 @@
 """DeepSeek-OCR-2, whose SAM feeds a language model's layers, and Unlimited-OCR (Baidu), whose SAM feeds CLIP's."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config, changed
-from vitwire_server.towers.family import Parts, of_transformers, stripped
+from vitwire_server.towers.family import Module, Parts, in_model, of_transformers, stripped
 from vitwire_server.towers.layouts.assembled import CropEncoder
 from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, heads_of
 from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, images, whole
@@ -36,14 +36,14 @@ _MERGE = 4
 """Root of the patches of SAM that become one token."""
 
 
-def _config(folder: Path, settings: Mapping[str, Any], *, crop: int) -> Config:
-    """Adds `crop_size`, which the processor's files have; `crop` where they do not."""
+def _ocr_config(folder: Path, settings: Mapping[str, Any], *, crop: int) -> Config:
+    """Adds `crop_size`, from the processor's files; `crop` is the default."""
     crop = ProcessorFiles.read(folder).square("tile_size", crop)
     return changed(of_transformers(folder, settings), {"crop_size": crop})
 
 
-def _settings(image: Mapping[str, Any], config: Config, *, most: int) -> Preprocessing:
-    """An overview of each image and crops of large ones: `most` of them where the files do not say."""
+def _ocr_settings(image: Mapping[str, Any], config: Config, *, most: int) -> Preprocessing:
+    """An overview of each image and crops of large ones, by default at most `most`."""
     overview, crop = config.vision_config.sam_config.image_size, config.crop_size
     if not image.get("crop_to_patches", True):
         raise ValueError("unsupported crop_to_patches: false")
@@ -107,8 +107,7 @@ class DeepseekOcr2(SamEncoder):
         self._queries = dict(zip(sizes, (tower.query_1024_resolution, tower.query_768_resolution), strict=True))
         super().__init__(parts, config)
         counts = {size: len(queries.weight) for size, queries in self._queries.items()}
-        self._constants = nn.ModuleDict({str(size): self._fixed(count) for size, count in counts.items()})
-        self.model["constants"] = self._constants
+        self.model["constants"] = nn.ModuleDict({str(size): self._fixed(count) for size, count in counts.items()})
         self.blocks = [*self._tower.sam_encoder.layers, *self._tower.vision_encoder.layers]
 
     def _tokens(self, size: int) -> int:
@@ -119,7 +118,7 @@ class DeepseekOcr2(SamEncoder):
 
     @torch.no_grad()
     def _fixed(self, count: int) -> Constants:
-        """Mask and rotary positions of so many patches and as many queries: a query sees those before it."""
+        """Mask and rotary positions of this many patches and as many queries: a query sees those before it."""
         weight, length = self._tower.query_1024_resolution.weight, 2 * count
         seen = torch.ones(length, length, dtype=torch.bool).tril()
         seen[:count, :count] = True
@@ -129,8 +128,8 @@ class DeepseekOcr2(SamEncoder):
 
     def encode_crops(self, crops: Tensor) -> Tensor:
         size = crops.shape[-1]
-        queries, constants = self._queries[size].weight, self._constants[str(size)]
-        encoder: Any = self._tower.vision_encoder
+        queries, constants = self._queries[size].weight, self.model["constants"][str(size)]
+        encoder = self._tower.vision_encoder
         patches = self._tower.sam_encoder(crops).last_hidden_state.flatten(2).transpose(1, 2)
         states = torch.cat([patches, queries.expand(len(crops), -1, -1)], dim=1)
         rotary = (constants.cosines.to(states.dtype), constants.sines.to(states.dtype))
@@ -139,75 +138,62 @@ class DeepseekOcr2(SamEncoder):
         return self._projector(encoder.norm(states[:, patches.shape[1] :]))  # type: ignore[no-any-return]
 
 
-_PROJECTOR = stripped("model.multi_modal_projector.", "model.projector.layers.")
-_SEPARATOR = part(
-    SingleParameter,
-    {"model.view_separator": "weight", "model.view_seperator": "weight"},
-    arguments=lambda config: (config.text_config.hidden_size,),
-)
-"""The row behind every image."""
-
-_DEEPSEEK_OCR2 = TileFamily(
-    model_type="deepseek_ocr2",
-    title="DeepSeek-OCR-2",
-    configuration=partial(_config, crop=768),
-    tower=stock(
-        "deepseek_ocr2.DeepseekOcr2VisionModel",
-        {
-            "model.vision_tower.": "",
-            "vision_tower.": "",
-            "model.sam_model.": "sam_encoder.",
-            "model.qwen2_model.model.model.": "vision_encoder.",
-            "model.qwen2_model.query_": "query_",
-        },
-        renames=(*_SAM_NAMES, (r"^query_(768|1024)\.", r"query_\1_resolution.")),
-        ignored=("vision_encoder.embed_tokens.",),
-    ),
-    beside={
+def _beside(columns: Callable[[Config], int]) -> dict[str, Module]:
+    """The projector, from the tower's columns by its configuration, and the row behind every image."""
+    return {
         "projector": part(
             nn.Linear,
-            _PROJECTOR,
-            arguments=lambda config: (config.vision_config.encoder_config.hidden_size, config.text_config.hidden_size),
+            stripped("model.multi_modal_projector.", "model.projector.layers."),
+            arguments=lambda config: (columns(config.vision_config), config.text_config.hidden_size),
         ),
-        "separator": _SEPARATOR,
-    },
-    encoder=DeepseekOcr2,
-    processor=images(partial(_settings, most=6)),
-)
+        "separator": part(
+            SingleParameter,
+            {"model.view_separator": "weight", "model.view_seperator": "weight"},
+            arguments=lambda config: (config.text_config.hidden_size,),
+        ),
+    }
 
-_UNLIMITED_OCR = TileFamily(
-    model_type="unlimited_ocr",
-    title="Unlimited-OCR",
-    configuration=partial(_config, crop=640),
-    tower=stock(
-        "unlimited_ocr.UnlimitedOcrVisionModel",
-        {
-            "model.vision_tower.": "",
-            "vision_tower.": "",
-            "model.sam_model.": "sam_encoder.",
-            "sam_model.": "sam_encoder.",
-            "model.vision_model.": "vision_encoder.",
-            "vision_model.": "vision_encoder.",
-        },
-        renames=(*_SAM_NAMES, (r"^vision_encoder\.transformer\.", "vision_encoder.encoder.")),
-        ignored=("vision_encoder.embeddings.patch_embedding.", "vision_encoder.embeddings.position_ids"),
-        convert=unfused(".qkv_proj.", ".{}_proj."),
+
+ROWS = (
+    TileFamily(
+        "deepseek_ocr2",
+        "DeepSeek-OCR-2",
+        configuration=partial(_ocr_config, crop=768),
+        tower=stock(
+            "deepseek_ocr2.DeepseekOcr2VisionModel",
+            {
+                **in_model("vision_tower."),
+                "model.sam_model.": "sam_encoder.",
+                "model.qwen2_model.model.model.": "vision_encoder.",
+                "model.qwen2_model.query_": "query_",
+            },
+            renames=(*_SAM_NAMES, (r"^query_(768|1024)\.", r"query_\1_resolution.")),
+            ignored=("vision_encoder.embed_tokens.",),
+        ),
+        beside=_beside(lambda vision: vision.encoder_config.hidden_size),
+        encoder=DeepseekOcr2,
+        processor=images(partial(_ocr_settings, most=6)),
     ),
-    beside={
-        "projector": part(
-            nn.Linear,
-            _PROJECTOR,
-            arguments=lambda config: (
-                config.vision_config.sam_config.downsample_channels[-1]
-                + config.vision_config.encoder_config.hidden_size,
-                config.text_config.hidden_size,
-            ),
+    TileFamily(
+        "unlimited_ocr",
+        "Unlimited-OCR",
+        configuration=partial(_ocr_config, crop=640),
+        tower=stock(
+            "unlimited_ocr.UnlimitedOcrVisionModel",
+            {
+                **in_model("vision_tower."),
+                "model.sam_model.": "sam_encoder.",
+                "sam_model.": "sam_encoder.",
+                "model.vision_model.": "vision_encoder.",
+                "vision_model.": "vision_encoder.",
+            },
+            renames=(*_SAM_NAMES, (r"^vision_encoder\.transformer\.", "vision_encoder.encoder.")),
+            ignored=("vision_encoder.embeddings.patch_embedding.", "vision_encoder.embeddings.position_ids"),
+            convert=unfused(".qkv_proj.", ".{}_proj."),
         ),
-        "separator": _SEPARATOR,
-    },
-    encoder=UnlimitedOcr,
-    processor=images(partial(_settings, most=32)),
-    transformers="5.23.0",
+        beside=_beside(lambda vision: vision.sam_config.downsample_channels[-1] + vision.encoder_config.hidden_size),
+        encoder=UnlimitedOcr,
+        processor=images(partial(_ocr_settings, most=32)),
+        transformers="5.23.0",
+    ),
 )
-
-ROWS = (_DEEPSEEK_OCR2, _UNLIMITED_OCR)

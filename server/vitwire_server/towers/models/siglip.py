@@ -22,16 +22,13 @@ from vitwire_server.towers.shared.parts import part, stock, variant
 from vitwire_server.towers.shared.pooling import MEAN, attention, segment_attention, segment_means
 from vitwire_server.towers.shared.siglip import packed_layers
 
+_SIGLIP, _SIGLIP_HEAD = "siglip.SiglipVisionModel", "siglip.SiglipMultiheadAttentionPoolingHead"
+_NOT_SIGLIP = ("head.", "embeddings.position_ids")
 _SIGLIP2_PATCHES = 256
-_TOWER, _HEAD = "siglip.SiglipVisionModel", "siglip.SiglipMultiheadAttentionPoolingHead"
-_NOT_TOWER = ("head.", "embeddings.position_ids")
 
 
 def siglip2_config(folder: Path, settings: Mapping[str, Any]) -> Config:
-    """Without the pooling head, which is not a part of the tower.
-
-    Raises ValueError over a table of positions that is not square.
-    """
+    """Without the pooling head, which is not a part of the tower. Raises ValueError unless positions are a square."""
     config = of_transformers(folder, settings)
     vision = config.vision_config
     if isqrt(vision.num_patches) ** 2 != vision.num_patches:
@@ -40,7 +37,7 @@ def siglip2_config(folder: Path, settings: Mapping[str, Any]) -> Config:
     return changed(config, {"vision_config.vision_use_head": False, "has_head": used})
 
 
-def _settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
+def _siglip2_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     patch = config.vision_config.patch_size
     most = whole(image, "max_num_patches", _SIGLIP2_PATCHES)
     return bounded_above(image, most * patch**2, patch, Resizing.MOST_PATCHES, HALF, BILINEAR)
@@ -74,7 +71,7 @@ class Siglip2Tower(RasterTower):
 
 
 def _pix2struct_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
-    """Clients send pixels, as the processor normalises each image by its own mean and deviation."""
+    """Clients send pixels, as the processor normalises each image by the mean and deviation of its pixels."""
     patch = config.vision_config.patch_size
     most = whole(image, "max_patches", 2048) * patch**2
     return bounded_above(image, most, patch, Resizing.OTHER, IDENTITY)
@@ -112,49 +109,47 @@ def _pix2struct_config(folder: Path, settings: Mapping[str, Any]) -> Config:
     return changed(config, {"vision_config.patch_size": side})
 
 
-_SIGLIP2 = RasterFamily(
-    model_type="siglip2",
-    title="SigLIP 2 NaFlex",
-    configuration=siglip2_config,
-    tower=stock("siglip2.Siglip2VisionModel", stripped("vision_model."), ignored=("head.",)),
-    width="vision_config.hidden_size",
-    forward=Siglip2Tower,
-    converts=False,
-    channels_last=True,
-    processor=images(_settings),
-    poolers=(
-        replace(
-            attention(stock("siglip2.Siglip2MultiheadAttentionPoolingHead", stripped("vision_model.head."))),
-            make=segment_attention,
-        ),
-        Pooler(pooling=Pooling.MEAN, make=segment_means),
-    ),
-)
-
-_SIGLIP = PlainFamily(
-    model_type="siglip",
-    title="SigLIP, SigLIP 2 of fixed resolution",
-    tower=stock(_TOWER, stripped("vision_model."), ignored=_NOT_TOWER),
+_SIGLIP_ALONE = PlainFamily(
+    "siglip_vision_model",
+    "SigLIP (vision alone)",
+    tower=part(_SIGLIP, stripped("vision_model.", ""), ignored=_NOT_SIGLIP),
     encoder=PlainEncoder,
     leading=0,
     head="vision_use_head",
-    poolers=(attention(stock(_HEAD, stripped("vision_model.head."))), MEAN),
+    poolers=(attention(part(_SIGLIP_HEAD, stripped("vision_model.head.", "head."))), MEAN),
     processor="Siglip",
 )
 
 ROWS = (
-    _SIGLIP2,
-    _SIGLIP,
-    variant(
-        _SIGLIP,
-        "siglip_vision_model",
-        "SigLIP (vision alone)",
-        tower=part(_TOWER, stripped("vision_model.", ""), ignored=_NOT_TOWER),
-        poolers=(attention(part(_HEAD, stripped("vision_model.head.", "head."))), MEAN),
-    ),
     RasterFamily(
-        model_type="pix2struct",
-        title="Pix2Struct, MatCha, DePlot",
+        "siglip2",
+        "SigLIP 2 NaFlex",
+        configuration=siglip2_config,
+        tower=stock("siglip2.Siglip2VisionModel", stripped("vision_model."), ignored=("head.",)),
+        width="vision_config.hidden_size",
+        forward=Siglip2Tower,
+        converts=False,
+        channels_last=True,
+        processor=images(_siglip2_settings),
+        poolers=(
+            replace(
+                attention(stock("siglip2.Siglip2MultiheadAttentionPoolingHead", stripped("vision_model.head."))),
+                make=segment_attention,
+            ),
+            Pooler(pooling=Pooling.MEAN, make=segment_means),
+        ),
+    ),
+    variant(
+        _SIGLIP_ALONE,
+        "siglip",
+        "SigLIP, SigLIP 2 of fixed resolution",
+        tower=stock(_SIGLIP, stripped("vision_model."), ignored=_NOT_SIGLIP),
+        poolers=(attention(stock(_SIGLIP_HEAD, stripped("vision_model.head."))), MEAN),
+    ),
+    _SIGLIP_ALONE,
+    RasterFamily(
+        "pix2struct",
+        "Pix2Struct, MatCha, DePlot",
         configuration=_pix2struct_config,
         tower=stock("pix2struct.Pix2StructVisionModel", stripped("encoder.")),
         width="vision_config.hidden_size",

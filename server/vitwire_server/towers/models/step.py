@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
 
 
 def _step3_config(folder: Path, settings: Mapping[str, Any]) -> Config:
-    """Checkpoints of the hub's own code and of transformers differ in the names of their fields."""
+    """Checkpoints of the hub's code and of transformers differ in the names of their fields."""
     text = settings.get("text_config") or {}
     config = new_config(
         "step3p7",
@@ -53,15 +54,6 @@ def _got_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     return tiled(image, nearest_ratio(image, side(config.vision_config.image_size), cuts=False), CLIP)
 
 
-def _resampled(table: Tensor, side: int) -> Tensor:
-    """Learned positions `(own * own, C)` of a square grid for one of `side * side`: `(1, side * side, C)`."""
-    own = round(len(table) ** 0.5)
-    grid = table.T.reshape(1, -1, own, own)
-    if own != side:
-        grid = functional.interpolate(grid, size=(side, side), mode="bilinear", align_corners=False)
-    return grid.flatten(2).transpose(1, 2)
-
-
 class Step3(CropEncoder):
     """A ViT with rotary positions and two strided convolutions; positions of both sizes are constants."""
 
@@ -75,26 +67,26 @@ class Step3(CropEncoder):
         self.attention_heads = heads_of(vision)
         self.blocks = list(self._tower.layers)
         sides = {shape.height // self.patch for shape in (self.tile, self.crop)}
-        self._constants = nn.ModuleDict({str(side): self._fixed(side) for side in sides})
-        self.model["constants"] = self._constants
+        self.model["constants"] = nn.ModuleDict({str(side): self._fixed(side) for side in sides})
 
     def _shape(self, size: int) -> TileShape:
-        side = size // self.patch
-        for _ in range(2):
-            side = (side - 1) // 2 + 1
-        return TileShape(size, size, side * side)
+        return TileShape(size, size, ceil(size // self.patch / self.merge) ** 2)
 
     @torch.no_grad()
     def _fixed(self, side: int) -> Constants:
-        """Positions of a grid of so many patches a side, learned and rotary."""
+        """Positions of a grid with this many patches a side: the learned square, resampled, and rotary ones."""
         weight = self._tower.embeddings.position_embedding.weight
+        own = round(len(weight) ** 0.5)
+        learned = weight.float().T.reshape(1, -1, own, own)
+        if own != side:
+            learned = functional.interpolate(learned, size=(side, side), mode="bilinear", align_corners=False)
         ids = get_vision_position_ids(torch.tensor([[1, side, side]]), 1)
         cosines, sines = self._tower.rotary_emb(weight, ids.to(weight.device))
-        return Constants(learned=_resampled(weight.float(), side).clone(), cosines=cosines, sines=sines)
+        return Constants(learned=learned.flatten(2).transpose(1, 2).clone(), cosines=cosines, sines=sines)
 
     def encode(self, tiles: Tensor) -> Tensor:
         tower, side = self._tower, tiles.shape[-1] // self.patch
-        constants: Any = self._constants[str(side)]
+        constants = self.model["constants"][str(side)]
         patches = tower.embeddings.patch_embedding(tiles).flatten(2).transpose(1, 2)
         states = tower.pre_layernorm(patches + constants.learned.to(patches.dtype))
         for layer in tower.layers:
@@ -119,8 +111,8 @@ class GotOcr2(ProjectedTiles):
 
 
 _STEP3P7 = TileFamily(
-    model_type="step3p7",
-    title="Step-3.7",
+    "step3p7",
+    "Step-3.7",
     configuration=_step3_config,
     tower=stock("step3p7.Step3p7VisionModel", in_model("vision_model.")),
     beside=projector(
@@ -136,17 +128,15 @@ _STEP3P7 = TileFamily(
     processor=images(_step3_settings),
 )
 
-_GOT_OCR2 = TileFamily(
-    model_type="got_ocr2",
-    title="GOT-OCR 2",
-    tower=stock("got_ocr2.GotOcr2VisionEncoder", in_model("vision_tower.")),
-    beside=projector("got_ocr2.GotOcr2MultiModalProjector"),
-    encoder=GotOcr2,
-    processor=images(_got_settings),
-)
-
 ROWS = (
     _STEP3P7,
     *(replace(_STEP3P7, model_type=name, title="Step3-VL") for name in ("step3_vl", "step_robotics")),
-    _GOT_OCR2,
+    TileFamily(
+        "got_ocr2",
+        "GOT-OCR 2",
+        tower=stock("got_ocr2.GotOcr2VisionEncoder", in_model("vision_tower.")),
+        beside=projector("got_ocr2.GotOcr2MultiModalProjector"),
+        encoder=GotOcr2,
+        processor=images(_got_settings),
+    ),
 )

@@ -1,7 +1,6 @@
 """VideoLLaMA 3 (Alibaba DAMO Academy), in transformers' layout and in the authors' own."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,14 @@ from torch import Tensor
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry
-from vitwire_server.towers.configs import Config, dtype_of, new_config
+from vitwire_server.towers.configs import Config, dtype_of, new_config, require
 from vitwire_server.towers.family import Accepts, Parts, in_model, of_transformers
 from vitwire_server.towers.files import CheckpointError, optional_json
 from vitwire_server.towers.layouts.heads import Head, Output, of_clips
 from vitwire_server.towers.layouts.packed import PackedFamily
 from vitwire_server.towers.metadata import Kind, Sources
 from vitwire_server.towers.processors.settings import ProcessorFiles
-from vitwire_server.towers.shared.parts import projector, stock
+from vitwire_server.towers.shared.parts import projector, stock, variant
 
 _OF_CLIPS = 2
 """Root of the patches of a clip's token; an image's token is one patch."""
@@ -45,7 +44,7 @@ class SquareMeans(Head):
         return {"squares": Sources(_OF_CLIPS**2)}
 
     def compute(self, grid: Grid) -> dict[str, Tensor]:
-        """An image's patch is all four of its own square."""
+        """An image's patch is all four of its square."""
         patches = torch.arange(grid.patches)
         return {"squares": patches.view(-1, _OF_CLIPS**2) if grid.t > 1 else patches[:, None].repeat(1, _OF_CLIPS**2)}
 
@@ -60,7 +59,7 @@ class SquareMeans(Head):
         return rows
 
 
-def _config(folder: Path, settings: Mapping[str, Any]) -> Config:
+def _videollama_config(folder: Path, settings: Mapping[str, Any]) -> Config:
     """Raises CheckpointError over processors that merge other squares of patches than the published ones do."""
     files = ProcessorFiles.read(folder)
     _check_merged(files.image_path, "merge_size", files.image, 1)
@@ -68,17 +67,13 @@ def _config(folder: Path, settings: Mapping[str, Any]) -> Config:
     return of_transformers(folder, settings)
 
 
-def _original_config(folder: Path, settings: Mapping[str, Any]) -> Config:
-    """Of the authors' own code, whose config.json has the fields of the language model at its top.
-
-    Raises KeyError, TypeError or ValueError if it is not of a model that is supported.
-    """
+def _original_videollama_config(folder: Path, settings: Mapping[str, Any]) -> Config:
+    """Of the authors' code, whose config.json has the fields of the language model at its top."""
     path = folder / "processor_config.json"
     processor = optional_json(path)
     _check_merged(path, "image_merge_size", processor, 1)
     _check_merged(path, "video_merge_size", processor, _OF_CLIPS)
-    if (kind := settings.get("mm_projector_type")) != "mlp2x_gelu":
-        raise ValueError(f"mm_projector_type is {kind!r}, but must be 'mlp2x_gelu'")
+    require("mm_projector_type", settings.get("mm_projector_type"), "mlp2x_gelu")
     vision = settings["vision_encoder_config"]
     return new_config(
         "video_llama_3",
@@ -89,16 +84,15 @@ def _original_config(folder: Path, settings: Mapping[str, Any]) -> Config:
 
 
 def _check_merged(path: Path, key: str, settings: Mapping[str, Any], merge: int) -> None:
-    """Raises CheckpointError over another merge."""
     found = settings.get(key)
     if found not in (None, merge):
         raise CheckpointError(f"{path}: {key} is {found!r}, but must be {merge}")
 
 
 _VIDEO_LLAMA_3 = PackedFamily(
-    model_type="video_llama_3",
-    title="VideoLLaMA 3",
-    configuration=_config,
+    "video_llama_3",
+    "VideoLLaMA 3",
+    configuration=_videollama_config,
     tower=stock("video_llama_3.VideoLlama3VisionModel", in_model("vision_model.")),
     beside=projector("video_llama_3.VideoLlama3Projector", in_model("projector.")),
     head=SquareMeans,
@@ -106,13 +100,15 @@ _VIDEO_LLAMA_3 = PackedFamily(
     videos=Accepts.PIXELS,
 )
 
-_ORIGINAL = replace(
+ROWS = (
     _VIDEO_LLAMA_3,
-    model_type="videollama3_qwen2",
-    configuration=_original_config,
-    tower=replace(_VIDEO_LLAMA_3.tower, prefixes=in_model("vision_encoder.")),
-    beside=projector("video_llama_3.VideoLlama3Projector", in_model("mm_projector.")),
-    images=Accepts.PIXELS,
+    variant(
+        _VIDEO_LLAMA_3,
+        "videollama3_qwen2",
+        _VIDEO_LLAMA_3.title,
+        configuration=_original_videollama_config,
+        tower=stock("video_llama_3.VideoLlama3VisionModel", in_model("vision_encoder.")),
+        beside=projector("video_llama_3.VideoLlama3Projector", in_model("mm_projector.")),
+        images=Accepts.PIXELS,
+    ),
 )
-
-ROWS = (_VIDEO_LLAMA_3, _ORIGINAL)

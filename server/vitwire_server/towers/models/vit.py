@@ -9,18 +9,15 @@ from vitwire_server.towers.shared.parts import part, variant
 from vitwire_server.towers.shared.pooling import MEAN, class_token
 
 
-class Mae(PlainEncoder):
-    """All patches in their order, of which the stock forward masks some."""
-
-    def __init__(self, family: PlainFamily, parts: Parts, config: Config) -> None:
-        super().__init__(family, parts, config)
-        # All patches, no mask, and no order to restore.
-        self._tower.embeddings.random_masking = lambda patches, noise: (patches, None, None)  # noqa: ARG005
+def _mae(family: PlainFamily, parts: Parts, config: Config) -> PlainEncoder:
+    """The stock forward masks patches: here it takes all, in their order, without a mask or an order to restore."""
+    parts["tower"].embeddings.random_masking = lambda patches, noise: (patches, None, None)  # noqa: ARG005
+    return PlainEncoder(family, parts, config)
 
 
 _VIT = PlainFamily(
-    model_type="vit",
-    title="ViT",
+    "vit",
+    "ViT",
     tower=part(
         "vit.ViTModel",
         stripped("vit.", ""),
@@ -69,6 +66,6 @@ ROWS = (
         "vit_mae",
         "ViT-MAE",
         tower=replace(_VIT.tower, source="vit_mae.modeling_vit_mae:ViTMAEModel", arguments=None, ignored=("decoder.",)),
-        encoder=Mae,
+        encoder=_mae,
     ),
 )

@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from vitwire_server.towers.configs import Config, at, last_layer
+from vitwire_server.towers.configs import Config, Served, at, last_layer
 from vitwire_server.towers.family import Module, Parts, in_model
 from vitwire_server.towers.layouts.tiles import TileShape, TileTower, heads_of, merged_tile, side
-from vitwire_server.towers.served import Served
 
 SHUFFLED = "1 divided by a whole number"
 """The values that `shuffles` accepts, in words."""
