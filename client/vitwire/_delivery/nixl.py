@@ -16,7 +16,6 @@ from vitwire.embeddings import DTYPES, STORAGE
 from vitwire.errors import EncodeFailed
 from vitwire.model import Model
 from vitwire.shared.agents import MISSING, AgentError, is_installed
-from vitwire.shared.regions import rounded
 from vitwire.v1 import encoder_pb2 as pb
 
 log = logging.getLogger("vitwire")
@@ -160,7 +159,7 @@ class Leasing(NamedTuple):
             return Leases(self.nixl, None, (None,) * len(expected))
         sizes = [each.rows * each.width * self.value_bytes for each in expected]
         if self.nixl.is_required:
-            check_fits(pool, sizes)
+            pool.check_fits(sizes)
         row_bytes = {number: expected[number].width * self.value_bytes for number in late}
         leases = Leases(self.nixl, pool, [pool.lease(size) if size else None for size in sizes], row_bytes)
         if all(lease for lease, size in zip(leases.leases, sizes, strict=True) if size):
@@ -209,7 +208,7 @@ class Leases:
             nbytes = rows * self._row_bytes[number]
             if self._nixl.is_required:
                 taken = [lease.region.nbytes for lease in self.leases if lease]
-                check_fits(self._pool, [*taken, *(each for each, _ in self._announced.values()), nbytes])
+                self._pool.check_fits([*taken, *(each for each, _ in self._announced.values()), nbytes])
             self._announced[number] = nbytes, time.monotonic() + _ROOM_SECONDS
             self._changed.notify_all()
 
@@ -292,12 +291,3 @@ class Leases:
         self._settle({number})
         region = pb.Region(offset=lease.region.offset, bytes=lease.region.nbytes) if lease else None
         return pb.EncodeStreamRegion(item=number, region=region)
-
-
-def check_fits(pool: Pool, sizes: Sequence[int]) -> None:
-    """Raises EncodeFailed if the pool cannot hold the rows of one request at a time."""
-    if sum(map(rounded, sizes)) > pool.size:
-        raise EncodeFailed(
-            f"delivery='nixl': the rows of one request need {sum(sizes)} bytes, delivery_bytes is {pool.size}",
-            code="RESOURCE_EXHAUSTED",
-        )

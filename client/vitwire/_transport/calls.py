@@ -103,38 +103,32 @@ class Transport:
 
         again: the connection of the first attempt.
         """
-        with closing(exchange):  # also of an attempt that is never sent
-            yield from self._attempts(exchange, metadata, calls, again)
-
-    def _attempts(
-        self, exchange: Exchange, metadata: Metadata, calls: "Calls", again: Connection[grpc.Channel] | None
-    ) -> Iterator[Answer]:
         while True:
-            while not exchange.begin():
-                exchange.check_deadline()
-                if not calls.wait(ROOM_SECONDS):
-                    return
-            accept_timeout, part = exchange.attempts.accept_timeout(), exchange.part
-            with self.connections.bulk(
-                part.transfer_bytes, stream=not part.one_message, routed=exchange.is_routed, again=again
-            ) as connection:
-                call = calls.add(self._start(connection.channel, exchange, metadata))
-                try:
-                    if not self._accepted(call, accept_timeout):
-                        again = exchange.unanswered(connection)
-                        continue
-                    for response in call:
-                        if (result := exchange.feed(response)) is not None:
-                            yield result
-                    self.replicas.saw(call.trailing_metadata())
-                    delay = exchange.finish()
-                except grpc.RpcError as error:
-                    if exchange.is_complete:
+            with closing(exchange):
+                while not exchange.begin():
+                    exchange.check_deadline()
+                    if not calls.wait(ROOM_SECONDS):
                         return
-                    delay = exchange.failed(self.with_reason(error, exchange.attempts, metadata, part), connection)
-                finally:
-                    calls.drop(call)
-                    exchange.close()
+                accept_timeout, part = exchange.attempts.accept_timeout(), exchange.part
+                with self.connections.bulk(
+                    part.transfer_bytes, stream=not part.one_message, routed=exchange.is_routed, again=again
+                ) as connection:
+                    call = calls.add(self._start(connection.channel, exchange, metadata))
+                    try:
+                        if not self._accepted(call, accept_timeout):
+                            again = exchange.unanswered(connection)
+                            continue
+                        for response in call:
+                            if (result := exchange.feed(response)) is not None:
+                                yield result
+                        self.replicas.saw(call.trailing_metadata())
+                        delay = exchange.finish()
+                    except grpc.RpcError as error:
+                        if exchange.is_complete:
+                            return
+                        delay = exchange.failed(self.with_reason(error, exchange.attempts, metadata, part), connection)
+                    finally:
+                        calls.drop(call)
             again = None
             if delay is None:
                 yield from exchange.refused()
