@@ -17,9 +17,9 @@ from vitwire._transport.aio_calls import AsyncTransport
 from vitwire._transport.attempts import MAX_RETRIES, MODEL_SECONDS, Deadline, Policy
 from vitwire._transport.balancing import Balancing, Share, Spread
 from vitwire._transport.calls import Transport
-from vitwire._transport.channel import Channels, Tls
+from vitwire._transport.channel import Channels, Tls, checked_target
 from vitwire._transport.connections import CONNECTIONS
-from vitwire._transport.context import Context, Token, checked_metadata, checked_target, checked_token, log
+from vitwire._transport.context import Context, Token, checked_metadata, checked_token, log
 from vitwire._transport.exchange import may_mean_other_model
 from vitwire._transport.protocol import Options, Part, Priority, parts_of
 from vitwire.embeddings import DType

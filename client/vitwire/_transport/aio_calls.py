@@ -19,7 +19,7 @@ from vitwire._transport.connections import Connection, Connections
 from vitwire._transport.context import Context, Metadata
 from vitwire._transport.exchange import Exchange
 from vitwire._transport.protocol import Part
-from vitwire._transport.waiting import AsyncSlots
+from vitwire._transport.slots import AsyncSlots
 from vitwire.errors import EncodeFailed
 from vitwire.model import Model
 

@@ -14,7 +14,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from vitwire import AsyncClient
-from vitwire._transport.context import checked_target, checked_token
+from vitwire._transport.channel import checked_target
+from vitwire._transport.context import checked_token
 from vitwire_gateway.openai.addresses import AllowedHost, parse_networks
 from vitwire_gateway.openai.admission import Admission
 from vitwire_gateway.openai.dialects import Dialect, dialect_of
