@@ -172,7 +172,7 @@ class AsyncClient(BaseClient[AsyncTransport]):
             )
             async with transport.slots.hold(call.deadline.left_to_wait()):
                 deadline = self._covering(items, call)
-                async with aclosing(transport.encode(parts, model.deepstack_levels, deadline, context)) as stream:
+                async with aclosing(transport.encode(parts, deadline, context)) as stream:
                     async for result in stream:
                         yield self._noted(result, context)
 

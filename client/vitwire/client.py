@@ -233,7 +233,7 @@ class Client(BaseClient[Transport]):
             parts = self._parts(items, call, model)
             with transport.slots.hold(call.deadline.left_to_wait()):
                 deadline = self._covering(items, call)
-                for result in transport.encode(parts, model.deepstack_levels, deadline, context, calls):
+                for result in transport.encode(parts, deadline, context, calls):
                     yield self._noted(result, context)
 
     def _get_model(self, call: Call, *, refresh: bool = False) -> Model:

@@ -38,14 +38,12 @@ class AsyncTransport:
         self._connections: Connections[grpc.aio.Channel] = Connections(channels.open_async, connections)
         self.replicas = self._threaded.replicas
 
-    async def encode(
-        self, parts: Sequence[Part], levels: int, deadline: Deadline, context: Context
-    ) -> AsyncGenerator[Answer, None]:
+    async def encode(self, parts: Sequence[Part], deadline: Deadline, context: Context) -> AsyncGenerator[Answer, None]:
         """Results of all parts as they arrive; the calls are cancelled when the generator is closed."""
         self._check_loop()
         one = self._connections.common(parts, stream=False)
         stream = self._threaded.connections.common(parts, stream=True)
-        exchanges = [Exchange(part, levels, Attempts(context.policy, deadline), context.request_id) for part in parts]
+        exchanges = [Exchange(part, Attempts(context.policy, deadline), context.request_id) for part in parts]
         streams = [self._results(exchange, context.metadata, one, stream) for exchange in exchanges]
         async with aclosing(streams[0] if len(streams) == 1 else merged_async(streams)) as results:
             async for result in results:

@@ -42,14 +42,13 @@ class Transport:
     def encode(
         self,
         parts: Sequence[Part],
-        levels: int,
         deadline: Deadline,
         context: Context,
         calls: "Calls | None" = None,
     ) -> Iterator[Answer]:
         """Results of all parts as they arrive; the calls are cancelled when the iterator is closed."""
         calls = calls or Calls()
-        exchanges = [Exchange(part, levels, Attempts(context.policy, deadline), context.request_id) for part in parts]
+        exchanges = [Exchange(part, Attempts(context.policy, deadline), context.request_id) for part in parts]
         common = {stream: self.connections.common(parts, stream=stream) for stream in (True, False)}
         streams = [self.results(each, context.metadata, calls, common[not each.part.one_message]) for each in exchanges]
         try:
