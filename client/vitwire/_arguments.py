@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypedDict, TypeVar, Unpack
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from vitwire._inputs.sources import (
     pixels_of_frames,
 )
 from vitwire._inputs.tensors import invalid
+from vitwire._transport.protocol import Priority
+from vitwire.embeddings import DType
 from vitwire.errors import EncodeFailed, InvalidItem
 from vitwire.items import Item, Modality, ids_of, items_of
 from vitwire.model import Model
@@ -29,31 +31,55 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-def image_items(images: Sequence[ImageLike], model: Model) -> list[Item]:
+class CallOptions(TypedDict, total=False):
+    """Of every method that encodes; None, or left out: the client's."""
+
+    timeout: float | None
+    output_type: DType | None
+    priority: Priority | None
+
+
+class ImageOptions(CallOptions, total=False):
+    """Of `encode_images`."""
+
+    content_ids: Sequence[str | None] | None
+
+
+class ClipOptions(ImageOptions, total=False):
+    """Of `encode_clips`."""
+
+    keep_ratio: float
+
+
+class BatchOptions(ClipOptions, total=False):
+    """Of `encode_batch`."""
+
+    modality: Modality
+    crops: object
+
+
+def image_items(images: Sequence[ImageLike], model: Model, options: ImageOptions) -> list[Item]:
     """One item per image: a file as it is, or a picture. Raises InvalidItem for one that cannot be used, or OSError."""
     _check_prepared(model, "image")
     _check_list(images, "images", dimensions=3)
-    return [_indexed(lambda image: _item(loaded(image), model), index, image) for index, image in enumerate(images)]
+    items = [_indexed(lambda image: _item(loaded(image), model), *each) for each in enumerate(images)]
+    return _identified(items, options.get("content_ids"))
 
 
-def clip_items(clips: Sequence[Clip], model: Model) -> list[Item]:
+def clip_items(clips: Sequence[Clip], model: Model, options: ClipOptions) -> list[Item]:
     """One item per clip, its frames in one array. Raises InvalidItem for one that cannot be used."""
     _check_prepared(model, "video")
     _check_list(clips, "clips", dimensions=4)
-    return [_indexed(lambda clip: Item(pixels_of_frames(clip), modality="video"), *each) for each in enumerate(clips)]
+    items = [_indexed(lambda clip: Item(pixels_of_frames(clip), modality="video"), *each) for each in enumerate(clips)]
+    return _identified(items, options.get("content_ids"), options.get("keep_ratio", 0.0))
 
 
 def batch_items(
-    pixel_values: object,
-    grid_thw: object = None,
-    *,
-    modality: Modality = "image",
-    content_ids: Sequence[str | None] | None = None,
-    keep_ratio: float = 0.0,
-    crops: object = None,
-    model: Model | None = None,
+    pixel_values: object, grid_thw: object = None, model: Model | None = None, **options: Unpack[BatchOptions]
 ) -> list[Item]:
     """See `Client.encode_batch`."""
+    content_ids, keep_ratio, crops = options.get("content_ids"), options.get("keep_ratio", 0.0), options.get("crops")
+    modality = options.get("modality", "image")
     if isinstance(pixel_values, Mapping):
         if crops is not None:
             raise invalid("crops", "are among the processor's outputs already; pass either")
@@ -64,8 +90,7 @@ def batch_items(
     return list(items_of(cuts, modality, ids_of(content_ids, len(cuts)), keep_ratio))
 
 
-def identified(items: Sequence[Item], content_ids: Sequence[str | None] | None, keep_ratio: float = 0.0) -> list[Item]:
-    """The items with these content ids and this ratio. Raises InvalidItem."""
+def _identified(items: Sequence[Item], content_ids: Sequence[str | None] | None, keep_ratio: float = 0.0) -> list[Item]:
     ids = ids_of(content_ids, len(items))
     return [replace(item, content_id=own, keep_ratio=keep_ratio) for item, own in zip(items, ids, strict=True)]
 

@@ -6,19 +6,20 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import partial
 from inspect import signature
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeAlias, TypedDict, TypeVar, Unpack
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeAlias, TypeVar, Unpack
 
 import grpc
 
+from vitwire._arguments import CallOptions
 from vitwire._delivery.answers import Answer
 from vitwire._delivery.nixl import POOL_BYTES, Delivery, Nixl
 from vitwire._transport.aio_calls import AsyncTransport
 from vitwire._transport.attempts import MAX_RETRIES, MODEL_SECONDS, Deadline, Policy
 from vitwire._transport.balancing import Balancing, Share, Spread
 from vitwire._transport.calls import Transport
-from vitwire._transport.channel import Channels, Tls
+from vitwire._transport.channel import Channels, Tls, checked_target
 from vitwire._transport.connections import CONNECTIONS
-from vitwire._transport.context import Context, Token, checked_metadata, checked_target, checked_token, log
+from vitwire._transport.context import Context, Token, checked_metadata, checked_token, log
 from vitwire._transport.exchange import may_mean_other_model
 from vitwire._transport.protocol import Options, Part, Priority, parts_of
 from vitwire.embeddings import DType
@@ -31,14 +32,6 @@ S = TypeVar("S")
 T = TypeVar("T", Transport, AsyncTransport)
 _Taking: TypeAlias = Callable[[S, "ClientOptions"], None]
 _LEAST = {"connections": 1, "max_in_flight": 1, "max_retries": 0, "delivery_bytes": 1}
-
-
-class CallOptions(TypedDict, total=False):
-    """Of every method that encodes; None, or left out: the client's."""
-
-    timeout: float | None
-    output_type: DType | None
-    priority: Priority | None
 
 
 class DerivedOptions(CallOptions, total=False):
@@ -110,6 +103,8 @@ class Call:
 
     deadline: Deadline
     options: Options
+    looks_up: bool = False
+    """Whether the content of items with a content_id is sent only if the cache has no rows of them."""
     shares: Sequence[Share] | None = None
     """How the items are split into RPCs, if that is known beforehand."""
 
@@ -183,16 +178,25 @@ class BaseClient(Generic[T]):
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def _call(self, options: CallOptions, *, stream: bool = False, store_only: bool = False) -> Call:
+    def _call(
+        self,
+        options: CallOptions,
+        known: type[CallOptions] = CallOptions,
+        *,
+        stream: bool = False,
+        store_only: bool = False,
+        looks_up: bool = False,
+    ) -> Call:
         """Raises ValueError for an invalid argument, and TypeError for an unknown one."""
-        _check_names(options, CallOptions)
+        _check_names(options, known)
+        looks_up = looks_up or options.get("content_ids") is not None
         # The server accepts an item that is streamed before its bytes have arrived.
         wire = Options.of(
             options.get("output_type") or self._options.output_type,
             options.get("priority") or self._options.priority,
             stream=stream or store_only,
         )
-        return Call(self._deadline(options.get("timeout")), replace(wire, store_only=store_only))
+        return Call(self._deadline(options.get("timeout")), replace(wire, store_only=store_only), looks_up)
 
     def _deadline(self, timeout: float | None, default: float = MODEL_SECONDS) -> Deadline:
         return Deadline(self._options.timeout if timeout is None else timeout, default)

@@ -7,7 +7,15 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
-from vitwire._arguments import batch_items, clip_items, identified, image_items
+from vitwire._arguments import (
+    BatchOptions,
+    CallOptions,
+    ClipOptions,
+    ImageOptions,
+    batch_items,
+    clip_items,
+    image_items,
+)
 from vitwire._delivery.answers import (
     Result,
     Stored,
@@ -17,13 +25,13 @@ from vitwire._delivery.answers import (
     storable,
 )
 from vitwire._inputs.sources import Clip, ImageLike
-from vitwire._requests import BaseClient, Call, CallOptions
+from vitwire._requests import BaseClient, Call
 from vitwire._transport.ahead import AsyncAhead, Items
 from vitwire._transport.aio_calls import AsyncTransport
 from vitwire._transport.attempts import HEALTH_SECONDS
 from vitwire.embeddings import Embedding
 from vitwire.errors import VitwireError
-from vitwire.items import Item, Modality, numbered, pixel_bytes, without_pixels
+from vitwire.items import Item, numbered, pixel_bytes, without_pixels
 from vitwire.model import Model
 
 _LARGE_BYTES = 1 << 20
@@ -80,7 +88,7 @@ class AsyncClient(BaseClient[AsyncTransport]):
 
     async def encode_cached(self, items: Sequence[Item], **options: Unpack[CallOptions]) -> list[Embedding]:
         """Sends the content of items with a `content_id` only if needed. As `Client.encode_cached`."""
-        return await self._encode(items, self._call(options), look_up=True)
+        return await self._encode(items, self._call(options, looks_up=True))
 
     async def store(self, items: Sequence[Item], **options: Unpack[CallOptions]) -> list[Stored]:
         """Encode items into the server's cache, without returning rows. As `Client.store`."""
@@ -94,54 +102,24 @@ class AsyncClient(BaseClient[AsyncTransport]):
                 yield index, answer
 
     async def encode_batch(
-        self,
-        pixel_values: object,
-        grid_thw: object = None,
-        *,
-        modality: Modality = "image",
-        content_ids: Sequence[str | None] | None = None,
-        keep_ratio: float = 0.0,
-        crops: object = None,
-        **options: Unpack[CallOptions],
+        self, pixel_values: object, grid_thw: object = None, **options: Unpack[BatchOptions]
     ) -> list[Embedding]:
         """Encode what a Hugging Face processor returned, split in a thread. As `Client.encode_batch`."""
-        call = self._call(options)
-        items = await asyncio.to_thread(
-            batch_items,
-            pixel_values,
-            grid_thw,
-            modality=modality,
-            content_ids=content_ids,
-            keep_ratio=keep_ratio,
-            crops=crops,
-            model=await self._get_model(call),
-        )
-        return await self._encode(items, call, look_up=content_ids is not None)
+        call = self._call(options, BatchOptions)
+        model = await self._get_model(call)
+        return await self._encode(await asyncio.to_thread(batch_items, pixel_values, grid_thw, model, **options), call)
 
-    async def encode_images(
-        self,
-        images: Sequence[ImageLike],
-        *,
-        content_ids: Sequence[str | None] | None = None,
-        **options: Unpack[CallOptions],
-    ) -> list[Embedding]:
+    async def encode_images(self, images: Sequence[ImageLike], **options: Unpack[ImageOptions]) -> list[Embedding]:
         """Encode images, prepared in threads for the server's model. As `Client.encode_images`."""
-        call = self._call(options)
-        items = await asyncio.to_thread(image_items, images, await self._get_model(call))
-        return await self._encode(identified(items, content_ids), call, look_up=content_ids is not None)
+        call = self._call(options, ImageOptions)
+        model = await self._get_model(call)
+        return await self._encode(await asyncio.to_thread(image_items, images, model, options), call)
 
-    async def encode_clips(
-        self,
-        clips: Sequence[Clip],
-        *,
-        content_ids: Sequence[str | None] | None = None,
-        keep_ratio: float = 0.0,
-        **options: Unpack[CallOptions],
-    ) -> list[Embedding]:
+    async def encode_clips(self, clips: Sequence[Clip], **options: Unpack[ClipOptions]) -> list[Embedding]:
         """Encode clips, prepared in threads for the server's model. As `Client.encode_clips`."""
-        call = self._call(options)
-        items = await asyncio.to_thread(clip_items, clips, await self._get_model(call))
-        return await self._encode(identified(items, content_ids, keep_ratio), call, look_up=content_ids is not None)
+        call = self._call(options, ClipOptions)
+        model = await self._get_model(call)
+        return await self._encode(await asyncio.to_thread(clip_items, clips, model, options), call)
 
     async def model(self, timeout: float | None = None, *, refresh: bool = False) -> Model:  # noqa: ASYNC109  # of RPCs
         """The server's model and limits, cached. As `Client.model`."""
@@ -167,11 +145,10 @@ class AsyncClient(BaseClient[AsyncTransport]):
     ) -> None:
         await self.close()
 
-    async def _encode(self, items: Sequence[Item], call: Call, *, look_up: bool = False) -> list[Embedding]:
-        """look_up: send the content of items with a content_id only if the cache has no rows of them."""
+    async def _encode(self, items: Sequence[Item], call: Call) -> list[Embedding]:
         unanswered = numbered(items)
         results: dict[int, Embedding | VitwireError] = {}
-        if look_up and unanswered:
+        if call.looks_up and unanswered:
             model = await self._get_model(call)
             call = replace(call, shares=self._shares(unanswered, model))  # pixels go where rows were looked up
             results = await self._collected({index: without_pixels(item) for index, item in unanswered.items()}, call)
@@ -195,7 +172,7 @@ class AsyncClient(BaseClient[AsyncTransport]):
             )
             async with transport.slots.hold(call.deadline.left_to_wait()):
                 deadline = self._covering(items, call)
-                async with aclosing(transport.encode(parts, model.deepstack_levels, deadline, context)) as stream:
+                async with aclosing(transport.encode(parts, deadline, context)) as stream:
                     async for result in stream:
                         yield self._noted(result, context)
 

@@ -5,7 +5,15 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
-from vitwire._arguments import batch_items, clip_items, identified, image_items
+from vitwire._arguments import (
+    BatchOptions,
+    CallOptions,
+    ClipOptions,
+    ImageOptions,
+    batch_items,
+    clip_items,
+    image_items,
+)
 from vitwire._delivery.answers import (
     Result,
     Stored,
@@ -15,13 +23,13 @@ from vitwire._delivery.answers import (
     storable,
 )
 from vitwire._inputs.sources import Clip, ImageLike
-from vitwire._requests import BaseClient, Call, CallOptions
+from vitwire._requests import BaseClient, Call
 from vitwire._transport.ahead import Ahead
 from vitwire._transport.attempts import HEALTH_SECONDS
 from vitwire._transport.calls import Calls, Transport
 from vitwire.embeddings import Embedding
 from vitwire.errors import VitwireError
-from vitwire.items import Item, Modality, numbered, without_pixels
+from vitwire.items import Item, numbered, without_pixels
 from vitwire.model import Model
 
 
@@ -113,7 +121,7 @@ class Client(BaseClient[Transport]):
 
     def encode_cached(self, items: Sequence[Item], **options: Unpack[CallOptions]) -> list[Embedding]:
         """As `encode`, but sends the content of items with a `content_id` only if the server has not cached them."""
-        return self._encode(items, self._call(options), look_up=True)
+        return self._encode(items, self._call(options, looks_up=True))
 
     def store(self, items: Sequence[Item], **options: Unpack[CallOptions]) -> list[Stored]:
         """Encode items into the server's cache, without returning rows; arguments as for `encode`.
@@ -133,49 +141,26 @@ class Client(BaseClient[Transport]):
         yield from self._answers(storable(items), self._call(options, store_only=True))
 
     def encode_batch(
-        self,
-        pixel_values: object,
-        grid_thw: object = None,
-        *,
-        modality: Modality = "image",
-        content_ids: Sequence[str | None] | None = None,
-        keep_ratio: float = 0.0,
-        crops: object = None,
-        **options: Unpack[CallOptions],
+        self, pixel_values: object, grid_thw: object = None, **options: Unpack[BatchOptions]
     ) -> list[Embedding]:
         """Encode what a Hugging Face processor returned; returns the embeddings of its images or clips, in order.
 
-        pixel_values: `pixel_values`, or `pixel_values_videos` with modality="video": a numpy array, a torch tensor of
-            any floating type on any device, or a list of them. Or all outputs of the processor, as a BatchFeature or
-            dict: see `Item.from_processor`.
+        pixel_values: `pixel_values`, or `pixel_values_videos` with modality="video" (default: "image"): a numpy array,
+            a torch tensor of any floating type on any device, or a list of them. Or all outputs of the processor, as a
+            BatchFeature or dict: see `Item.from_processor`.
         grid_thw: the processor's `image_grid_thw` or `video_grid_thw`, `(items, 3)`; for tile towers the number of
             tiles of each image. Not needed if pixel_values are all outputs, or if each image is one tile.
         content_ids: keys of the contents in the server's cache; pixels are then sent only if they are not cached.
-        keep_ratio: share of the tokens of clips to keep; see `Item`.
+        keep_ratio: share of the tokens of clips to keep; see `Item`. Default: 0, all of them.
         crops: all crops, of towers that take them; grid_thw is then the number of crops of each image.
 
         Raises InvalidItem, naming the field (`grid_thw[3]`), if the tensors disagree. The other arguments and errors
         are those of `encode`.
         """
-        call = self._call(options)
-        items = batch_items(
-            pixel_values,
-            grid_thw,
-            modality=modality,
-            content_ids=content_ids,
-            keep_ratio=keep_ratio,
-            crops=crops,
-            model=self._get_model(call),
-        )
-        return self._encode(items, call, look_up=content_ids is not None)
+        call = self._call(options, BatchOptions)
+        return self._encode(batch_items(pixel_values, grid_thw, self._get_model(call), **options), call)
 
-    def encode_images(
-        self,
-        images: Sequence[ImageLike],
-        *,
-        content_ids: Sequence[str | None] | None = None,
-        **options: Unpack[CallOptions],
-    ) -> list[Embedding]:
+    def encode_images(self, images: Sequence[ImageLike], **options: Unpack[ImageOptions]) -> list[Embedding]:
         """Encode images, which the server prepares for its model; arguments and errors as for `encode`.
 
         images: paths, bytes of files, file objects in binary mode and `data:` URIs, sent as they are; Pillow images or
@@ -184,27 +169,18 @@ class Client(BaseClient[Transport]):
         Raises InvalidItem for an invalid image, OSError for a file that cannot be opened, and EncodeFailed for a server
         that prepares no images.
         """
-        call = self._call(options)
-        items = identified(image_items(images, self._get_model(call)), content_ids)
-        return self._encode(items, call, look_up=content_ids is not None)
+        call = self._call(options, ImageOptions)
+        return self._encode(image_items(images, self._get_model(call), options), call)
 
-    def encode_clips(
-        self,
-        clips: Sequence[Clip],
-        *,
-        content_ids: Sequence[str | None] | None = None,
-        keep_ratio: float = 0.0,
-        **options: Unpack[CallOptions],
-    ) -> list[Embedding]:
+    def encode_clips(self, clips: Sequence[Clip], **options: Unpack[ClipOptions]) -> list[Embedding]:
         """Encode clips, which the server prepares for its model; arguments and errors as for `encode`.
 
         clips: the chosen frames of each clip: a uint8 array `(F, H, W, 3)` or a sequence of Pillow images or arrays of
             one size. For the file of a clip, of which the server chooses the frames, use `Item.from_file`.
         content_ids, keep_ratio: as for `encode_batch`.
         """
-        call = self._call(options)
-        items = identified(clip_items(clips, self._get_model(call)), content_ids, keep_ratio)
-        return self._encode(items, call, look_up=content_ids is not None)
+        call = self._call(options, ClipOptions)
+        return self._encode(clip_items(clips, self._get_model(call), options), call)
 
     def model(self, timeout: float | None = None, *, refresh: bool = False) -> Model:
         """The server's model and limits; cached until an error suggests that the server has another model.
@@ -239,11 +215,10 @@ class Client(BaseClient[Transport]):
     ) -> None:
         self.close()
 
-    def _encode(self, items: Sequence[Item], call: Call, *, look_up: bool = False) -> list[Embedding]:
-        """look_up: send the content of items with a content_id only if the cache has no rows of them."""
+    def _encode(self, items: Sequence[Item], call: Call) -> list[Embedding]:
         unanswered = numbered(items)
         results: dict[int, Embedding | VitwireError] = {}
-        if look_up and unanswered:
+        if call.looks_up and unanswered:
             call = replace(call, shares=self._shares(unanswered, self._get_model(call)))  # pixels go where rows were
             results = dict(self._answers({index: without_pixels(item) for index, item in unanswered.items()}, call))
             unanswered = {index: item for index, item in unanswered.items() if needs_upload(results[index], item)}
@@ -258,7 +233,7 @@ class Client(BaseClient[Transport]):
             parts = self._parts(items, call, model)
             with transport.slots.hold(call.deadline.left_to_wait()):
                 deadline = self._covering(items, call)
-                for result in transport.encode(parts, model.deepstack_levels, deadline, context, calls):
+                for result in transport.encode(parts, deadline, context, calls):
                     yield self._noted(result, context)
 
     def _get_model(self, call: Call, *, refresh: bool = False) -> Model:

@@ -49,7 +49,8 @@ class Stored:
 
 
 Result = tuple[int, Embedding | VitwireError]
-Answer = tuple[int, Embedding | Accepted | Stored | VitwireError]
+Outcome = Embedding | Accepted | Stored | VitwireError
+Answer = tuple[int, Outcome]
 Storing = tuple[int, Accepted | Stored | VitwireError]
 """Of items whose rows are only stored: `Accepted`, perhaps several times, and then `Stored` or an error."""
 Response = Frame[pb.EncodeResponse] | Frame[pb.EncodeStreamResponse] | Malformed

@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vitwire._delivery.answers import (
+    Accepted,
     Answer,
     Expected,
+    Outcome,
     Response,
     accepted_of,
     grid_of,
@@ -24,6 +26,8 @@ from vitwire.embeddings import DTYPES, STORAGE, DType, Embedding, Report
 from vitwire.errors import EncodeFailed, from_status
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import Buffer, Malformed
+
+Message = pb.EncodeResponse | pb.EncodeStreamResponse
 
 MAX_EMBEDDING_BYTES = 2 << 30
 _MAX_DIMENSIONS = 4
@@ -63,28 +67,15 @@ class Assembler:
         if message.item not in self._open:
             raise EncodeFailed(f"the server answered for item {message.item}, which is unknown or already answered")
         index = self._indices[message.item]
-        match message.WhichOneof("result"):
-            case "error":
-                del self._open[message.item]
-                if self._leases:
-                    self._leases.refused(message.item)
-                return index, from_status(message.error, index, self._indices)
-            case "accepted" if self._leases and self._leases.is_late(message.item):
-                self._announced(index, message, self._leases)
-                return None
-            case "accepted" | "stored" if self._store_only:
-                return self._stored(index, message)
-            case "placement" | "chunk" if self._store_only:
-                raise EncodeFailed(
-                    f"items[{index}]: the server returned rows that it was to store: it is older than this client",
-                    item=index,
-                )
-            case "placement":
-                return self._placement(index, message)
-            case "chunk":
-                return self._chunk(index, message, response.data)
-            case _:
-                raise EncodeFailed(f"items[{index}]: the server sent neither rows nor an error", item=index)
+        try:
+            answer = self._answer(index, message, response.data)
+        except ValueError as error:
+            raise EncodeFailed(f"items[{index}]: {error}", item=index) from None
+        if answer is None:
+            return None
+        if not isinstance(answer, Accepted):
+            del self._open[message.item]
+        return index, answer
 
     def finish(self) -> None:
         """End of the RPC. Raises EncodeFailed if items are not answered."""
@@ -92,68 +83,63 @@ class Assembler:
             missing = sorted(self._indices[number] for number in self._open)
             raise EncodeFailed(f"the response ended without the items {missing}", item=missing[0])
 
-    def _stored(self, index: int, message: pb.EncodeResponse | pb.EncodeStreamResponse) -> Answer:
-        expected = self._expected[message.item]
-        try:
-            if message.HasField("accepted"):
-                return index, accepted_of(message.accepted, expected)
-            stored = stored_of(message.stored, Report.from_message(message.report, self._request_id), expected)
-        except ValueError as error:
-            raise EncodeFailed(f"items[{index}]: {error}", item=index) from None
-        del self._open[message.item]
-        return index, stored
+    def _answer(self, index: int, message: Message, data: Buffer) -> Outcome | None:
+        """Raises ValueError for an invalid response."""
+        leases, expected = self._leases, self._expected[message.item]
+        match message.WhichOneof("result"):
+            case "error":
+                if leases:
+                    leases.refused(message.item)
+                return from_status(message.error, index, self._indices)
+            case "accepted" if leases and leases.is_late(message.item):
+                leases.announced(message.item, accepted_of(message.accepted, expected).tokens)
+                return None
+            case "accepted" if self._store_only:
+                return accepted_of(message.accepted, expected)
+            case "stored" if self._store_only:
+                report = Report.from_message(message.report, self._request_id)
+                return stored_of(message.stored, report, expected)
+            case "placement" | "chunk" if self._store_only:
+                raise ValueError("the server returned rows that it was to store: it is older than this client")
+            case "placement":
+                return self._placement(index, message, expected)
+            case "chunk":
+                return self._chunk(index, message, expected, data)
+        raise ValueError("the server sent neither rows nor an error")
 
-    def _announced(self, index: int, message: pb.EncodeResponse | pb.EncodeStreamResponse, leases: Leases) -> None:
-        """The rows of an item that memory is leased for now."""
-        try:
-            accepted = accepted_of(message.accepted, self._expected[message.item])
-        except ValueError as error:
-            raise EncodeFailed(f"items[{index}]: {error}", item=index) from None
-        leases.announced(message.item, accepted.tokens)
-
-    def _placement(self, index: int, message: pb.EncodeResponse | pb.EncodeStreamResponse) -> Answer:
-        """The embedding that the server wrote into the lease of its item."""
-        lease = self._leases.delivered(message.item) if self._leases else None
-        placement, expected = message.placement, self._expected[message.item]
+    def _report(self, message: Message, rows: int) -> Report:
         report = Report.from_message(message.report, self._request_id)
-        try:
-            if lease is None:
-                raise ValueError("the server delivered rows of an item without a region")
-            shape, dtype, size = _shape_of(placement, self._levels, expected)
-            if placement.offset != lease.region.offset or placement.bytes != size or size > lease.region.nbytes:
-                raise ValueError(
-                    f"the server delivered {placement.bytes} bytes at {placement.offset}, not in the region"
-                )
-            if problem := report_problem(report, shape[0]):
-                raise ValueError(f"the server sent {problem}")
-        except ValueError as error:
-            raise EncodeFailed(f"items[{index}]: {error}", item=index) from None
-        del self._open[message.item]
+        if problem := report_problem(report, rows):
+            raise ValueError(f"the server sent {problem}")
+        return report
+
+    def _placement(self, index: int, message: Message, expected: Expected) -> Embedding | EncodeFailed:
+        """The embedding that the server wrote into the lease of its item."""
+        lease, placement = self._leases.delivered(message.item) if self._leases else None, message.placement
+        if lease is None:
+            raise ValueError("the server delivered rows of an item without a region")
+        shape, dtype, size = _shape_of(placement, self._levels, expected)
+        if placement.offset != lease.region.offset or placement.bytes != size or size > lease.region.nbytes:
+            raise ValueError(f"the server delivered {placement.bytes} bytes at {placement.offset}, not in the region")
+        report = self._report(message, shape[0])
         rows = lease.rows(shape, STORAGE[dtype])
         if isinstance(rows, np.ndarray) and not is_finite(rows, dtype):  # on a device, a check would wait for it
-            return index, EncodeFailed(f"items[{index}]: the server wrote rows with NaN or infinite values", item=index)
-        return index, Embedding(rows, dtype, self._levels, report, grid_of(expected, report))
+            return EncodeFailed(f"items[{index}]: the server wrote rows with NaN or infinite values", item=index)
+        return Embedding(rows, dtype, self._levels, report, grid_of(expected, report))
 
-    def _chunk(self, index: int, message: pb.EncodeResponse | pb.EncodeStreamResponse, data: Buffer) -> Answer | None:
-        rows, expected = self._open[message.item], self._expected[message.item]
-        chunk = message.chunk
-        try:
-            if rows is None:
-                rows = self._open[message.item] = _Rows.announced(chunk, self._levels, expected)
-            rows.add(chunk, data)
-            if not chunk.last:
-                return None
-            report = Report.from_message(message.report, self._request_id)
-            if problem := report_problem(report, len(rows.array)):
-                raise ValueError(f"the server sent {problem}")
-        except ValueError as error:
-            raise EncodeFailed(f"items[{index}]: {error}", item=index) from None
-        del self._open[message.item]
+    def _chunk(self, index: int, message: Message, expected: Expected, data: Buffer) -> Embedding | EncodeFailed | None:
+        rows, chunk = self._open[message.item], message.chunk
+        if rows is None:
+            rows = self._open[message.item] = _Rows.announced(chunk, self._levels, expected)
+        rows.add(chunk, data)
+        if not chunk.last:
+            return None
+        report = self._report(message, len(rows.array))
         if self._leases:
             self._leases.returned(message.item, report.delivery_fallback)
         if not rows.finite:
-            return index, EncodeFailed(f"items[{index}]: the server sent rows with NaN or infinite values", item=index)
-        return index, Embedding(rows.array, rows.dtype, self._levels, report, grid_of(expected, report))
+            return EncodeFailed(f"items[{index}]: the server sent rows with NaN or infinite values", item=index)
+        return Embedding(rows.array, rows.dtype, self._levels, report, grid_of(expected, report))
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vitwire.embeddings import STORAGE
+from vitwire.errors import EncodeFailed
 from vitwire.shared.agents import Agent, AgentError, Memory
-from vitwire.shared.regions import Region, Regions
+from vitwire.shared.regions import Region, Regions, rounded
 from vitwire.v1 import encoder_pb2 as pb
 
 if TYPE_CHECKING:
@@ -180,6 +181,14 @@ class Pool:
     def size(self) -> int:
         """Bytes of the pool."""
         return self._regions.size
+
+    def check_fits(self, sizes: Sequence[int]) -> None:
+        """Raises EncodeFailed if the pool cannot hold the rows of one request at a time."""
+        if sum(map(rounded, sizes)) > self.size:
+            raise EncodeFailed(
+                f"delivery='nixl': the rows of one request need {sum(sizes)} bytes, delivery_bytes is {self.size}",
+                code="RESOURCE_EXHAUSTED",
+            )
 
     def lease(self, nbytes: int) -> Lease | None:
         """A lease of `nbytes`; None without room, or if the pool is retired."""

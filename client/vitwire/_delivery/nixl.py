@@ -4,9 +4,7 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 from weakref import finalize
 
@@ -18,7 +16,6 @@ from vitwire.embeddings import DTYPES, STORAGE
 from vitwire.errors import EncodeFailed
 from vitwire.model import Model
 from vitwire.shared.agents import MISSING, AgentError, is_installed
-from vitwire.shared.regions import rounded
 from vitwire.v1 import encoder_pb2 as pb
 
 log = logging.getLogger("vitwire")
@@ -33,7 +30,6 @@ ROOM_SECONDS = 0.002
 """Between looks for room to lease."""
 _ROOM_SECONDS = 5.0
 """For which an item whose rows the server announced waits for room: the server holds a place in its queue for it."""
-_NONE: Mapping[int, int] = MappingProxyType({})
 
 _inherited: list[Pool | None] = []
 """Pools of the process that this one was forked from. To close their agents here would disturb that process."""
@@ -163,7 +159,7 @@ class Leasing(NamedTuple):
             return Leases(self.nixl, None, (None,) * len(expected))
         sizes = [each.rows * each.width * self.value_bytes for each in expected]
         if self.nixl.is_required:
-            check_fits(pool, sizes)
+            pool.check_fits(sizes)
         row_bytes = {number: expected[number].width * self.value_bytes for number in late}
         leases = Leases(self.nixl, pool, [pool.lease(size) if size else None for size in sizes], row_bytes)
         if all(lease for lease, size in zip(leases.leases, sizes, strict=True) if size):
@@ -182,16 +178,17 @@ class Leases:
     """
 
     def __init__(
-        self, nixl: Nixl, pool: Pool | None, leases: Sequence[Lease | None], row_bytes: Mapping[int, int] = _NONE
+        self, nixl: Nixl, pool: Pool | None, leases: Sequence[Lease | None], row_bytes: Mapping[int, int] | None = None
     ) -> None:
         """row_bytes: bytes of a row of each item that is leased memory late."""
         self._nixl = nixl
         self._pool = pool
         self.leases = list(leases)
-        self._row_bytes = row_bytes
-        self._undecided = set(row_bytes)
+        self._row_bytes = row_bytes or {}
+        self._undecided = set(self._row_bytes)
         """Items that may still be leased memory."""
-        self._announced: deque[_Announced] = deque()
+        self._announced: dict[int, tuple[int, float]] = {}
+        """Bytes of the rows that the server announced, and until when these items wait for room, monotonic."""
         self._changed = threading.Condition()
 
     @property
@@ -211,8 +208,8 @@ class Leases:
             nbytes = rows * self._row_bytes[number]
             if self._nixl.is_required:
                 taken = [lease.region.nbytes for lease in self.leases if lease]
-                check_fits(self._pool, [*taken, *(each.nbytes for each in self._announced), nbytes])
-            self._announced.append(_Announced(number, nbytes, time.monotonic() + _ROOM_SECONDS))
+                self._pool.check_fits([*taken, *(each for each, _ in self._announced.values()), nbytes])
+            self._announced[number] = nbytes, time.monotonic() + _ROOM_SECONDS
             self._changed.notify_all()
 
     def next_region(self, sent: int, *, wait: int | None = None) -> pb.EncodeStreamRegion | None:
@@ -224,7 +221,7 @@ class Leases:
         """
         with self._changed:
             while True:
-                if self._announced and (decided := self._decided(self._announced[0])):
+                if self._announced and (decided := self._decided(next(iter(self._announced)))):
                     return decided
                 undecided = sum(number < sent for number in self._undecided)
                 if wait is None or undecided < wait:
@@ -277,36 +274,20 @@ class Leases:
     def _settle(self, numbers: set[int]) -> None:
         """Nothing will be leased to these items any more."""
         self._undecided -= numbers
-        self._announced = deque(each for each in self._announced if each.number not in numbers)
+        for number in numbers:
+            self._announced.pop(number, None)
         self._changed.notify_all()
 
-    def _decided(self, item: "_Announced") -> pb.EncodeStreamRegion | None:
+    def _decided(self, number: int) -> pb.EncodeStreamRegion | None:
         """The region for an item, or none if its rows are to come in the response; None while it waits for room."""
         assert self._pool, "memory is leased late only from a pool"
-        lease = self._pool.lease(item.nbytes)
+        nbytes, until = self._announced[number]
+        lease = self._pool.lease(nbytes)
         if lease is None:
             self._nixl.full(self._pool)
-            if self._nixl.is_required and not self._pool.is_retired and time.monotonic() < item.until:
+            if self._nixl.is_required and not self._pool.is_retired and time.monotonic() < until:
                 return None
-        self.leases[item.number] = lease
-        self._settle({item.number})
+        self.leases[number] = lease
+        self._settle({number})
         region = pb.Region(offset=lease.region.offset, bytes=lease.region.nbytes) if lease else None
-        return pb.EncodeStreamRegion(item=item.number, region=region)
-
-
-class _Announced(NamedTuple):
-    """An item whose rows the server announced."""
-
-    number: int
-    nbytes: int
-    until: float
-    """When it no longer waits for room, on the monotonic clock."""
-
-
-def check_fits(pool: Pool, sizes: Sequence[int]) -> None:
-    """Raises EncodeFailed if the pool cannot hold the rows of one request at a time."""
-    if sum(map(rounded, sizes)) > pool.size:
-        raise EncodeFailed(
-            f"delivery='nixl': the rows of one request need {sum(sizes)} bytes, delivery_bytes is {pool.size}",
-            code="RESOURCE_EXHAUSTED",
-        )
+        return pb.EncodeStreamRegion(item=number, region=region)

@@ -19,7 +19,7 @@ from vitwire._transport.connections import Connection, Connections
 from vitwire._transport.context import Context, Metadata
 from vitwire._transport.exchange import Exchange
 from vitwire._transport.protocol import Part
-from vitwire._transport.waiting import AsyncSlots
+from vitwire._transport.slots import AsyncSlots
 from vitwire.errors import EncodeFailed
 from vitwire.model import Model
 
@@ -38,14 +38,12 @@ class AsyncTransport:
         self._connections: Connections[grpc.aio.Channel] = Connections(channels.open_async, connections)
         self.replicas = self._threaded.replicas
 
-    async def encode(
-        self, parts: Sequence[Part], levels: int, deadline: Deadline, context: Context
-    ) -> AsyncGenerator[Answer, None]:
+    async def encode(self, parts: Sequence[Part], deadline: Deadline, context: Context) -> AsyncGenerator[Answer, None]:
         """Results of all parts as they arrive; the calls are cancelled when the generator is closed."""
         self._check_loop()
         one = self._connections.common(parts, stream=False)
         stream = self._threaded.connections.common(parts, stream=True)
-        exchanges = [Exchange(part, levels, Attempts(context.policy, deadline), context.request_id) for part in parts]
+        exchanges = [Exchange(part, Attempts(context.policy, deadline), context.request_id) for part in parts]
         streams = [self._results(exchange, context.metadata, one, stream) for exchange in exchanges]
         async with aclosing(streams[0] if len(streams) == 1 else merged_async(streams)) as results:
             async for result in results:
@@ -76,11 +74,9 @@ class AsyncTransport:
 
         one, stream: connections of the first attempts.
         """
-        if exchange.part.one_message:
-            with closing(exchange):  # also of an attempt that is never sent
-                async with aclosing(self._in_one_message(exchange, metadata, one)) as results:
-                    async for result in results:
-                        yield result
+        async with aclosing(self._in_one_message(exchange, metadata, one)) as results:
+            async for result in results:
+                yield result
         if not exchange.part.one_message:
             async with aclosing(self._streamed(exchange, metadata, stream)) as results:
                 async for result in results:
@@ -91,33 +87,33 @@ class AsyncTransport:
     ) -> AsyncGenerator[Answer, None]:
         """Results of a part; what a server refused or never answered is sent again, while it is one message."""
         while exchange.part.one_message:
-            await _begun(exchange)
-            accept_timeout, part = exchange.attempts.accept_timeout(), exchange.part
-            with self._connections.bulk(
-                part.transfer_bytes, stream=False, routed=exchange.is_routed, again=again
-            ) as connection:
-                encode = connection.channel.unary_stream(*grpc_channel.ENCODE)
-                left = exchange.attempts.left()
-                call = encode(part.request(), timeout=left, metadata=exchange.metadata(metadata))
-                try:
-                    if not await _accepted(call, accept_timeout):
-                        again = exchange.unanswered(connection)
-                        continue
-                    async for response in call:
-                        if (result := exchange.feed(response)) is not None:
-                            yield result
-                    self.replicas.saw(await call.trailing_metadata())
-                    delay = exchange.finish()
-                except grpc.RpcError as error:
-                    if exchange.is_complete:
-                        return
-                    reason = partial(self._threaded.with_reason, error, exchange.attempts, metadata, part)
-                    delay = exchange.failed(await asyncio.to_thread(reason), connection)
-                except asyncio.CancelledError as error:
-                    raise _cancelled(error) from None
-                finally:
-                    call.cancel()
-                    exchange.close()
+            with closing(exchange):
+                await _begun(exchange)
+                accept_timeout, part = exchange.attempts.accept_timeout(), exchange.part
+                with self._connections.bulk(
+                    part.transfer_bytes, stream=False, routed=exchange.is_routed, again=again
+                ) as connection:
+                    encode = connection.channel.unary_stream(*grpc_channel.ENCODE)
+                    left = exchange.attempts.left()
+                    call = encode(part.request(), timeout=left, metadata=exchange.metadata(metadata))
+                    try:
+                        if not await _accepted(call, accept_timeout):
+                            again = exchange.unanswered(connection)
+                            continue
+                        async for response in call:
+                            if (result := exchange.feed(response)) is not None:
+                                yield result
+                        self.replicas.saw(await call.trailing_metadata())
+                        delay = exchange.finish()
+                    except grpc.RpcError as error:
+                        if exchange.is_complete:
+                            return
+                        reason = partial(self._threaded.with_reason, error, exchange.attempts, metadata, part)
+                        delay = exchange.failed(await asyncio.to_thread(reason), connection)
+                    except asyncio.CancelledError as error:
+                        raise _cancelled(error) from None
+                    finally:
+                        call.cancel()
             again = None
             if delay is None:
                 for result in exchange.refused():

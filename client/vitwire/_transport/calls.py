@@ -1,7 +1,8 @@
 """Channels and RPCs of the synchronous client. `aio_calls.py` is the same for asyncio."""
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
 import grpc
@@ -18,7 +19,7 @@ from vitwire._transport.context import Context, Metadata
 from vitwire._transport.diagnosis import diagnosed
 from vitwire._transport.exchange import Exchange, model_of
 from vitwire._transport.protocol import Part
-from vitwire._transport.waiting import Slots, Timers
+from vitwire._transport.slots import Slots
 from vitwire.errors import EncodeFailed, Unavailable, VitwireError, from_rpc, is_from_server
 from vitwire.model import Model
 from vitwire.v1 import encoder_pb2 as pb
@@ -41,14 +42,13 @@ class Transport:
     def encode(
         self,
         parts: Sequence[Part],
-        levels: int,
         deadline: Deadline,
         context: Context,
         calls: "Calls | None" = None,
     ) -> Iterator[Answer]:
         """Results of all parts as they arrive; the calls are cancelled when the iterator is closed."""
         calls = calls or Calls()
-        exchanges = [Exchange(part, levels, Attempts(context.policy, deadline), context.request_id) for part in parts]
+        exchanges = [Exchange(part, Attempts(context.policy, deadline), context.request_id) for part in parts]
         common = {stream: self.connections.common(parts, stream=stream) for stream in (True, False)}
         streams = [self.results(each, context.metadata, calls, common[not each.part.one_message]) for each in exchanges]
         try:
@@ -103,38 +103,32 @@ class Transport:
 
         again: the connection of the first attempt.
         """
-        with closing(exchange):  # also of an attempt that is never sent
-            yield from self._attempts(exchange, metadata, calls, again)
-
-    def _attempts(
-        self, exchange: Exchange, metadata: Metadata, calls: "Calls", again: Connection[grpc.Channel] | None
-    ) -> Iterator[Answer]:
         while True:
-            while not exchange.begin():
-                exchange.check_deadline()
-                if not calls.wait(ROOM_SECONDS):
-                    return
-            accept_timeout, part = exchange.attempts.accept_timeout(), exchange.part
-            with self.connections.bulk(
-                part.transfer_bytes, stream=not part.one_message, routed=exchange.is_routed, again=again
-            ) as connection:
-                call = calls.add(self._start(connection.channel, exchange, metadata))
-                try:
-                    if not self._accepted(call, accept_timeout):
-                        again = exchange.unanswered(connection)
-                        continue
-                    for response in call:
-                        if (result := exchange.feed(response)) is not None:
-                            yield result
-                    self.replicas.saw(call.trailing_metadata())
-                    delay = exchange.finish()
-                except grpc.RpcError as error:
-                    if exchange.is_complete:
+            with closing(exchange):
+                while not exchange.begin():
+                    exchange.check_deadline()
+                    if not calls.wait(ROOM_SECONDS):
                         return
-                    delay = exchange.failed(self.with_reason(error, exchange.attempts, metadata, part), connection)
-                finally:
-                    calls.drop(call)
-                    exchange.close()
+                accept_timeout, part = exchange.attempts.accept_timeout(), exchange.part
+                with self.connections.bulk(
+                    part.transfer_bytes, stream=not part.one_message, routed=exchange.is_routed, again=again
+                ) as connection:
+                    call = calls.add(self._start(connection.channel, exchange, metadata))
+                    try:
+                        if not self._accepted(call, accept_timeout):
+                            again = exchange.unanswered(connection)
+                            continue
+                        for response in call:
+                            if (result := exchange.feed(response)) is not None:
+                                yield result
+                        self.replicas.saw(call.trailing_metadata())
+                        delay = exchange.finish()
+                    except grpc.RpcError as error:
+                        if exchange.is_complete:
+                            return
+                        delay = exchange.failed(self.with_reason(error, exchange.attempts, metadata, part), connection)
+                    finally:
+                        calls.drop(call)
             again = None
             if delay is None:
                 yield from exchange.refused()
@@ -182,6 +176,58 @@ class Transport:
         finally:
             accepted = self._timers.cancel(timer)
         return accepted
+
+
+class Timers:
+    """Calls functions after a time, from one thread, which runs while timers are set. Thread-safe.
+
+    Most timers are cancelled long before they are due, so setting one wakes the thread only if it is the earliest.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._set: dict[object, tuple[float, Callable[[], object]]] = {}
+        self._is_running = False
+        self._wakes_at = 0.0
+
+    def start(self, seconds: float, function: Callable[[], object]) -> object:
+        """Call the function after `seconds`; returns the timer."""
+        timer, due = object(), time.monotonic() + seconds
+        with self._changed:
+            self._set[timer] = due, function
+            if not self._is_running:
+                self._is_running = True
+                self._wakes_at = due
+                threading.Thread(target=self._run, name="vitwire-timers", daemon=True).start()
+            elif due < self._wakes_at:
+                self._changed.notify()
+        return timer
+
+    def cancel(self, timer: object) -> bool:
+        """Whether the timer was cancelled before it was due."""
+        with self._changed:
+            return self._set.pop(timer, None) is not None
+
+    def close(self) -> None:
+        """Cancel all timers and end the thread."""
+        with self._changed:
+            self._set.clear()
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._set:
+                    self._is_running = False
+                    return
+                self._wakes_at = min(due for due, _ in self._set.values())
+                if (left := self._wakes_at - time.monotonic()) > 0:
+                    self._changed.wait(left)
+                now = time.monotonic()
+                expired = [timer for timer, (due, _) in self._set.items() if due <= now]
+                functions = [self._set.pop(timer)[1] for timer in expired]
+            for function in functions:
+                function()
 
 
 class Calls:

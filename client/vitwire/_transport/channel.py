@@ -1,10 +1,11 @@
-"""What both clients pass to gRPC: options, credentials, methods and health messages."""
+"""What both clients pass to gRPC: target, options, credentials, methods and health messages."""
 
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -25,6 +26,9 @@ Tls = bool | str | os.PathLike[str] | grpc.ChannelCredentials | None
 ChannelOptions = tuple[tuple[str, int | str], ...]
 
 SERVICE = "vitwire.v1.EncoderService"
+VARIABLE = "VITWIRE_TARGET"
+_MAX_PORT = 65535
+_FORMS = "expected host:port, dns:///name:port, ipv4:address:port,address:port or unix:path"
 
 REASON_SECONDS = 1.0
 """How long to ask why no server is ready."""
@@ -41,7 +45,7 @@ _COMMON_OPTIONS: ChannelOptions = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     # No retries in gRPC: with them, in 1.85, RPCs hang beyond their deadline if no server is left, and client streams
-    # lose messages. `retry.Attempts` decides about retries.
+    # lose messages. `attempts.Attempts` decides about retries.
     ("grpc.enable_retries", 0),
     # Reconnect within half a second to a server that is back.
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -167,3 +171,48 @@ def routed_options() -> ChannelOptions:
     """For bulk channels that choose the replica of a call by the hash of its hint."""
     os.environ.setdefault(_RING_HASH_HEADER, "true")
     return _ROUTED_OPTIONS
+
+
+def checked_target(target: str | None) -> str:
+    """The target; default: the environment variable. Raises ValueError if it is missing or invalid."""
+    if target is None:
+        target = os.environ.get(VARIABLE, "")
+        if not target:
+            raise ValueError(f"no target: pass one, such as 'localhost:50051', or set {VARIABLE}")
+    scheme, _, rest = target.partition(":")
+    if scheme in ("http", "https"):
+        raise ValueError(f"target {target!r} is a URL; {_FORMS}")
+    if scheme in ("ipv4", "ipv6"):
+        for address in rest.split(","):
+            _check_address(target, scheme, address)
+    elif scheme == "dns":
+        _check_name(target, rest.rpartition("/")[2] if rest.startswith("//") else rest)
+    elif rest.count(":") == 0 and not rest.startswith("/") and scheme not in ("unix", "unix-abstract", "xds"):
+        _check_name(target, target)
+    return target
+
+
+def _check_address(target: str, scheme: str, address: str) -> None:
+    host, colon, port = address.rpartition(":")
+    try:
+        if scheme == "ipv4":
+            IPv4Address(host)
+        else:
+            IPv6Address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        wrong = f"{host!r} is not an {scheme} address; for a name use dns:///name:port"
+        raise ValueError(f"target {target!r}: {wrong if colon else f'{address!r} has no port'}") from None
+    _check_port(target, port)
+
+
+def _check_name(target: str, address: str) -> None:
+    host, colon, port = address.rpartition(":")
+    if not (host or not colon) or not address:
+        raise ValueError(f"target {target!r} has no host; {_FORMS}")
+    if colon and not host.startswith("[") and ":" not in host:
+        _check_port(target, port)
+
+
+def _check_port(target: str, port: str) -> None:
+    if not (port.isascii() and port.isdigit() and 1 <= int(port) <= _MAX_PORT):
+        raise ValueError(f"target {target!r}: {port!r} is not a port between 1 and {_MAX_PORT}")

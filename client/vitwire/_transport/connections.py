@@ -94,7 +94,7 @@ class Connections(Generic[C]):
 
         They share it, so that its round robin sends them to different replicas. None for fewer than two parts.
         """
-        if sum(part.one_message is not stream and not part.is_routed for part in parts) < 2:
+        if sum(part.one_message is not stream and not part.share.is_routed for part in parts) < 2:
             return None
         with self._lock:
             self._check()

@@ -27,13 +27,12 @@ from vitwire.wire import Malformed
 class Exchange:
     """Tracks the items not yet answered, so that a retry sends only those. Encoding twice is harmless."""
 
-    def __init__(self, part: Part, levels: int, attempts: Attempts, request_id: str = "") -> None:
+    def __init__(self, part: Part, attempts: Attempts, request_id: str = "") -> None:
         self.part = part
         """The items that the next attempt sends."""
         self.attempts = attempts
-        self.hint = part.hint
+        self.hint = part.share.hint
         """Sent with the first attempt only: the replica that it leads to did not answer, or is full."""
-        self._levels = levels
         self._request_id = request_id
         self._answered: set[int] = set()
         self._overloaded: dict[int, Overloaded] = {}
@@ -41,7 +40,7 @@ class Exchange:
     @property
     def is_routed(self) -> bool:
         """Whether the hint decides about the replica of the next attempt."""
-        return self.part.is_routed and self.hint is not None
+        return self.part.share.is_routed and self.hint is not None
 
     def metadata(self, of_request: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
         """Metadata of the next attempt; a hint of the caller is kept."""
@@ -61,7 +60,7 @@ class Exchange:
         self._overloaded.clear()
         self._assembler = Assembler(
             self.part.indices,
-            self._levels,
+            part.model.deepstack_levels,
             self.part.expected,
             leases,
             self._request_id,

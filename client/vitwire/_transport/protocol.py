@@ -10,7 +10,7 @@ from vitwire._transport.balancing import Share
 from vitwire._transport.uploads import Patch, WireItem, to_wire
 from vitwire.embeddings import OUTPUT_TYPES, DType
 from vitwire.items import Item
-from vitwire.model import Limits, Model
+from vitwire.model import Model
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import Frame, Request
 
@@ -72,11 +72,9 @@ class Part:
     items: tuple[WireItem, ...]
     expected: tuple[Expected, ...]
     options: Options
-    limits: Limits
-    hint: str | None = None
-    """Hint of the replica that may have these items cached; see `balancing`."""
-    is_routed: bool = False
-    """Whether the client itself chooses the replica by the hint."""
+    model: Model
+    share: Share
+    """With the hint of the replica that may have these items cached."""
     leases: Leases | None = None
     """Memory for the rows of each item, in this attempt."""
 
@@ -84,7 +82,7 @@ class Part:
         """The part without the items at these positions of the caller's request."""
         rows = [row for row in zip(self.indices, self.items, self.expected, strict=True) if row[0] not in answered]
         indices, items, expected = zip(*rows, strict=True) if rows else ((), (), ())
-        return Part(indices, items, expected, self.options, self.limits, self.hint, self.is_routed)
+        return replace(self, indices=indices, items=items, expected=expected, leases=None)
 
     def yielding(self) -> "Part":
         """For a server that is full: as a stream, unless its message is received at once."""
@@ -96,8 +94,8 @@ class Part:
         """Whether to send the items in one message rather than as a stream."""
         if self.options.stream or self.late:
             return False
-        most_items = self.limits.items_per_request or len(self.items)
-        most_bytes = min(ONE_MESSAGE_BYTES, self.limits.request_bytes or ONE_MESSAGE_BYTES)
+        most_items = self.model.limits.items_per_request or len(self.items)
+        most_bytes = min(ONE_MESSAGE_BYTES, self.model.limits.request_bytes or ONE_MESSAGE_BYTES)
         return len(self.items) <= most_items and self._size <= most_bytes
 
     @property
@@ -133,7 +131,7 @@ class Part:
 
         Between them the regions of late items are sent, and after them, until none is undecided.
         """
-        leases, most = self.leases, self.limits.items_per_request or 1
+        leases, most = self.leases, self.model.limits.items_per_request or 1
         options = pb.EncodeStreamOptions(
             output_type=self.options.output_type,
             priority=self.options.priority,
@@ -182,4 +180,4 @@ def _part(items: Mapping[int, Item], share: Share, options: Options, model: Mode
     patch = Patch(model.channels, model.temporal_patch_size, model.patch_size**2)
     wire = tuple(to_wire(item, model.dtype, patch, store_only=options.store_only) for item in items.values())
     expected = tuple(Expected.of(item, model) for item in items.values())
-    return Part(tuple(items), wire, expected, options, model.limits, share.hint, share.is_routed)
+    return Part(tuple(items), wire, expected, options, model, share)

@@ -63,7 +63,7 @@ def encode(
         model = connection.model(client)
         check_decodes(model)
         unique = unique_names(list(map(printable, names)))
-        outcomes, interrupted = _outcomes(_Encoding(client, model, taken, unique, connection.timeout))
+        outcomes, interrupted = _outcomes(_encoded(client, model, taken, unique, connection.timeout), taken)
         encoded = [each for each in outcomes if isinstance(each, Encoded)]
         failed = [each for each in outcomes if isinstance(each, Failed)]
         for broken in failed:
@@ -85,55 +85,42 @@ def encode(
         raise typer.Exit(INTERRUPTED if interrupted else 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Encoding:
-    """The files to encode, and the client to do it with."""
-
-    client: Client
-    model: Model
-    files: Sequence[Path]
-    names: Sequence[str]
-    timeout: float
-
-    def outcomes(self) -> Iterator[Encoded | Failed]:
-        """The outcome of each file as it completes. Raises VitwireError when a request fails as a whole."""
-        step = min(_WINDOW, self.model.limits.items_per_request or _WINDOW)
-        for start in range(0, len(self.files), step):
-            items: dict[int, Item] = {}
-            window = self.files[start : start + step]
-            for at, item in enumerate(read(window, self.model, self.timeout), start):
-                if isinstance(item, Item):
-                    items[at] = item
-                else:
-                    yield Failed.of(at, self.files[at], item)
-            positions = list(items)
-            for index, result in self.client.iter_encode(list(items.values()), return_exceptions=True):
-                at = positions[index]
-                if isinstance(result, VitwireError):
-                    yield Failed.of(at, self.files[at], result)
-                else:
-                    yield Encoded(at, self.files[at], self.names[at], result.grid, result)
+def _encoded(
+    client: Client, model: Model, files: Sequence[Path], names: Sequence[str], timeout: float
+) -> Iterator[Encoded | Failed]:
+    """The outcome of each file as it completes. Raises VitwireError when a request fails as a whole."""
+    step = min(_WINDOW, model.limits.items_per_request or _WINDOW)
+    for start in range(0, len(files), step):
+        items: dict[int, Item] = {}
+        for at, item in enumerate(read(files[start : start + step], model, timeout), start):
+            if isinstance(item, Item):
+                items[at] = item
+            else:
+                yield Failed.of(at, files[at], item)
+        positions = list(items)
+        for index, result in client.iter_encode(list(items.values()), return_exceptions=True):
+            at = positions[index]
+            if isinstance(result, VitwireError):
+                yield Failed.of(at, files[at], result)
+            else:
+                yield Encoded(at, files[at], names[at], result.grid, result)
 
 
-def _outcomes(encoding: _Encoding) -> tuple[list[Encoded | Failed], bool]:
+def _outcomes(encoded: Iterator[Encoded | Failed], files: Sequence[Path]) -> tuple[list[Encoded | Failed], bool]:
     """The outcome of each file, in order, and whether Ctrl-C ended the command early."""
     done: dict[int, Encoded | Failed] = {}
     ended: KeyboardInterrupt | VitwireError | None = None
+    columns = (TextColumn("encoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    quiet = len(files) == 1 or not sys.stderr.isatty()
     try:
-        for outcome in _with_progress(encoding):
-            done[outcome.position] = outcome
+        with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as progress:
+            for outcome in progress.track(encoded, total=len(files)):
+                done[outcome.position] = outcome
     except (KeyboardInterrupt, VitwireError) as error:
         ended = error
     reason = f"not encoded: {str(ended) or 'interrupted'}"
-    outcomes = [done.get(at) or Failed.of(at, file, reason) for at, file in enumerate(encoding.files)]
+    outcomes = [done.get(at) or Failed.of(at, file, reason) for at, file in enumerate(files)]
     return outcomes, isinstance(ended, KeyboardInterrupt)
-
-
-def _with_progress(encoding: _Encoding) -> Iterator[Encoded | Failed]:
-    columns = (TextColumn("encoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    quiet = len(encoding.files) == 1 or not sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as progress:
-        yield from progress.track(encoding.outcomes(), total=len(encoding.files))
 
 
 def _table(encoded: Sequence[Encoded], model: Model) -> Table:

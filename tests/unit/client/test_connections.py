@@ -16,9 +16,9 @@ import pytest
 from both_clients import Call, both, large
 from fake_service import Fake, Running, item, running, serving
 from vitwire import AsyncClient, Client
+from vitwire._transport.calls import Timers
 from vitwire._transport.channel import HEALTH_OPTIONS, OPTIONS, ChannelOptions
 from vitwire._transport.connections import Connections
-from vitwire._transport.waiting import Timers
 
 __all__ = ["running"]  # the fixture
 

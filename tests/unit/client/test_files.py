@@ -161,7 +161,7 @@ async def test_a_pipe_is_read_to_its_end(running: Running, png: bytes) -> None:
 
 def test_a_file_is_sent_as_it_is(running: Running, png: bytes) -> None:
     with Client(running.target, timeout=20) as client:
-        (sent,) = image_items([Trickle(png)], client.model())
+        (sent,) = image_items([Trickle(png)], client.model(), {})
     assert (sent.encoded, sent.pixels) == (png, None)
 
 

@@ -246,7 +246,7 @@ async def test_a_slot_is_free_again_after_an_error_and_an_abandoned_loop(make: C
 async def test_a_request_that_waits_for_its_own_loop_logs_a_warning(
     make: Call, running: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitwire._transport.waiting._WARN_SECONDS", 0.2)
+    monkeypatch.setattr("vitwire._transport.slots._WARN_SECONDS", 0.2)
     async with make(running.target, max_in_flight=1) as client:
         results = client.iter_encode([item(), item()])
         async for _ in results:

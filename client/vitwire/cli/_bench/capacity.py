@@ -39,13 +39,12 @@ class Verdict:
     @classmethod
     def of(cls, trial: Run, rate: float, limit_ms: float) -> "Verdict":
         """It holds if 99 % of all requests that were due were answered in time, the generator's delays included."""
-        summary = trial.summary
-        missed, requests = summary.missed(limit_ms), len(summary.samples)
-        holds = requests > 0 and missed <= MISSES * requests and not summary.cut
-        latency = percentiles(summary.latencies)
+        missed, requests = trial.missed(limit_ms), len(trial.samples)
+        holds = requests > 0 and missed <= MISSES * requests and not trial.cut
+        latency = percentiles(trial.latencies)
         return cls(
             rate=round(rate, 3),
-            seconds=round(summary.seconds, 1),
+            seconds=round(trial.seconds, 1),
             requests=requests,
             missed=missed,
             p50_ms=latency.get("p50"),

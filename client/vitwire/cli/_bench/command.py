@@ -82,9 +82,9 @@ def _found(options: Options, run_at: Callable[[Pace], Run]) -> Finding:
     first = options.rate
     if first is None:
         closed = run_at(Pace(options.concurrency or CLOSED_CONCURRENCY, min(5.0, options.seconds)))
-        if closed.interrupted or not closed.summary.answered:
+        if closed.interrupted or not closed.answered:
             return Finding(options, interrupted=closed.interrupted)
-        first = max(0.02, 0.5 * len(closed.summary.answered) / closed.summary.seconds)
+        first = max(0.02, 0.5 * len(closed.answered) / closed.seconds)
     return find_capacity(options, first, run_at, _progress)
 
 
@@ -107,7 +107,7 @@ def _show(result: Run | Finding, shapes: Sequence[Shape], document: dict[str, ob
             if isinstance(result, Finding):
                 report.plot_trials(options.plot, result)
             else:
-                report.plot(options.plot, result.summary)
+                report.plot(options.plot, result)
 
 
 def _check(result: Run | Finding) -> None:
@@ -118,12 +118,11 @@ def _check(result: Run | Finding) -> None:
         if result.limited_by == "generator":
             warn("the generator could not send faster: the service may hold more; use more machines or processes")
         return
-    summary = result.summary
-    if not summary.samples:
+    if not result.samples:
         fail("no request was due: use more --seconds, or a higher --rate")
-    if not summary.answered:
-        fail(f"all {len(summary.samples)} requests failed")
-    if not summary.kept_pace():
+    if not result.answered:
+        fail(f"all {len(result.samples)} requests failed")
+    if not result.kept_pace():
         warn("the generator did not keep the rate: latencies include its own delays; use a faster or idle machine")
     elif result.limited_by() == "concurrency":
         warn(f"{result.concurrency} requests were in flight at once, and others waited: raise --concurrency")

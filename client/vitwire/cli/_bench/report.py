@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitwire.cli._bench.capacity import Finding, Verdict
-from vitwire.cli._bench.results import Summary
+from vitwire.cli._bench.results import Run
 from vitwire.cli._bench.workload import Shape
 from vitwire.shared.extras import remedy
 
@@ -79,15 +79,15 @@ def check_plot(path: Path) -> None:
         raise ValueError(f"--plot {path}: cannot be written")
 
 
-def plot(path: Path, summary: Summary) -> None:
+def plot(path: Path, run: Run) -> None:
     """Latencies over time, and their distribution."""
     from matplotlib.figure import Figure  # noqa: PLC0415  # as above
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     over_time, shares = figure.subplots(1, 2)
-    answered, latencies = summary.answered, summary.latencies
+    answered, latencies = run.answered, run.latencies
     over_time.scatter([s.done for s in answered], [s.latency * 1e3 for s in answered], s=6, color=_BLUE)
-    for sample in summary.samples:
+    for sample in run.samples:
         if sample.error:
             over_time.axvline(sample.done, color=_RED, linewidth=0.5)
     over_time.set(xlabel="seconds", ylabel="latency, ms", title=f"{len(answered)} requests", ylim=(0, None))

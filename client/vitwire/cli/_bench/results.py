@@ -20,8 +20,8 @@ _LATE_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """Results of a load."""
+class Run:
+    """A run of a load, and its results."""
 
     seconds: float
     samples: Sequence[Sample]
@@ -30,6 +30,11 @@ class Summary:
     in_flight_max: int = 0
     cut: bool = False
     """Whether requests were due that are not among the samples."""
+    concurrency: int = 0
+    """Maximum requests in flight."""
+    usage: scrape.Usage | None = None
+    """None without metrics pages."""
+    interrupted: bool = False
 
     @property
     def answered(self) -> list[Sample]:
@@ -65,6 +70,27 @@ class Summary:
         """Requests not answered within a limit; those that failed or were not sent count as well."""
         return sum(bool(sample.error) or sample.latency * 1e3 > limit_ms for sample in self.samples)
 
+    def limited_by(self, limit_ms: float | None = None) -> str | None:
+        """What limited the run, as far as can be seen from here; None if nothing did.
+
+        limit_ms: of a trial that failed, which always has a cause.
+        """
+        if not self.kept_pace(limit_ms):
+            return "generator"
+        if self._held_back(limit_ms):
+            return "concurrency"
+        if self.usage and self.usage.bound:
+            return self.usage.bound
+        if refused := self.errors.keys() - {NOT_SENT}:
+            return f"errors {', '.join(sorted(refused))}"
+        return None if limit_ms is None else "latency"
+
+    def _held_back(self, limit_ms: float | None) -> bool:
+        """Whether requests waited because too few could be in flight, although the service kept the limit."""
+        if limit_ms is None:
+            return NOT_SENT in self.errors
+        return self.in_flight_max >= self.concurrency and self.concurrency / limit_ms * 1e3 < self.due_rate
+
     def document(self) -> dict[str, object]:
         """All results, for JSON."""
         answered = self.answered
@@ -84,6 +110,8 @@ class Summary:
             "latency_ms": percentiles(self.latencies),
             "queued_ms": percentiles(np.array([each for sample in answered for each in sample.queued]) * 1e3),
             "generator": self.generator(),
+            "limited_by": self.limited_by(),
+            "server": self.usage.document() if self.usage else None,
         }
 
     def generator(self) -> dict[str, object]:
@@ -107,48 +135,6 @@ def percentiles(values: Array) -> dict[str, float]:
     return {name: round(float(value), 3) for name, value in (found | {"max": values.max()}).items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One run and its results."""
-
-    summary: Summary
-    usage: scrape.Usage | None
-    """None without metrics pages."""
-    concurrency: int
-    interrupted: bool
-
-    def limited_by(self, limit_ms: float | None = None) -> str | None:
-        """What limited the run, as far as can be seen from here; None if nothing did.
-
-        limit_ms: of a trial that failed, which always has a cause.
-        """
-        summary = self.summary
-        if not summary.kept_pace(limit_ms):
-            return "generator"
-        if self._held_back(limit_ms):
-            return "concurrency"
-        refused = {code: count for code, count in summary.errors.items() if code != NOT_SENT}
-        if self.usage and self.usage.bound:
-            return self.usage.bound
-        if refused:
-            return f"errors {', '.join(sorted(refused))}"
-        return None if limit_ms is None else "latency"
-
-    def _held_back(self, limit_ms: float | None) -> bool:
-        """Whether requests waited because too few could be in flight, although the service kept the limit."""
-        if limit_ms is None:
-            return NOT_SENT in self.summary.errors
-        kept_rate = self.concurrency / limit_ms * 1e3
-        return self.summary.in_flight_max >= self.concurrency and kept_rate < self.summary.due_rate
-
-    def document(self) -> dict[str, object]:
-        """For JSON."""
-        return self.summary.document() | {
-            "limited_by": self.limited_by(),
-            "server": self.usage.document() if self.usage else None,
-        }
-
-
 def run(load: Load, pages: Sequence[str]) -> Run:
     """Run a load. Raises what the client raises in it, and OSError for a metrics page that cannot be read.
 
@@ -157,8 +143,16 @@ def run(load: Load, pages: Sequence[str]) -> Run:
     before = scrape.read(pages)
     seconds = _with_progress(load)
     usage = scrape.Usage(before, scrape.read(pages), seconds, len(pages)) if pages else None
-    summary = Summary(seconds, load.samples, load.cpu_seconds, load.in_flight_max, load.cut)
-    return Run(summary, usage, load.pace.concurrency, load.interrupted.is_set())
+    return Run(
+        seconds,
+        load.samples,
+        load.cpu_seconds,
+        load.in_flight_max,
+        load.cut,
+        load.pace.concurrency,
+        usage,
+        load.interrupted.is_set(),
+    )
 
 
 def _with_progress(load: Load) -> float:

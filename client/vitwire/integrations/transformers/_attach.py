@@ -1,8 +1,7 @@
 """Replace a model's vision tower by a service, and back."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import update_wrapper
 from inspect import signature
 from itertools import chain
@@ -22,7 +21,7 @@ from vitwire.items import Modality
 from vitwire.model import Model
 
 _ATTACHED = "_vitwire"
-"""Attribute of an attached module that holds its `_Attached`."""
+"""Attribute of an attached module that holds its `_Original`."""
 OLDEST = Version("5.18")
 """Earlier models expect deepstack rows of all images in one tensor, and do not let `generate` encode them."""
 _METHODS: Mapping[str, Modality] = {"get_image_features": "image", "get_video_features": "video"}
@@ -52,17 +51,6 @@ _ABSENT = (
     "this vision tower is in a Vitwire service. An attached model calls it in get_image_features and "
     "get_video_features; a model that was detached after attach(keep=False) has to be loaded again for images"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Attached:
-    """What `detach` needs."""
-
-    original: "Original"
-    methods: Mapping[str, object]
-    """What the module itself, rather than its class, had under the names of the replaced methods; None if nothing."""
-    client: Client | None
-    """The client, if `attach` made it."""
 
 
 def attach(
@@ -96,10 +84,14 @@ def attach(
         original = getattr(owner, name)
         remote = RemoteFeatures(owner, signature(original), _METHODS[name], layout, encoder, described)
         setattr(owner, name, update_wrapper(remote, original))  # `generate` passes the arguments in the signature
-    put = _module_replacer(owner, layout, encoder, described) if layout.replaces else None
-    setattr(owner, _ATTACHED, _Attached(Original(owner, keep=keep), methods, own))
-    if put:
-        put()
+    attributes = {}
+    if layout.replaces:
+        before: Any = owner.get_submodule(layout.replaces)
+        remote = RemoteFeatures(owner, signature(before.forward), "image", layout, encoder, described)
+        attributes = {"forward": remote} | {name: getattr(before, name) for name in layout.attributes}
+    setattr(owner, _ATTACHED, _Original(owner, methods, own, keep=keep))
+    for name, value in attributes.items():
+        setattr(owner.get_submodule(layout.replaces), name, value)
 
 
 def detach(model: nn.Module) -> None:
@@ -109,34 +101,19 @@ def detach(model: nn.Module) -> None:
     Raises ValueError if the model is not attached.
     """
     owner = _owner(model)
-    attached: _Attached | None = vars(owner).get(_ATTACHED)
-    if attached is None:
+    original: _Original | None = vars(owner).get(_ATTACHED)
+    if original is None:
         raise ValueError("the model's vision tower is not remote; there is nothing to detach")
     delattr(owner, _ATTACHED)
     if replaced := _layout(owner).replaces:
         del owner.get_submodule(replaced).forward
-    for name, before in attached.methods.items():
+    for name, before in original.methods.items():
         delattr(owner, name)
         if before is not None:
             setattr(owner, name, before)
-    attached.original.restore()
-    if attached.client:
-        attached.client.close()
-
-
-def _module_replacer(owner: PreTrainedModel, layout: Layout, encoder: Encoder, described: Model) -> Callable[[], None]:
-    """Called once the tower was taken out: what stands in its place then calls the service."""
-    before: Any = owner.get_submodule(layout.replaces)
-    remote = RemoteFeatures(owner, signature(before.forward), "image", layout, encoder, described)
-    attributes = {name: getattr(before, name) for name in layout.attributes}
-
-    def put() -> None:
-        module: Any = owner.get_submodule(layout.replaces)
-        module.forward = remote
-        for name, value in attributes.items():
-            setattr(module, name, value)
-
-    return put
+    original.restore()
+    if original.client:
+        original.client.close()
 
 
 def _owner(model: nn.Module) -> PreTrainedModel:
@@ -201,13 +178,19 @@ def has_tower(module: nn.Module) -> bool:
     return bool(_found(module, _TOWERS))
 
 
-class Original:
+class _Original:
     """The replaced modules of `owner`: its vision towers, and what their rows pass through.
 
     Their weights move to the host until `restore`, or are dropped unless they are to `keep`.
     """
 
-    def __init__(self, owner: PreTrainedModel, *, keep: bool) -> None:
+    def __init__(
+        self, owner: PreTrainedModel, methods: Mapping[str, object], client: Client | None, *, keep: bool
+    ) -> None:
+        self.methods = methods
+        """What the owner itself, rather than its class, had under the names of its methods; None if nothing."""
+        self.client = client
+        """The client, if `attach` made it."""
         self._owner = owner
         self._place = _place(owner)
         self._modules = _replaced(owner)

@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 
 from vitwire._delivery.nixl import DELIVERIES, POOL_BYTES, Delivery
-from vitwire._transport.context import checked_target
+from vitwire._transport.channel import checked_target
 from vitwire.client import Client
 from vitwire.embeddings import OUTPUT_TYPES, DType
 

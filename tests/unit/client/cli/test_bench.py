@@ -28,7 +28,7 @@ from vitwire.cli._bench.capacity import Finding, Verdict
 from vitwire.cli._bench.load import Sample
 from vitwire.cli._bench.options import Options
 from vitwire.cli._bench.report import rows, trials_table
-from vitwire.cli._bench.results import Run, Summary
+from vitwire.cli._bench.results import Run
 from vitwire.cli._bench.workload import Size, Trace, of_trace
 from vitwire.model import TileShapes
 from vitwire.v1 import encoder_pb2 as pb
@@ -84,8 +84,7 @@ def test_sizes_that_the_model_resizes_are_named(running: Running) -> None:
 
 
 def test_tables_have_no_gaps_and_no_dicts() -> None:
-    summary = Summary(2.0, [Sample(0.1 * at, 0.1 * at + 0.05, 10, 4, ("graph",), (0.01,)) for at in range(20)])
-    last = Run(summary, None, 8, interrupted=False)
+    last = Run(2.0, [Sample(0.1 * at, 0.1 * at + 0.05, 10, 4, ("graph",), (0.01,)) for at in range(20)], concurrency=8)
     verdicts = [Verdict(8.0, 1.0, 8, 8, None, None, False, "latency"), Verdict(4.0, 1.0, 4, 0, 5.0, 9.0, True, None)]
     finding = Finding(Options(p99_ms=500.0, seconds=1.0), 4.0, "latency", verdicts, last).document()
     for document in (finding, last.document()):
@@ -340,7 +339,7 @@ def test_a_rate_beyond_the_generator_ends_and_says_so(running: Running, monkeypa
 
 def test_percentiles_are_those_of_what_was_answered() -> None:
     samples = [Sample(number, number + number / 1e3, 1_000_000, 5, ("graph",)) for number in range(101)]
-    found = Summary(10.0, [*samples, Sample(0.0, 99.0, 1_000_000, error="INTERNAL")]).document()
+    found = Run(10.0, [*samples, Sample(0.0, 99.0, 1_000_000, error="INTERNAL")]).document()
     latency = found["latency_ms"]
     assert isinstance(latency, dict)
     assert [latency[name] for name in ("p50", "p90", "p95", "p99", "max")] == pytest.approx([50, 90, 95, 99, 100])

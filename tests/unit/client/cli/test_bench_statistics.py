@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vitwire.cli._bench import capacity, options, scrape
 from vitwire.cli._bench.capacity import Search
 from vitwire.cli._bench.load import NOT_SENT, Sample
-from vitwire.cli._bench.results import Summary
+from vitwire.cli._bench.results import Run
 from vitwire.cli._bench.workload import ImageSize, Trace, draws
 
 rates = st.floats(0.01, 1e5)
@@ -80,7 +80,7 @@ def test_sizes_are_written_as_they_are_read(width: int, height: int, weight: int
 )
 def test_requests_that_fail_miss_every_limit(outcomes: list[tuple[float, float, bool]], limit: float) -> None:
     samples = [Sample(due, due + took, error=NOT_SENT if lost else "") for due, took, lost in outcomes]
-    found = Summary(100.0, samples)
+    found = Run(100.0, samples)
     assert found.missed(limit) == sum(s.error != "" or s.latency * 1e3 > limit for s in samples)
     assert found.missed(math.inf) == len(samples) - len(found.answered)
     latency = found.document()["latency_ms"]
