@@ -38,7 +38,7 @@ def _hash(text: str) -> str:
 
 def page(readings: Readings, points: Sequence[Point], health: Health) -> str:
     """The page as HTML."""
-    model = readings.info("vitwire_model_info")
+    model = next(iter(readings.labels("vitwire_model_info")), {})
     name = escape(model.get("model", "no model yet"))
     body = "".join(
         [

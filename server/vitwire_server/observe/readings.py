@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -41,18 +41,13 @@ class Readings:
         """The labels of each sample."""
         return [labels for labels, _ in self._samples.get(name, [])]
 
-    def info(self, name: str) -> Labels:
-        """The labels of a metric's only sample; empty before it is set."""
-        found = self._samples.get(name)
-        return found[0][0] if found else {}
-
     @property
     def latencies(self) -> dict[float, float]:
         """Number of RPCs with items by upper bound of seconds, cumulative and ascending."""
-        sums: dict[float, float] = {}
+        sums = Counter[float]()
         for method in _METHODS:
-            for bound, count in self.by("vitwire_request_seconds_bucket", "le", method=method).items():
-                sums[float(bound)] = sums.get(float(bound), 0.0) + count
+            counts = self.by("vitwire_request_seconds_bucket", "le", method=method)
+            sums.update({float(bound): count for bound, count in counts.items()})
         return dict(sorted(sums.items()))
 
 

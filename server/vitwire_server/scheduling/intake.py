@@ -40,8 +40,8 @@ class Intake:
         self._queue = Queue()
         self._changed = Condition()
         self._closed = False
-        self._unanswered: dict[tuple[int, int], Entry] = {}
-        """Entries that were taken and not answered yet, by ticket and index."""
+        self._unanswered: set[Entry] = set()
+        """Entries that were taken and not answered yet."""
 
     def now(self) -> float:
         """Seconds on the clock that deadlines are given in."""
@@ -121,14 +121,14 @@ class Intake:
             for entry in expired:
                 self._queue.drop(entry)
             self._queue.take(entries)
-            self._unanswered |= {(entry.ticket.number, entry.index): entry for entry in (*expired, *entries)}
+            self._unanswered.update(expired, entries)
             if expired or entries:
                 self._queue_changed()
         return Taken(batch, footprints, entries, expired)
 
     def answered(self, entry: Entry) -> None:
         """An entry that was taken is answered."""
-        self._unanswered.pop((entry.ticket.number, entry.index), None)
+        self._unanswered.discard(entry)
 
     def abandon(self) -> list[Entry]:
         """Accept no more; returns all entries without an answer, waiting ones included."""
@@ -137,7 +137,7 @@ class Intake:
             waiting = self._queue.peek(len(self._queue))
             self._queue.take(waiting)
             self._queue_changed()
-        return [*self._unanswered.values(), *waiting]
+        return [*self._unanswered, *waiting]
 
     def _queue_changed(self) -> None:
         queue = self._queue

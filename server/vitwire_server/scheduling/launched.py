@@ -52,7 +52,7 @@ class Launched:
         budget, fallback = self._path(collected)
         return BatchReport(
             items=[(entry.item.modality, outcome) for entry, outcome in zip(self.entries, outcomes, strict=True)],
-            requests=len({entry.ticket.number for entry in self.entries}),
+            requests=len({entry.ticket for entry in self.entries}),
             budget=budget,
             fallback=fallback,
             tokens=sum(entry.item.footprint.tokens for entry in self.entries),

@@ -11,6 +11,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from io import BytesIO
@@ -151,41 +152,38 @@ def _file(sampling: str) -> bytes:
     return file.getvalue()
 
 
-class _Worker:
+def _answering(setup: Setup, memory: mmap.mmap) -> Callable[[Measure | Decode], FromDecoder]:
     """Answers jobs. Whatever is not expected ends the process, and with it all that the file left behind."""
+    hardware = Hardware(setup.sizes.device, setup.sizes.pixels)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
-    def __init__(self, setup: Setup, memory: mmap.mmap) -> None:
-        self._setup = setup
-        self._memory = memory
-        self._hardware = Hardware(setup.device, setup.max_pixels)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    def write(picture: Tensor, job: Decode) -> None:
+        at, end = setup.sizes.input_bytes, setup.sizes.input_bytes + job.output_bytes
+        for rows in prepared(picture, setup.recipes[job.modality]):
+            if rows is not None and at + rows.numel() <= end:
+                torch.frombuffer(memory, dtype=torch.uint8, count=rows.numel(), offset=at).copy_(rows.view(-1))
+            at += rows.numel() if rows is not None else 0
+        if at != end:
+            raise ValueError("its header and its content differ in size")
 
-    def answer(self, job: Measure | Decode) -> FromDecoder:
-        """The answer to a job."""
+    def answer(job: Measure | Decode) -> FromDecoder:
         assert isinstance(job, Decode)
         start = time.perf_counter()
         try:
-            picture = self._hardware.decoded(self._memory[: job.nbytes], job.orientation)
+            picture = hardware.decoded(memory[: job.nbytes], job.orientation)
             decoded = time.perf_counter()
-            self._write(picture, job)
+            write(picture, job)
         except (NotDecoded, ValueError) as error:
             return Refused(Fault.LOST, str(error))
         return Decoded(decoded - start, time.perf_counter() - decoded)
 
-    def _write(self, picture: Tensor, job: Decode) -> None:
-        at, end = self._setup.input_bytes, self._setup.input_bytes + job.output_bytes
-        for rows in prepared(picture, self._setup.recipes[job.modality]):
-            if rows is not None and at + rows.numel() <= end:
-                torch.frombuffer(self._memory, dtype=torch.uint8, count=rows.numel(), offset=at).copy_(rows.view(-1))
-            at += rows.numel() if rows is not None else 0
-        if at != end:
-            raise ValueError("its header and its content differ in size")
+    return answer
 
 
 def main() -> None:
     """Serve as `files.worker`; or with `check DEVICE` write why this device cannot decode, or nothing."""
     if sys.argv[1] != "check":
-        serve(lambda setup, memory: _Worker(setup, memory).answer)
+        serve(_answering)
     try:
         print(fault_of(Hardware(sys.argv[2])), flush=True)
     except Exception as error:  # noqa: BLE001 - of a driver or library: the reason is the answer

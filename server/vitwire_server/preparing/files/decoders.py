@@ -20,10 +20,9 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 class CpuDecoders:
     """Processes that are started when they are needed; those that died are replaced."""
 
-    def __init__(self, setup: Setup, output_bytes: int, changed: Callable[[int, int], None]) -> None:
+    def __init__(self, setup: Setup, changed: Callable[[int, int], None]) -> None:
         """`changed` is called with the number of processes, and of those that have a job."""
         self._setup = setup
-        self._output_bytes = output_bytes
         self._changed = changed
         self._idle: list[Child] = []
         self._all: set[Child] = set()
@@ -37,7 +36,7 @@ class CpuDecoders:
                 self._count()
                 return child
             await self._drop(child)
-        child = await Child.start(self._setup, self._output_bytes)
+        child = await Child.start(self._setup)
         if self._closed:
             await child.close()
             raise NotDecoded(Fault.LOST, "the server is stopping")
@@ -77,10 +76,8 @@ class DeviceDecoder:
     Nothing depends on it: what it does not decode is left to the others.
     """
 
-    def __init__(self, setup: Setup, output_bytes: int) -> None:
-        """`setup` names the device."""
+    def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._output_bytes = output_bytes
         self._child: Child | None = None
         self._pause = _FIRST_PAUSE
         self._starting: asyncio.Task[None] | None = None
@@ -123,7 +120,7 @@ class DeviceDecoder:
         while self._child is None:
             await asyncio.sleep(pause)
             try:
-                self._child = await Child.start(self._setup, self._output_bytes)
+                self._child = await Child.start(self._setup, on_device=True)
             except NotDecoded as error:
                 pause = _LONGEST_PAUSE
                 _log.warning("JPEG files are decoded on the CPU: the decoder on the device did not start: %s", error)

@@ -30,19 +30,32 @@ class NotDecoded(Exception):
 # -- to a decoder ----------------------------------------------------------------------------------
 
 
+class Sizes(Struct, array_like=True, frozen=True):
+    """Bounds of a pool. The memory that it shares with a decoder begins with the input, and ends with the output."""
+
+    processes: int
+    """That decode at a time; one more reads headers."""
+    input_bytes: int
+    """Of the largest file or picture."""
+    output_bytes: int
+    """Bytes of the largest prepared item."""
+    pixels: int
+    """Of the largest picture in a file."""
+    seconds: float
+    """Of processor time for the largest file."""
+    memory: int
+    """Bytes of each decoder, in addition to what it has after its imports."""
+    device: str = ""
+    """Where one more process decodes JPEG files; empty for none."""
+
+
 class Setup(Struct, array_like=True, frozen=True, tag=0):
     """The first message."""
 
     recipes: dict[Modality, Recipe]
-    input_bytes: int
-    """The shared memory begins with room for a file or picture of so many bytes, and ends with that for its pixels."""
-    max_pixels: int
-    memory: int
-    """Bytes of memory that the process may use beyond what it has after its imports."""
+    sizes: Sizes
     clips: bool
     """Whether files of clips are read, which needs PyAV."""
-    device: str = ""
-    """Of a decoder on a device."""
 
 
 class Measure(Struct, array_like=True, frozen=True, tag=1):

@@ -5,18 +5,15 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, Protocol
-
-from msgspec.structs import replace
 
 from vitwire.wire import Buffer
 from vitwire_server.core.decoding import Fault
 from vitwire_server.core.items import Modality
 from vitwire_server.preparing.files.child import Child
 from vitwire_server.preparing.files.decoders import DEVICE_SECONDS, CpuDecoders, DeviceDecoder
-from vitwire_server.preparing.files.messages import Decode, Decoded, Measure, Measured, NotDecoded, Setup
+from vitwire_server.preparing.files.messages import Decode, Decoded, Measure, Measured, NotDecoded, Setup, Sizes
 from vitwire_server.preparing.files.turns import Flow, Turns, predicted
 from vitwire_server.preparing.rules.forms import form_of
 from vitwire_server.preparing.rules.recipe import Recipe
@@ -48,25 +45,6 @@ class Prepared(NamedTuple):
     """Whether both were done by the decoder on the device."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Bounds of a pool."""
-
-    processes: int
-    """That decode at a time; one more reads headers."""
-    input_bytes: int
-    """Of the largest file or picture."""
-    output_bytes: int
-    """Bytes of the largest prepared item."""
-    pixels: int
-    seconds: float
-    """Of processor time for the largest file."""
-    memory: int
-    """Bytes of each decoder, beside what it has after its start."""
-    device: str = ""
-    """Where one more process decodes JPEG files; empty for none."""
-
-
 class DecodePool:
     """Lends decoders to jobs, in turn. Used on one event loop."""
 
@@ -77,14 +55,12 @@ class DecodePool:
         self._sizes = sizes
         self._recipes = recipes
         self._monitor = monitor
-        setup = Setup(dict(recipes), sizes.input_bytes, sizes.pixels, sizes.memory, clips)
-        self._decoders = CpuDecoders(setup, sizes.output_bytes, monitor.decoders)
+        setup = Setup(dict(recipes), sizes, clips)
+        self._decoders = CpuDecoders(setup, monitor.decoders)
         self._measuring = Turns(1, self._count_waiting)
         self._decoding = Turns(sizes.processes, self._count_waiting)
         self._on_device = Turns(1, self._count_waiting)
-        self._device: DeviceDecoder | None = None
-        if sizes.device:
-            self._device = DeviceDecoder(replace(setup, device=sizes.device), sizes.output_bytes)
+        self._device = DeviceDecoder(setup) if sizes.device else None
         self._returning: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
