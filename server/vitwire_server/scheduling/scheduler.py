@@ -171,10 +171,10 @@ class Scheduler:
         collected = done.running.collect()
         now = self._clock()
         self._forecast.ran(done.predicted.work, done.started, now)
-        outcomes = done.outcomes(collected, now)
-        log_failures(done.entries, outcomes)
-        self._monitor.batch_ran(done.report(collected, outcomes))
-        for entry, outcome in zip(done.entries, outcomes, strict=True):
+        report = done.report(collected, now)
+        log_failures(done.entries, report)
+        self._monitor.batch_ran(report)
+        for entry, (_, outcome) in zip(done.entries, report.items, strict=True):
             self._deliver(entry, outcome)
 
     def _deliver(self, entry: Entry, outcome: Outcome) -> None:

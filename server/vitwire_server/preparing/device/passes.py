@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import PIL
 
-from vitwire_server.preparing.device.tables import Axis, Field, Memory, Program, Table, Taps
+from vitwire_server.preparing.device.tables import Axis, Field, Memory, Program, Taps
 from vitwire_server.preparing.rules.filters import rows_first
 from vitwire_server.preparing.rules.forms import drawing
 from vitwire_server.preparing.rules.patches import CHANNELS, Grid, Size
@@ -184,8 +184,10 @@ class _Builder:
         """All passes, as tables."""
         groups = [*self.passes, self.last]
         taps = list({each.source.taps: None for group in groups for each in group if each.source.taps})
-        index = {each: place for place, each in enumerate(taps)}
-        *levels, last = (_table(group, index) for group in groups)
+        places: dict[Taps | None, int] = {None: -1} | {each: place for place, each in enumerate(taps)}
+        *levels, last = (
+            np.array([_row(each, places[each.source.taps]) for each in group], np.int64) for group in groups
+        )
         return Program(
             grid,
             depth,
@@ -200,17 +202,12 @@ class _Builder:
         )
 
 
-def _table(passes: Iterable[_Pass], taps: dict[Taps, int]) -> Table:
-    rows = [_row(each, -1 if each.source.taps is None else taps[each.source.taps]) for each in passes]
-    return np.array([[row[name] for name in Field] for row in rows], np.int64)
-
-
-def _row(made: _Pass, taps: int) -> dict[Field, int]:
+def _row(made: _Pass, taps: int) -> list[int]:
     source, cells = made.source, made.cells
     down, right, channel = source.strides
     to_channel, to_below, to_right, to_frame = cells.strides
     red, green, blue = made.background or (0, 0, 0)
-    return {
+    row = {
         Field.SOURCE: source.offset,
         Field.SOURCE_DOWN: down,
         Field.SOURCE_RIGHT: right,
@@ -240,3 +237,4 @@ def _row(made: _Pass, taps: int) -> dict[Field, int]:
         Field.BACKGROUND: red | green << 8 | blue << 16,
         Field.AFFINE: int(made.memory is Memory.CROPS),
     }
+    return [row[name] for name in Field]
