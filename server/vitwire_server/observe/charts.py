@@ -22,7 +22,7 @@ class Line:
 
 
 def line_chart(title: str, unit: str, times: Sequence[float], span: float, lines: Sequence[Line]) -> str:
-    """Lines over the last `span` seconds; `times` are those of the values, the last one is now."""
+    """Lines over the last `span` seconds; `times` belong to the values, the last one is now."""
     known = [value for line in lines for value in line.values if value is not None]
     top = nice(max(known, default=0.0))
     latest = ", ".join(f"{line.name} {_latest(line, unit)}" for line in lines)

@@ -26,7 +26,7 @@ def _asset(name: str) -> str:
 
 @cache
 def policy() -> str:
-    """The Content-Security-Policy: only the page's own style and script, and requests to itself."""
+    """The Content-Security-Policy: only the page's style and script, and requests to itself."""
     style, script = (_hash(_asset(name)) for name in ("page.css", "page.js"))
     allowed = f"style-src {style}; script-src {script}; connect-src 'self'"
     return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -137,7 +137,7 @@ def _ladder(readings: Readings) -> str:
 
 
 def _refits(readings: Readings) -> str:
-    """What came of fits of the ladder to recent loads, if there were any."""
+    """Results of fits of the ladder to recent loads, if there were any."""
     results = readings.by("vitwire_ladder_refits_total", "result")
     if not any(results.values()):
         return ""
@@ -214,7 +214,7 @@ def _served(readings: Readings) -> dict[str, str]:
 
 
 def _prepared(readings: Readings) -> list[str]:
-    """What is prepared where, and how long that takes, if the server prepares."""
+    """Pictures prepared by place, and their times, if the server prepares."""
     places = {each["what"]: _place(each) for each in readings.labels("vitwire_preparation_info")}
     if not places:
         return []

@@ -27,14 +27,14 @@ class Readings:
 
     def total(self, name: str, **labels: str) -> float:
         """The sum of the samples with these labels; 0 without any."""
-        return sum(value for own, value in self._samples.get(name, []) if labels.items() <= own.items())
+        return sum(value for found, value in self._samples.get(name, []) if labels.items() <= found.items())
 
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
         """Sums by the value of a label, in the order of their first appearance."""
         sums: dict[str, float] = {}
-        for own, value in self._samples.get(name, []):
-            if labels.items() <= own.items():
-                sums[own[label]] = sums.get(own[label], 0.0) + value
+        for found, value in self._samples.get(name, []):
+            if labels.items() <= found.items():
+                sums[found[label]] = sums.get(found[label], 0.0) + value
         return sums
 
     def labels(self, name: str) -> list[Labels]:

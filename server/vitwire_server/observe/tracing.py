@@ -4,9 +4,10 @@ Without an endpoint nothing is traced and OpenTelemetry is not imported.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Protocol
 
 from vitwire_server.core.delivery import Delivered
@@ -17,19 +18,16 @@ from vitwire_server.observe.request_ids import REQUEST_ID
 Attributes = Mapping[str, str | int | float | bool]
 
 
-class Span(Protocol):
+@dataclass(frozen=True, slots=True)
+class Span:
     """The recorded span of an RPC."""
 
     trace_id: str
     """32 hex digits."""
-
-    def stage(self, name: str, start: float, seconds: float, attributes: Attributes) -> None:
-        """Record a child span that began at `start` on the monotonic clock."""
-        ...
-
-    def end(self, code: str) -> None:
-        """The RPC ended with this gRPC status code."""
-        ...
+    stage: Callable[[str, float, float, Attributes], None]
+    """Records a child span: its name, its start on the monotonic clock, its seconds and attributes."""
+    end: Callable[[str], None]
+    """Records the gRPC status code that the RPC ended with."""
 
 
 class Tracer(Protocol):
@@ -78,7 +76,7 @@ def trace_preparing(start: float, stages: Mapping[str, float], attributes: Attri
 
 
 def _trace_batch(span: Span, report: ItemReport, attributes: Attributes) -> None:
-    """The stages of the item's batch; on CUDA they overlap with those of other batches."""
+    """The stages of the item's batch; on CUDA they overlap with stages of other batches."""
     if report.timings is None:
         return
     start, timings = report.started, report.timings

@@ -1,4 +1,4 @@
-"""Where requests hand in items, and the engine's thread takes them from."""
+"""The queue that requests hand in items to, and the engine's thread takes them from."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ _WINDOW = 64
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What left the queue: entries to run as one batch, and entries whose deadline has passed."""
+    """Entries that left the queue: entries to run as one batch, and entries whose deadline has passed."""
 
     batch: Batch | None
     """None if nothing waits."""
     window: Sequence[Footprint]
-    """What was planned: the items that waited for this batch."""
+    """The items that waited for this batch, and were planned."""
     entries: Sequence[Entry]
     expired: Sequence[Entry]
 
@@ -60,7 +60,7 @@ class Intake:
     def check_deadline(self, ticket: Ticket, tokens: int, items: int = 1) -> None:
         """Raises DeadlineExceeded if items of `tokens` tokens cannot be done by the ticket's deadline.
 
-        Counts what goes before them by their share, what is under way, and their own time.
+        Counts what goes before them by their share, what is under way, and the time that they take.
         """
         if ticket.deadline is None:
             return
@@ -73,7 +73,7 @@ class Intake:
         raise DeadlineExceeded(f"about {needed:.3g} s are needed, {max(0.0, left):.3g} s are left until the deadline")
 
     def forecast(self, priority: Priority, tokens: int) -> float:
-        """Seconds until a new request of so many tokens would be done."""
+        """Seconds until a new request of `tokens` tokens would be done."""
         estimate = self.planner.estimate
         with self._changed:
             ahead = self._queue.tokens_ahead(priority, tokens)
@@ -96,12 +96,12 @@ class Intake:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits."""
+        """True if nothing waits."""
         return not self._queue
 
     @property
     def is_finished(self) -> bool:
-        """Whether it is closed and nothing waits."""
+        """True if it is closed and nothing waits."""
         with self._changed:
             return self._closed and not self._queue
 

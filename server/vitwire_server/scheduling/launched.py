@@ -27,7 +27,7 @@ class Launched:
     predicted: Prediction
 
     def report(self, collected: Collected, now: float) -> BatchReport:
-        """What each entry is answered with, its rows and a report or its error; and what the monitor counts."""
+        """The outcome of each entry, its rows and a report or its error, and the figures that the monitor counts."""
         budget, fallback = self.batch.budget, self.batch.fallback
         if collected.ran_separately:
             budget, fallback = None, Fallback.OUT_OF_MEMORY

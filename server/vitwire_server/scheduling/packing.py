@@ -15,7 +15,7 @@ class Options:
     """
 
     def __init__(self, sizes: Sequence[int], seconds: Callable[[int], float]) -> None:
-        """`sizes` ascend; `seconds` predicts a replay of a budget of so many tokens."""
+        """`sizes` ascend; `seconds` predicts a replay of a budget of this many tokens."""
         self.largest = sizes[-1] if sizes else 0
         cost = {size: seconds(size) for size in sizes}
         options = [(cost[size], 1, size, 0) for size in sizes]
@@ -24,7 +24,7 @@ class Options:
         self.ordered = [(larger, smaller) for _, _, larger, smaller in sorted(options)]
 
     def split(self, tokens: int, reach: int) -> int | None:
-        """How many tokens the first of one or two batches takes; None if no option holds `tokens`.
+        """Tokens that the first of one or two batches takes; None if no option holds `tokens`.
 
         Bit n of `reach` is set if some subset of the items sums to n.
         """

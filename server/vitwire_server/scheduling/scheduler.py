@@ -19,7 +19,7 @@ from vitwire_server.scheduling.tickets import Entry
 
 _HEARTBEAT_SECONDS = 0.5
 _LENIENCE = 10.0
-"""How many times its predicted time a batch may take before that counts as silence of the engine's thread."""
+"""Times its predicted time that a batch may take before the engine's thread counts as silent."""
 
 
 class Learner(Protocol):
@@ -97,7 +97,7 @@ class Scheduler:
 
     @property
     def fault(self) -> str:
-        """What the canary found to be wrong; empty if nothing."""
+        """The fault that the canary found; empty if there is none."""
         return self._canary.fault if self._canary else ""
 
     def run(self) -> None:

@@ -23,7 +23,7 @@ def _line(visit: tuple[int, int, object]) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class _Share(Generic[E]):
-    """What waits of one flow, by cost. Its deficit is the credit that every flow was given, less `paid`."""
+    """Waiting elements of one flow, by cost. Its deficit is the credit that every flow was given, less `paid`."""
 
     paid: int
     turn: int
@@ -34,7 +34,7 @@ class _Share(Generic[E]):
 class Shares(Generic[F, E]):
     """Elements of many flows in the order of deficit round robin; pure and deterministic.
 
-    Within a flow the order is that of arrival. A flow that empties loses what it had saved or owed.
+    Within a flow elements keep the order of arrival. A flow that empties loses what it had saved or owed.
     """
 
     def __init__(self, quantum: int) -> None:
@@ -80,7 +80,7 @@ class Shares(Generic[F, E]):
         return next(iter(share.costs)) if share else None
 
     def charge(self, flow: F, cost: int) -> None:
-        """What the flow took cost more than it paid; without effect if nothing of it waits."""
+        """Let a flow pay for what it took; without effect if nothing of it waits."""
         if share := self._shares.get(flow):
             share.paid += cost
 

@@ -32,7 +32,7 @@ class Ticket:
     """The request's id in the log; empty outside of an RPC."""
 
     def is_expired(self, now: float) -> bool:
-        """Whether the deadline has passed."""
+        """True once the deadline has passed."""
         return self.deadline is not None and self.deadline <= now
 
 

@@ -1,6 +1,6 @@
 """A decoder of JPEG files on the model's device: nvImageCodec decodes, the kernel of `device` prepares.
 
-It is a process with a context of its own on the device: what a file does to NVIDIA's libraries ends this process. On a
+It is a process with a separate context on the device: what a file does to NVIDIA's libraries ends this process. On a
 GPU the files are decoded by the engines for JPEG, whose pixels are within 1 of libjpeg-turbo's; on a CPU by
 libjpeg-turbo, which shows that the way works.
 """
@@ -103,7 +103,7 @@ def _library() -> Any:  # noqa: ANN401 - the module
         raise ImportError("nvidia-nvimgcodec is not installed")
     package, folder = Path(found.origin).parent, Path(mkdtemp(prefix="vitwire-jpeg-"))
     for library in package.parent.glob("*/lib/libnvjpeg.so*"):
-        ctypes.CDLL(str(library))  # the extension finds it beside itself otherwise, and not from another folder
+        ctypes.CDLL(str(library))  # the extension finds it in its folder otherwise, and not from another folder
     for pattern in _EXTENSIONS:
         for library in (package / "extensions").glob(pattern):
             (folder / library.name).symlink_to(library)
@@ -126,12 +126,12 @@ def fault_of(hardware: Hardware) -> str:
         data = _file(sampling)
         expected = np.asarray(Image.open(BytesIO(data)).convert("RGB")).astype(np.int16)
         try:
-            own = hardware.decoded(data, 1).cpu().numpy()
+            made = hardware.decoded(data, 1).cpu().numpy()
         except (NotDecoded, RuntimeError) as error:
             return f"{sampling or 'grey'}: {error}"
-        if own.shape != expected.shape:
-            return f"{sampling or 'grey'} has the shape {own.shape}, not {expected.shape}"
-        difference = np.abs(own - expected)
+        if made.shape != expected.shape:
+            return f"{sampling or 'grey'} has the shape {made.shape}, not {expected.shape}"
+        difference = np.abs(made - expected)
         most, share = difference.max(), (difference > 0).mean()
         if most > _MOST_DIFFERENCE or share > _MOST_DIFFERING:
             return f"{sampling or 'grey'} differs from Pillow by up to {most}, on {share:.2%} of the values"

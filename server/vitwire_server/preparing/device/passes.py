@@ -16,7 +16,7 @@ from vitwire_server.preparing.rules.recipe import Recipe
 from vitwire_server.preparing.rules.sketches import Canvas, Frame, Sketch
 
 _CHOOSES_ORDER = int(PIL.__version__.partition(".")[0]) >= 13
-"""Whether the installed Pillow, which decoders use, resizes rows first where that saves work."""
+"""True if the installed Pillow, which decoders use, resizes rows first if that saves work."""
 _KEPT = 256
 """Programs that are kept: one for each size of pictures."""
 
@@ -147,7 +147,7 @@ class _Builder:
         return self.stored[of]
 
     def _halfway(self, canvas: Canvas) -> _Source:
-        """What the last pass over a canvas reads: its source, or that after a first pass."""
+        """The source of the last pass over a canvas: its own source, or the result of a first pass."""
         key = canvas._replace(corner=(0, 0), whole=canvas.size, background=())  # wherever it is placed
         if key not in self.halfway:
             stored = self._stored(canvas.source.of).part(canvas.source.corner)

@@ -58,13 +58,13 @@ class Child:
     _asked: ToDecoder
     """The last message."""
     _answer: asyncio.Task[FromDecoder] | None = None
-    """Of the last message. A task of its own, as a caller that is cancelled must not lose the answer."""
+    """To the last message. A separate task, as a caller that is cancelled must not lose the answer."""
 
     @classmethod
     async def start(cls, setup: Setup, *, on_device: bool = False) -> Self:
         """A decoder that is ready, on the device or not. Raises NotDecoded if it cannot be started."""
-        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        own.setblocking(False)
+        link, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        link.setblocking(False)
         size = -(-(setup.sizes.input_bytes + setup.sizes.output_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         descriptor = os.memfd_create("vitwire-decoder", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -73,12 +73,12 @@ class Child:
             memory = mmap.mmap(descriptor, size)
             process = await _spawn(other, descriptor, HARDWARE if on_device else _WORKER)
         except OSError as error:
-            own.close()
+            link.close()
             raise NotDecoded(Fault.LOST, f"a decoder cannot be started: {error}") from error
         finally:
             other.close()
             os.close(descriptor)
-        child = cls(process, own, memory, setup, setup)
+        child = cls(process, link, memory, setup, setup)
         try:
             answer = await child.ask(setup, _START_SECONDS)
             assert isinstance(answer, Ready)
@@ -119,7 +119,7 @@ class Child:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a message was sent whose answer was not received."""
+        """True while a message awaits its answer."""
         return self._answer is not None and not self._answer.done()
 
     async def _exchange(self, message: ToDecoder, seconds: float) -> FromDecoder:
@@ -152,7 +152,7 @@ class Child:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process has not ended; one that was not reaped yet has closed its socket."""
+        """True until the process ends; one that was not reaped yet has closed its socket."""
         if self.process.returncode is not None:
             return False
         try:

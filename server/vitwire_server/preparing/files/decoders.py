@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 DEVICE_SECONDS = 5.0
 """Of wall-clock time for a file on the device, which takes milliseconds: it was checked, and its size is bounded."""
 _LEAST_PIXELS = 1 << 19
-"""Of a picture: those of 448² were decoded faster on the CPU, and those of 1920 x 1080 on the device."""
+"""Of a picture: 448² was decoded faster on the CPU, and 1920 x 1080 on the device."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 """Seconds until the decoder on the device is started again, twice as long each time."""
 
@@ -87,7 +87,7 @@ class DeviceDecoder:
         self._starting = asyncio.create_task(self._start(0.0))
 
     def takes(self, found: Measured) -> bool:
-        """Whether it is ready, and decodes this file as Pillow does and sooner."""
+        """True if it is ready, and decodes this file as Pillow does and sooner."""
         return self._child is not None and found.orientation > 0 and found.area >= _LEAST_PIXELS
 
     async def take(self) -> Child:

@@ -18,7 +18,7 @@ from vitwire_server.preparing.rules.recipe import Recipe
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _FIRST_OF_MANY = ("GIF", "MPO")
-"""Formats of which the first picture is used: animations, and photographs beside which a camera stores others."""
+"""Formats of which the first picture is used: animations, and photographs that a camera stores with others."""
 _ORIENTATIONS = range(1, 9)
 _TURNED = (5, 6, 7, 8)
 """Orientations of EXIF with width and height exchanged."""
@@ -27,7 +27,7 @@ _PNG_START, _PNG_CONTENT, _PNG_OVERHEAD = 8, 8, 12
 
 
 def measure(data: bytes, recipe: Recipe, max_pixels: int) -> Measured:
-    """What the prepared image will be. Raises NotDecoded, or what Pillow raises."""
+    """Form and cost of the prepared image. Raises NotDecoded, or what Pillow raises."""
     with BytesIO(data) as file, Image.open(file, formats=_FORMATS) as image:
         width, height = image.size
         if width * height > max_pixels:
@@ -50,7 +50,7 @@ def decode(data: bytes, recipe: Recipe) -> Image.Image:
 
 
 def _orientation(image: Image.Image, data: bytes) -> int:
-    """The orientation in the image's metadata, 1 to 8; that of a PNG may come after the pixels."""
+    """The orientation in the image's metadata, 1 to 8; a PNG may have it after the pixels."""
     if image.format == "PNG":
         with BytesIO(_without_pixels(data)) as file, Image.open(file, formats=("PNG",)) as headers:
             found = Image.Image.getexif(headers).get(Base.Orientation)

@@ -1,4 +1,4 @@
-"""Which JPEG files a device decodes as Pillow does, by their headers."""
+"""JPEG files that a device decodes as Pillow does, by their headers."""
 
 from collections.abc import Iterator
 from struct import unpack_from
@@ -8,8 +8,8 @@ _BASELINE, _QUANTISATION, _ADOBE, _SCAN = 0xC0, 0xDB, 0xEE, 0xDA
 _TABLE_BYTES, _WHOLE_SCAN = 65, b"\x00\x3f\x00"
 """Of a table of 8 bits; all coefficients at once."""
 _SKIPPED = frozenset((0xC4, 0xDD, 0xFE, *range(0xE0, 0xF0)))
-"""Markers of other tables, comments and metadata. After any other, libraries read on at different places, where each
-could find another frame."""
+"""Markers of other tables, comments and metadata. After any other, libraries read on at different places, and each
+could find another frame there."""
 _YCC = ((1, 2, 3), (0, 1, 2))
 """Numbers of components that are read as luminance and colour differences."""
 _SAMPLED = ((0x11, 0x11, 0x11), (0x21, 0x11, 0x11), (0x12, 0x11, 0x11), (0x22, 0x11, 0x11))
@@ -22,10 +22,10 @@ _ADOBE_BYTES, _YCC_TRANSFORM = 12, 1
 
 
 def is_plain(data: bytes) -> bool:
-    """Whether a file is a baseline JPEG of one scan, grey or YCbCr, that ends.
+    """True if a file is a baseline JPEG of one scan, grey or YCbCr, that ends.
 
     All others are left to Pillow: progressive, lossless, arithmetic and CMYK files, RGB, unusual sampling, small
-    pictures, and files that are damaged or ambiguous where this looks.
+    pictures, and files that are damaged or ambiguous in what this reads.
     """
     components = b""
     for marker, at, length in _segments(data):
@@ -61,7 +61,7 @@ def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def _is_whole(scan: bytes, components: bytes) -> bool:
-    """Whether the header of a scan has all components in the order of the frame."""
+    """True if the header of a scan has all components in the order of the frame."""
     count = len(components)
     return count > 0 and scan[0] == count and scan[1:-3:2] == components and scan[1 + 2 * count :] == _WHOLE_SCAN
 

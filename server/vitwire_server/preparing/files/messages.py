@@ -55,7 +55,7 @@ class Setup(Struct, array_like=True, frozen=True, tag=0):
     recipes: dict[Modality, Recipe]
     sizes: Sizes
     clips: bool
-    """Whether files of clips are read, which needs PyAV."""
+    """True if files of clips are read, which needs PyAV."""
 
 
 class Measure(Struct, array_like=True, frozen=True, tag=1):
@@ -68,17 +68,18 @@ class Measure(Struct, array_like=True, frozen=True, tag=1):
 
 
 class Decode(Struct, array_like=True, frozen=True, tag=2):
-    """Answered with Decoded: so many bytes of pixels and crops, of a file or a picture, are in the shared memory."""
+    """Answered with Decoded: prepare a file or picture."""
 
     nbytes: int
     modality: Modality
     seconds: float
     """Of processor time."""
     output_bytes: int
+    """Of the pixels and crops together."""
     picture: tuple[int, ...] | None = None
     """The shape of a picture, or of the frames of a clip; None for a file."""
     raw: bool = False
-    """Whether to return the picture in RGB, for the engine to prepare."""
+    """True to return the picture in RGB, for the engine to prepare."""
     orientation: int = 1
     """By EXIF, for a decoder on a device."""
 
@@ -91,7 +92,7 @@ class Ready(Struct, array_like=True, frozen=True, tag=0):
 
 
 class Measured(Struct, array_like=True, frozen=True, tag=1):
-    """What the prepared item will be."""
+    """Form and cost of the prepared item."""
 
     grid: tuple[int, int, int]
     pixels: tuple[int, ...]

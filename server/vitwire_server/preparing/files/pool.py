@@ -20,7 +20,7 @@ from vitwire_server.preparing.rules.recipe import Recipe
 
 _log = logging.getLogger(__name__)
 _PATIENCE = 10.0
-"""The wall-clock time of a job is limited to its processor time, so many times, and as many seconds more."""
+"""A job may take its processor time and one second more, times this, of wall-clock time."""
 _LEAST_SECONDS, _SECONDS_PER_PIXEL = 1.0, 5e-7
 """Of processor time that a file may take: several times what the slowest format needs."""
 
@@ -42,7 +42,7 @@ class Prepared(NamedTuple):
     decode: float
     prepare: float
     on_device: bool = False
-    """Whether both were done by the decoder on the device."""
+    """True if the decoder on the device did both."""
 
 
 class DecodePool:
@@ -51,7 +51,7 @@ class DecodePool:
     def __init__(
         self, sizes: Sizes, recipes: Mapping[Modality, Recipe], monitor: DecodeMonitor, *, clips: bool
     ) -> None:
-        """`clips` is whether files of clips are read."""
+        """`clips` is true if files of clips are read."""
         self._sizes = sizes
         self._recipes = recipes
         self._monitor = monitor
@@ -69,11 +69,11 @@ class DecodePool:
             self._device.start()
 
     def takes_on_device(self, found: Measured) -> bool:
-        """Whether a file goes to the decoder on the device, which prepares it too."""
+        """True if a file goes to the decoder on the device, which prepares it too."""
         return self._device is not None and self._device.takes(found)
 
     async def measure(self, flow: Flow, data: Buffer, modality: Modality) -> Measured:
-        """What the prepared item will be, from the header of its file. Raises NotDecoded."""
+        """Form and cost of the prepared item, from the header of its file. Raises NotDecoded."""
         seconds = self._seconds(len(data))
         async with self._lent(self._decoders, self._measuring, flow, len(data)) as child:
             await child.write(data)
@@ -82,7 +82,7 @@ class DecodePool:
         return answer
 
     def measure_picture(self, shape: tuple[int, ...], modality: Modality) -> Measured:
-        """What a picture, or the frames of a clip, will be, from their shape. Raises NotDecoded."""
+        """Form and cost of a prepared picture, or the frames of a clip, from their shape. Raises NotDecoded."""
         try:
             form = form_of(shape, self._recipes[modality])
         except ValueError as error:
