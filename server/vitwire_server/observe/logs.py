@@ -11,8 +11,7 @@ from datetime import UTC, datetime
 from threading import Lock, Timer
 from types import TracebackType
 
-from vitwire_server.observe.request_ids import REQUEST_ID
-from vitwire_server.observe.tracing import SPAN
+from vitwire_server.observe.tracing import REQUEST_ID, SPAN
 
 _MOST = 10
 _SECONDS = 10.0

@@ -13,8 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from vitwire_server.observe.request_ids import REQUEST_ID
-from vitwire_server.observe.tracing import SPAN, Attributes, Span
+from vitwire_server.observe.tracing import REQUEST_ID, SPAN, Attributes, Span
 from vitwire_server.release import release
 
 _CLOSE_SECONDS = 3.0

@@ -1,20 +1,24 @@
-"""Traces of RPCs: the current span, and the stages recorded in it.
+"""Request ids and traces of RPCs: the current span, and the stages recorded in it.
 
 Without an endpoint nothing is traced and OpenTelemetry is not imported.
 """
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
+from uuid import uuid4
 
 from vitwire_server.core.delivery import Delivered
 from vitwire_server.core.models import Place
 from vitwire_server.core.reports import Encoded, ItemReport, Outcome
-from vitwire_server.observe.request_ids import REQUEST_ID
 
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+"""Id of the current task's RPC; empty outside of RPCs."""
+_VALID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,63}")
 Attributes = Mapping[str, str | int | float | bool]
 
 
@@ -94,3 +98,8 @@ def exemplar() -> dict[str, str]:
     if span := SPAN.get():
         return {"trace_id": span.trace_id}
     return {"request_id": name} if (name := REQUEST_ID.get()) else {}
+
+
+def request_id(offered: str | bytes | None) -> str:
+    """The caller's id if it is safe to log, else a new one."""
+    return offered if isinstance(offered, str) and _VALID.fullmatch(offered) else uuid4().hex

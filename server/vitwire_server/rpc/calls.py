@@ -13,7 +13,7 @@ from vitwire_server.core.errors import EncoderError, InvalidRequest, InvalidTens
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.models import ModelCard
 from vitwire_server.core.reports import Accepted, Encoded, Outcome
-from vitwire_server.observe.request_ids import REQUEST_ID
+from vitwire_server.observe.tracing import REQUEST_ID
 from vitwire_server.rpc.codec import Codec
 from vitwire_server.rpc.decodes import Decodes, Decoding, Prepared
 from vitwire_server.rpc.deliveries import Claims

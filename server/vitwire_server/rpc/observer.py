@@ -8,8 +8,7 @@ from typing import TypeVar
 
 import grpc
 
-from vitwire_server.observe.request_ids import REQUEST_ID, request_id
-from vitwire_server.observe.tracing import Span, Tracer
+from vitwire_server.observe.tracing import REQUEST_ID, Span, Tracer, request_id
 from vitwire_server.rpc.boundary import cancellation
 from vitwire_server.rpc.grpc_types import Behaviour, Context, Continuation, RpcHandler, replaced
 

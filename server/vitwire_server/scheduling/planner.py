@@ -184,14 +184,15 @@ class Planner:
         """The cheapest replays for items that each fit a graph."""
         if not items:
             return []
+
+        def fits(load: Footprint, count: int) -> bool:
+            return self._bounds.hold(load, count) and self.ladder.smallest_fitting(load, count) is not None
+
         batches = self._on_budgets(fill(items, footprints, self._options), footprints)
         if batches is None:
-            batches = self._on_budgets(best_fit(items, footprints, self._fits), footprints)
+            batches = self._on_budgets(best_fit(items, footprints, fits), footprints)
         assert batches is not None, "best fit keeps every bound"
         return batches
-
-    def _fits(self, load: Footprint, items: int) -> bool:
-        return self._bounds.hold(load, items) and self.ladder.smallest_fitting(load, items) is not None
 
     def _on_budgets(self, groups: Iterable[Sequence[int]], footprints: Sequence[Footprint]) -> list[Batch] | None:
         """Each group on its cheapest budget; None if a group breaks a bound."""

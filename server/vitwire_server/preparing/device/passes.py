@@ -11,7 +11,7 @@ import PIL
 from vitwire_server.preparing.device.tables import Axis, Field, Memory, Program, Taps
 from vitwire_server.preparing.rules.filters import rows_first
 from vitwire_server.preparing.rules.forms import drawing
-from vitwire_server.preparing.rules.patches import CHANNELS, Grid, Size
+from vitwire_server.preparing.rules.patches import CHANNELS, Size
 from vitwire_server.preparing.rules.recipe import Recipe
 from vitwire_server.preparing.rules.sketches import Canvas, Frame, Sketch
 
@@ -42,7 +42,7 @@ def program(size: Size, recipe: Recipe, frames: int | None = None, depth: int = 
         cells = _Cells((recipe.patch, recipe.patch), merge, depth, recipe.channels_last)
         builder.write(drawn.tiles[0], cells, Memory.PIXELS)
         rows, columns = (drawn.grid[1] * drawn.grid[2], 0), (cells.columns, 0)
-    return builder.program(drawn.grid, depth, rows, columns)
+    return builder.program(depth, rows, columns)
 
 
 def _elements(boxes: Sequence[Sketch]) -> int:
@@ -180,7 +180,7 @@ class _Builder:
         height, width = canvas.whole
         return _Source(Memory.SCRATCH, offset, (width, 1, height * width), source.level + 1)
 
-    def program(self, grid: Grid, depth: int, rows: tuple[int, int], columns: tuple[int, int]) -> Program:
+    def program(self, depth: int, rows: tuple[int, int], columns: tuple[int, int]) -> Program:
         """All passes, as tables."""
         groups = [*self.passes, self.last]
         taps = list({each.source.taps: None for group in groups for each in group if each.source.taps})
@@ -189,7 +189,6 @@ class _Builder:
             np.array([_row(each, places[each.source.taps]) for each in group], np.int64) for group in groups
         )
         return Program(
-            grid,
             depth,
             tuple(levels),
             last,

@@ -177,12 +177,8 @@ def _run(frames: Sequence[_Part], device: torch.device, dtype: torch.dtype, scal
     on_device = _moved(np.concatenate(tables), device).split([len(table) for table in tables])
     follow = follower(device)
     for table, there in zip(tables, on_device, strict=True):
-        follow(there, _largest(table), dtype if table is tables[-1] else torch.uint8, scales)
-
-
-def _largest(table: Table) -> tuple[int, int]:
-    """The most rows and columns of a canvas."""
-    return int(table[:, Field.DOWN].max()), int(table[:, Field.ACROSS].max())
+        largest = int(table[:, Field.DOWN].max()), int(table[:, Field.ACROSS].max())
+        follow(there, largest, dtype if table is tables[-1] else torch.uint8, scales)
 
 
 @lru_cache(_KEPT)

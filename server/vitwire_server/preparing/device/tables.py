@@ -11,8 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vitwire_server.preparing.rules.patches import Grid
-
 Table = npt.NDArray[np.int64]
 """`(passes, fields)`."""
 
@@ -99,8 +97,6 @@ class Field(IntEnum):
 class Program:
     """The passes over one picture or frame, with offsets instead of addresses."""
 
-    grid: Grid
-    """Of the image, or of one frame."""
     depth: int
     """Frames of a row."""
     levels: tuple[Table, ...]
