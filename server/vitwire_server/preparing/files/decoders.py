@@ -26,7 +26,8 @@ class CpuDecoders:
         self._changed = changed
         self._idle: list[Child] = []
         self._all: set[Child] = set()
-        self._closed = False
+        self.closed = False
+        """Once true, no process is started."""
 
     async def take(self) -> Child:
         """A decoder for one job. Raises NotDecoded if none can be started."""
@@ -37,7 +38,7 @@ class CpuDecoders:
                 return child
             await self._drop(child)
         child = await Child.start(self._setup)
-        if self._closed:
+        if self.closed:
             await child.close()
             raise NotDecoded(Fault.LOST, "the server is stopping")
         self._all.add(child)
@@ -56,7 +57,7 @@ class CpuDecoders:
 
     async def close(self) -> None:
         """End all."""
-        self._closed = True
+        self.closed = True
         await asyncio.gather(*(child.close() for child in self._all))
         self._all.clear()
 

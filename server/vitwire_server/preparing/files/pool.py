@@ -131,6 +131,7 @@ class DecodePool:
 
     async def close(self) -> None:
         """End all decoders."""
+        self._decoders.closed = True
         for task in self._returning:
             task.cancel()
         await asyncio.gather(*self._returning, return_exceptions=True)
