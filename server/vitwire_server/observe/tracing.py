@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from vitwire_server.core.delivery import Delivered
 from vitwire_server.core.models import Place
-from vitwire_server.core.reports import Encoded, ItemReport, Outcome
+from vitwire_server.core.reports import Encoded, Outcome
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the current task's RPC; empty outside of RPCs."""
@@ -58,7 +58,15 @@ def trace_item(index: int, outcome: Outcome, sending: float) -> None:
         attributes |= {"vitwire.path": str(report.path), "vitwire.tokens": report.tokens}
         if report.budget_tokens:
             attributes["vitwire.budget_tokens"] = report.budget_tokens
-        _trace_batch(span, report, attributes)
+        if report.timings:  # stages on CUDA overlap with stages of other batches
+            start, timings = report.started, report.timings
+            span.stage("queue", start - report.queued, report.queued, attributes)
+            span.stage("stage_in", start, timings.stage_in, attributes)
+            span.stage("execute", start + timings.stage_in, timings.execute, attributes)
+            if timings.prepare:
+                on_device = attributes | {"vitwire.where": str(Place.DEVICE)}
+                span.stage("prepare", start + timings.stage_in, timings.prepare, on_device)
+            span.stage("stage_out", start + report.encoded - timings.stage_out, timings.stage_out, attributes)
         if isinstance(outcome.delivery, Delivered):
             seconds = outcome.delivery.seconds
             span.stage("deliver", now - sending - seconds, seconds, attributes)
@@ -77,20 +85,6 @@ def trace_preparing(start: float, stages: Mapping[str, float], attributes: Attri
         if seconds:
             span.stage(name, at, seconds, attributes)
         at += seconds
-
-
-def _trace_batch(span: Span, report: ItemReport, attributes: Attributes) -> None:
-    """The stages of the item's batch; on CUDA they overlap with stages of other batches."""
-    if report.timings is None:
-        return
-    start, timings = report.started, report.timings
-    span.stage("queue", start - report.queued, report.queued, attributes)
-    span.stage("stage_in", start, timings.stage_in, attributes)
-    span.stage("execute", start + timings.stage_in, timings.execute, attributes)
-    if timings.prepare:
-        where = {"vitwire.where": str(Place.DEVICE)}
-        span.stage("prepare", start + timings.stage_in, timings.prepare, {**attributes, **where})
-    span.stage("stage_out", start + report.encoded - timings.stage_out, timings.stage_out, attributes)
 
 
 def exemplar() -> dict[str, str]:

@@ -49,11 +49,6 @@ class Prediction(NamedTuple):
     attention: float
     """Seconds, at most, for attention within segments, which `work` leaves out."""
 
-    @property
-    def forward(self) -> float:
-        """Predicted seconds on an idle engine."""
-        return self.work.alone
-
 
 @dataclass(slots=True)
 class _Pipeline:

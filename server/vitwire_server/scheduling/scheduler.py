@@ -198,6 +198,6 @@ class Scheduler:
     def _beat(self, *work: Prediction) -> None:
         """Feed the watchdog: what is launched and `work` explain why the thread stays away."""
         under_way = [*work, *(batch.predicted for batch in self._launched)]
-        forward = sum(prediction.forward for prediction in under_way)
+        forward = sum(prediction.work.alone for prediction in under_way)
         attention = sum(prediction.attention for prediction in under_way)
         self.watchdog.beat(forward * max(1.0, self._forecast.pace), attention)

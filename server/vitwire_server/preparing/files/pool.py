@@ -160,7 +160,7 @@ class DecodePool:
 
         try:
             child = await asyncio.shield(getting)
-            turn.begin()
+            turn.since = asyncio.get_running_loop().time()
             yield child
         finally:
             task = asyncio.create_task(take_back())

@@ -49,11 +49,7 @@ class Turn:
     is_long: bool = False
     """True if it counted as long when it was granted."""
     since: float | None = None
-    """When it got its decoder."""
-
-    def begin(self) -> None:
-        """The job has its decoder: from now on it is timed."""
-        self.since = asyncio.get_running_loop().time()
+    """When it got its decoder, by the event loop's clock: from then on it is timed."""
 
 
 @dataclass(slots=True)
