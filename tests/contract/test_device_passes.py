@@ -10,7 +10,7 @@ from vitwire_server.core.items import Modality
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.device.passes import program
 from vitwire_server.preparing.device.resizing import prepared
-from vitwire_server.preparing.rules.forms import form_of
+from vitwire_server.preparing.rules.forms import drawing, form_of
 from vitwire_server.preparing.rules.recipe import Recipe
 
 SIZES = [(480, 640), (33, 250), (60, 24), (700, 300), (112, 112), (1080, 1920), (7, 400)]
@@ -41,7 +41,7 @@ def assert_shapes(size: tuple[int, int], frames: int | None, recipe: Recipe) -> 
     assert (groups * made.rows[0], made.columns[0]) == (form.pixels[0], np.prod(form.pixels[1:]))
     crops = form.crops or (0, 0)
     assert (groups * made.rows[1], made.columns[1]) == (crops[0], np.prod(crops[1:]))
-    assert made.grid[1:] == form.grid[1:]
+    assert drawing(size, recipe, frames).grid[1:] == form.grid[1:]
     within(made, 3 * size[0] * size[1])
 
 

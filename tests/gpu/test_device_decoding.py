@@ -11,7 +11,7 @@ from PIL import Image
 pytest.importorskip("nvidia.nvimgcodec")
 
 from vitwire_server.preparing.device.hardware import Hardware, fault_of
-from vitwire_server.preparing.files.jpegs import is_plain
+from vitwire_server.preparing.files.images import is_plain
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     {}, {"subsampling": "4:2:2"}, {"subsampling": "4:4:4"}, {"quality": 100}, {"quality": 20},

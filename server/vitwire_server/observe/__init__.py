@@ -1,1 +1,1 @@
-"""What an operator sees: metrics (`metrics/`), logs, traces and the status page."""
+"""For operators: metrics (`metrics/`), logs, traces and the status page."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from math import ceil, log10
 
 WIDTH, HEIGHT = 320, 120
@@ -21,7 +22,7 @@ class Line:
 
 
 def line_chart(title: str, unit: str, times: Sequence[float], span: float, lines: Sequence[Line]) -> str:
-    """Lines over the last `span` seconds; `times` are those of the values, the last one is now."""
+    """Lines over the last `span` seconds; `times` belong to the values, the last one is now."""
     known = [value for line in lines for value in line.values if value is not None]
     top = nice(max(known, default=0.0))
     latest = ", ".join(f"{line.name} {_latest(line, unit)}" for line in lines)
@@ -71,15 +72,9 @@ def _axes(top: float, span: float) -> Iterator[str]:
 
 def _runs(times: Sequence[float], values: Sequence[float | None]) -> Iterator[list[tuple[float, float]]]:
     """The runs of values between gaps."""
-    run: list[tuple[float, float]] = []
-    for at, value in zip(times, values, strict=True):
-        if value is not None:
-            run.append((at, value))
-        elif run:
-            yield run
-            run = []
-    if run:
-        yield run
+    for is_gap, run in groupby(zip(times, values, strict=True), key=lambda point: point[1] is None):
+        if not is_gap:
+            yield [(at, value) for at, value in run if value is not None]
 
 
 def _latest(line: Line, unit: str) -> str:

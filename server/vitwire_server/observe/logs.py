@@ -11,8 +11,7 @@ from datetime import UTC, datetime
 from threading import Lock, Timer
 from types import TracebackType
 
-from vitwire_server.observe.request_ids import REQUEST_ID
-from vitwire_server.observe.tracing import SPAN
+from vitwire_server.observe.tracing import REQUEST_ID, SPAN
 
 _MOST = 10
 _SECONDS = 10.0
@@ -47,9 +46,9 @@ class TextFormatter(logging.Formatter):
 
 
 def _request_id(record: logging.LogRecord) -> str:
-    """The record's request id, as set by the engine thread, else that of the current task."""
-    own: str = getattr(record, "request_id", "")
-    return own or REQUEST_ID.get()
+    """The record's request id, as set by the engine thread, else the current task's."""
+    given: str = getattr(record, "request_id", "")
+    return given or REQUEST_ID.get()
 
 
 @dataclass(slots=True)
@@ -64,8 +63,8 @@ class _Window:
 class LimitedHandler(logging.StreamHandler):  # type: ignore[type-arg] # to stderr
     """Writes at most `most` lines of a kind in `seconds`, then a line with the number of dropped ones.
 
-    A kind is a logger, a level, a message before its arguments are filled in, and the record's own `kind`
-    where it has one. All of these are constants in the code, so the number of kinds is bounded.
+    A kind is a logger, a level, a message before its arguments are filled in, and the record's `kind`,
+    if it has one. All of these are constants in the code, so the number of kinds is bounded.
     """
 
     def __init__(self, most: int = _MOST, seconds: float = _SECONDS) -> None:

@@ -6,43 +6,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import Thread
 
+from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, format_trace_id, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from vitwire_server.observe.request_ids import REQUEST_ID
-from vitwire_server.observe.tracing import SPAN, Attributes
+from vitwire_server.observe.tracing import REQUEST_ID, SPAN, Attributes, Span
 from vitwire_server.release import release
 
 _CLOSE_SECONDS = 3.0
 _SERVER_FAULTS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
 """Statuses that count as errors of a server span in OpenTelemetry's conventions for gRPC."""
-
-
-class OtlpSpan:
-    """A recorded span of an RPC."""
-
-    def __init__(self, tracer: Tracer, span: Span) -> None:
-        self._tracer = tracer
-        self._span = span
-        self._parent = set_span_in_context(span)
-        self._epoch = time.time() - time.monotonic()
-        self.trace_id = format_trace_id(span.get_span_context().trace_id)
-
-    def stage(self, name: str, start: float, seconds: float, attributes: Attributes) -> None:
-        """Record a child span that began at `start` on the monotonic clock."""
-        began = round((self._epoch + start) * 1e9)
-        child = self._tracer.start_span(name, self._parent, attributes=attributes, start_time=began)
-        child.end(began + round(max(0.0, seconds) * 1e9))
-
-    def end(self, code: str) -> None:
-        """The RPC ended with this gRPC status code."""
-        self._span.set_attribute("rpc.response.status_code", code)
-        if code in _SERVER_FAULTS:
-            self._span.set_status(Status(StatusCode.ERROR, code))
 
 
 class OtlpTracer:
@@ -60,20 +36,36 @@ class OtlpTracer:
         self._propagator = TraceContextTextMapPropagator()
 
     @contextmanager
-    def rpc(self, service: str, method: str, headers: Mapping[str, str]) -> Iterator[OtlpSpan | None]:
+    def rpc(self, service: str, method: str, headers: Mapping[str, str]) -> Iterator[Span | None]:
         """The span of an RPC in the trace of `headers` (W3C); None if it is not sampled."""
         attributes = {"rpc.system.name": "grpc", "rpc.method": f"{service}/{method}"}
         if name := REQUEST_ID.get():
             attributes["vitwire.request_id"] = name
         parent = self._propagator.extract(headers)
-        span = self._tracer.start_span(f"{service}/{method}", parent, SpanKind.SERVER, attributes)
-        recorded = OtlpSpan(self._tracer, span) if span.is_recording() else None
+        span = self._tracer.start_span(f"{service}/{method}", parent, trace.SpanKind.SERVER, attributes)
+        recorded = self._recorded(span) if span.is_recording() else None
         token = SPAN.set(recorded)
         try:
             yield recorded
         finally:
             SPAN.reset(token)
             span.end()
+
+    def _recorded(self, span: trace.Span) -> Span:
+        parent = trace.set_span_in_context(span)
+        epoch = time.time() - time.monotonic()
+
+        def stage(name: str, start: float, seconds: float, attributes: Attributes) -> None:
+            began = round((epoch + start) * 1e9)
+            child = self._tracer.start_span(name, parent, attributes=attributes, start_time=began)
+            child.end(began + round(max(0.0, seconds) * 1e9))
+
+        def end(code: str) -> None:
+            span.set_attribute("rpc.response.status_code", code)
+            if code in _SERVER_FAULTS:
+                span.set_status(trace.Status(trace.StatusCode.ERROR, code))
+
+        return Span(trace.format_trace_id(span.get_span_context().trace_id), stage, end)
 
     def close(self) -> None:
         """Send remaining spans, for a few seconds at most."""

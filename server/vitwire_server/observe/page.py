@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from html import escape
 from importlib.resources import files
+from string import Template
 from time import gmtime, strftime
 
 from vitwire_server.core.health import Health
@@ -26,7 +27,7 @@ def _asset(name: str) -> str:
 
 @cache
 def policy() -> str:
-    """The Content-Security-Policy: only the page's own style and script, and requests to itself."""
+    """The Content-Security-Policy: only the page's style and script, and requests to itself."""
     style, script = (_hash(_asset(name)) for name in ("page.css", "page.js"))
     allowed = f"style-src {style}; script-src {script}; connect-src 'self'"
     return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -38,32 +39,25 @@ def _hash(text: str) -> str:
 
 def page(readings: Readings, points: Sequence[Point], health: Health) -> str:
     """The page as HTML."""
-    model = readings.info("vitwire_model_info")
+    model = next(iter(readings.labels("vitwire_model_info")), {})
     name = escape(model.get("model", "no model yet"))
-    body = "".join(
-        [
-            _header(name, model, readings, health),
-            '<div class="cards">',
-            *_charts(points),
-            _ladder(readings),
-            _counts("Fallbacks", "Items that ran eagerly, by reason", _fallbacks(readings)),
-            _counts("Rejected", "Requests and items that were not served, by reason", _rejected(readings)),
-            _facts("Cache", _cache(readings)),
-            _facts("Served", _served(readings)),
-            *_prepared(readings),
-            _facts("Model", _model(model, readings)),
-            *_processes(readings),
-            "</div>",
-        ]
-    )
-    return (
-        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{name} \u2013 Vitwire</title><style>{_asset('page.css')}</style></head><body>"
-        f"<main>{body}</main>"
-        '<footer><p><label hidden><input type="checkbox" id="live" checked> refresh every '
-        f'{EVERY_SECONDS:g} s</label> <span id="status" role="status"></span></p></footer>'
-        f"<script>{_asset('page.js')}</script></body></html>"
+    body = [
+        _header(name, model, readings, health),
+        '<div class="cards">',
+        *_charts(points),
+        _ladder(readings),
+        _counts("Fallbacks", "Items that ran eagerly, by reason", _fallbacks(readings)),
+        _counts("Rejected", "Requests and items that were rejected or failed, by reason", _rejected(readings)),
+        _facts("Cache", _cache(readings)),
+        _facts("Served", _served(readings)),
+        *_prepared(readings),
+        _facts("Model", _model(model, readings)),
+        *_processes(readings),
+        "</div>",
+    ]
+    style, script = _asset("page.css"), _asset("page.js")
+    return Template(_asset("page.html")).substitute(
+        name=name, style=style, script=script, body="".join(body), every=f"{EVERY_SECONDS:g}"
     )
 
 
@@ -137,7 +131,7 @@ def _ladder(readings: Readings) -> str:
 
 
 def _refits(readings: Readings) -> str:
-    """What came of fits of the ladder to recent loads, if there were any."""
+    """Results of fits of the ladder to recent loads, if there were any."""
     results = readings.by("vitwire_ladder_refits_total", "result")
     if not any(results.values()):
         return ""
@@ -214,7 +208,7 @@ def _served(readings: Readings) -> dict[str, str]:
 
 
 def _prepared(readings: Readings) -> list[str]:
-    """What is prepared where, and how long that takes, if the server prepares."""
+    """Pictures prepared by place, and their times, if the server prepares."""
     places = {each["what"]: _place(each) for each in readings.labels("vitwire_preparation_info")}
     if not places:
         return []

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -27,32 +27,27 @@ class Readings:
 
     def total(self, name: str, **labels: str) -> float:
         """The sum of the samples with these labels; 0 without any."""
-        return sum(value for own, value in self._samples.get(name, []) if labels.items() <= own.items())
+        return sum(value for found, value in self._samples.get(name, []) if labels.items() <= found.items())
 
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
         """Sums by the value of a label, in the order of their first appearance."""
         sums: dict[str, float] = {}
-        for own, value in self._samples.get(name, []):
-            if labels.items() <= own.items():
-                sums[own[label]] = sums.get(own[label], 0.0) + value
+        for found, value in self._samples.get(name, []):
+            if labels.items() <= found.items():
+                sums[found[label]] = sums.get(found[label], 0.0) + value
         return sums
 
     def labels(self, name: str) -> list[Labels]:
         """The labels of each sample."""
         return [labels for labels, _ in self._samples.get(name, [])]
 
-    def info(self, name: str) -> Labels:
-        """The labels of a metric's only sample; empty before it is set."""
-        found = self._samples.get(name)
-        return found[0][0] if found else {}
-
     @property
     def latencies(self) -> dict[float, float]:
         """Number of RPCs with items by upper bound of seconds, cumulative and ascending."""
-        sums: dict[float, float] = {}
+        sums = Counter[float]()
         for method in _METHODS:
-            for bound, count in self.by("vitwire_request_seconds_bucket", "le", method=method).items():
-                sums[float(bound)] = sums.get(float(bound), 0.0) + count
+            counts = self.by("vitwire_request_seconds_bucket", "le", method=method)
+            sums.update({float(bound): count for bound, count in counts.items()})
         return dict(sorted(sums.items()))
 
 

@@ -1,35 +1,37 @@
-"""Traces of RPCs: the current span, and the stages recorded in it.
+"""Request ids and traces of RPCs: the current span, and the stages recorded in it.
 
 Without an endpoint nothing is traced and OpenTelemetry is not imported.
 """
 
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Protocol
+from uuid import uuid4
 
 from vitwire_server.core.delivery import Delivered
 from vitwire_server.core.models import Place
-from vitwire_server.core.reports import Encoded, ItemReport, Outcome
-from vitwire_server.observe.request_ids import REQUEST_ID
+from vitwire_server.core.reports import Encoded, Outcome
 
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+"""Id of the current task's RPC; empty outside of RPCs."""
+_VALID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,63}")
 Attributes = Mapping[str, str | int | float | bool]
 
 
-class Span(Protocol):
+@dataclass(frozen=True, slots=True)
+class Span:
     """The recorded span of an RPC."""
 
     trace_id: str
     """32 hex digits."""
-
-    def stage(self, name: str, start: float, seconds: float, attributes: Attributes) -> None:
-        """Record a child span that began at `start` on the monotonic clock."""
-        ...
-
-    def end(self, code: str) -> None:
-        """The RPC ended with this gRPC status code."""
-        ...
+    stage: Callable[[str, float, float, Attributes], None]
+    """Records a child span: its name, its start on the monotonic clock, its seconds and attributes."""
+    end: Callable[[str], None]
+    """Records the gRPC status code that the RPC ended with."""
 
 
 class Tracer(Protocol):
@@ -56,7 +58,15 @@ def trace_item(index: int, outcome: Outcome, sending: float) -> None:
         attributes |= {"vitwire.path": str(report.path), "vitwire.tokens": report.tokens}
         if report.budget_tokens:
             attributes["vitwire.budget_tokens"] = report.budget_tokens
-        _trace_batch(span, report, attributes)
+        if report.timings:  # stages on CUDA overlap with stages of other batches
+            start, timings = report.started, report.timings
+            span.stage("queue", start - report.queued, report.queued, attributes)
+            span.stage("stage_in", start, timings.stage_in, attributes)
+            span.stage("execute", start + timings.stage_in, timings.execute, attributes)
+            if timings.prepare:
+                on_device = attributes | {"vitwire.where": str(Place.DEVICE)}
+                span.stage("prepare", start + timings.stage_in, timings.prepare, on_device)
+            span.stage("stage_out", start + report.encoded - timings.stage_out, timings.stage_out, attributes)
         if isinstance(outcome.delivery, Delivered):
             seconds = outcome.delivery.seconds
             span.stage("deliver", now - sending - seconds, seconds, attributes)
@@ -77,22 +87,13 @@ def trace_preparing(start: float, stages: Mapping[str, float], attributes: Attri
         at += seconds
 
 
-def _trace_batch(span: Span, report: ItemReport, attributes: Attributes) -> None:
-    """The stages of the item's batch; on CUDA they overlap with those of other batches."""
-    if report.timings is None:
-        return
-    start, timings = report.started, report.timings
-    span.stage("queue", start - report.queued, report.queued, attributes)
-    span.stage("stage_in", start, timings.stage_in, attributes)
-    span.stage("execute", start + timings.stage_in, timings.execute, attributes)
-    if timings.prepare:
-        where = {"vitwire.where": str(Place.DEVICE)}
-        span.stage("prepare", start + timings.stage_in, timings.prepare, {**attributes, **where})
-    span.stage("stage_out", start + report.encoded - timings.stage_out, timings.stage_out, attributes)
-
-
 def exemplar() -> dict[str, str]:
     """Exemplar of a histogram: the request's trace id, or its request id."""
     if span := SPAN.get():
         return {"trace_id": span.trace_id}
     return {"request_id": name} if (name := REQUEST_ID.get()) else {}
+
+
+def request_id(offered: str | bytes | None) -> str:
+    """The caller's id if it is safe to log, else a new one."""
+    return offered if isinstance(offered, str) and _VALID.fullmatch(offered) else uuid4().hex

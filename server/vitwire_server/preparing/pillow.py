@@ -2,8 +2,7 @@
 
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import IO, TypeAlias
@@ -141,33 +140,17 @@ def read(file: IO[bytes], recipe: Recipe, formats: tuple[str, ...]) -> Image.Ima
 
     formats: the formats that are accepted, by Pillow's names. Raises ValueError.
     """
-    with _decoding():
+    try:
         image: Image.Image = Image.open(file, formats=formats)
-        _check_bounded(image)
+        if image.width * image.height > MAX_PICTURE_PIXELS:
+            raise ValueError(f"{image.width}x{image.height} exceeds the limit of {MAX_PICTURE_PIXELS} pixels")
         ImageOps.exif_transpose(image, in_place=True)
         if isinstance(image.info.get("transparency"), bytes):
             del image.info["transparency"]  # the conversion drops it too, but with a warning
-        return _rgb(image.convert("RGB"), drop=recipe.settings.drops_transparency)
-
-
-def _rgb(image: Image.Image, *, drop: bool) -> Image.Image:
-    _check_bounded(image)
-    if not drop and ("A" in image.getbands() or image.info.get("transparency") is not None):
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
-    image.load()
-    return image if image.mode == "RGB" else image.convert("RGB")
-
-
-def _check_bounded(image: Image.Image) -> None:
-    if image.width * image.height > MAX_PICTURE_PIXELS:
-        raise ValueError(f"{image.width}x{image.height} exceeds the limit of {MAX_PICTURE_PIXELS} pixels")
-
-
-@contextmanager
-def _decoding() -> Iterator[None]:
-    """Turn any error of Pillow for a bad image into a ValueError."""
-    try:
-        yield
+        image = image.convert("RGB")
+        if image.info.get("transparency") is not None and not recipe.settings.drops_transparency:
+            white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+            image = Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+        return image
     except _UNREADABLE as error:
         raise ValueError(f"cannot be read as an image: {error}") from error

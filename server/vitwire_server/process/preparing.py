@@ -18,7 +18,8 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Encoding, ModelCard, NotOnDevice, Place, Preparation
 from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.preparing.files.child import HARDWARE
-from vitwire_server.preparing.files.pool import DecodePool, Sizes
+from vitwire_server.preparing.files.messages import Sizes
+from vitwire_server.preparing.files.pool import DecodePool
 from vitwire_server.preparing.rules.recipe import Recipe, recipes_of
 from vitwire_server.rpc.unprepared import MAX_PICTURE_BYTES, Decoding, picture_bytes
 from vitwire_server.scheduling.admission import Admission

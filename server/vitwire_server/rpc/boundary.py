@@ -11,8 +11,7 @@ import grpc
 
 from vitwire_server.core.errors import EncoderError, Overloaded
 from vitwire_server.observe.metrics.rpc import RpcMetrics
-from vitwire_server.observe.request_ids import REQUEST_ID, request_id
-from vitwire_server.observe.tracing import Span, Tracer, exemplar
+from vitwire_server.observe.tracing import REQUEST_ID, Span, Tracer, exemplar, request_id
 from vitwire_server.rpc.credentials import IS_REFUSED
 from vitwire_server.rpc.grpc_types import Behaviour, Context, Continuation, RpcHandler, replaced
 from vitwire_server.rpc.status import code_of, message_of, trailers_of

@@ -11,7 +11,7 @@ from vitwire_server.core.delivery import Consumer, Region
 from vitwire_server.core.errors import EncoderError, InvalidRequest, Violation
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.models import ModelCard
-from vitwire_server.observe.request_ids import REQUEST_ID
+from vitwire_server.observe.tracing import REQUEST_ID
 from vitwire_server.rpc.answers import Answers, Claims, Pending
 from vitwire_server.rpc.codec import Codec
 from vitwire_server.rpc.credentials import Caller

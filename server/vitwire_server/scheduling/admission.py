@@ -6,7 +6,7 @@ from threading import Lock
 from vitwire_server.core.errors import Overloaded
 
 SHARE = 0.75
-"""Share of a bound that one caller may hold for what it has not sent yet, or what must be decoded: a single caller, as
+"""Share of a bound that one caller may hold for items that are not sent yet or must be decoded: a single caller, as
 behind a proxy, loses little, and other callers find a quarter free."""
 
 
@@ -51,7 +51,7 @@ class Admission:
         """Items and bytes that count against each caller's share."""
 
     def admit(self, nbytes: Sequence[int], caller: str | None = None) -> list[Permit]:
-        """A permit for each item of so many bytes, all or none. Raises Overloaded when full.
+        """A permit for each item, given its bytes; all or none. Raises Overloaded when full.
 
         Permits of a `caller` take no more than a share of each bound until they have arrived, unless it has no others.
         """

@@ -24,7 +24,7 @@ class Canary:
     seconds: float
     """0 switches it off."""
     fault: str = ""
-    """What is wrong with the engine; empty while it encodes. Read by any thread."""
+    """The fault of the engine; empty while it encodes. Read by any thread."""
     _last_run: float = 0.0
     _failures: int = 0
 
@@ -33,7 +33,7 @@ class Canary:
         (self.batch,) = planner.plan([self.item.footprint]).batches
 
     def is_due(self, now: float, last_launch: float) -> bool:
-        """Whether neither a batch nor this item ran for long enough."""
+        """True if neither a batch nor this item ran for long enough."""
         return 0 < self.seconds <= now - max(last_launch, self._last_run)
 
     def run(self, runner: Runner, clock: Callable[[], float]) -> bool:

@@ -1,4 +1,4 @@
-"""How long work will take: predicted costs at the measured pace."""
+"""Duration of work: predicted costs at the measured pace."""
 
 from collections import deque
 
@@ -8,9 +8,9 @@ _BATCHES = 32
 
 
 class Forecast:
-    """Corrects predicted times by those of the last batches.
+    """Corrects predicted times by the times of the last batches.
 
-    On a device whose costs were measured at start the pace is about 1; where they are assumed, as on a
+    On a device whose costs were measured at start the pace is about 1; if they are assumed, as on a
     CPU, it is the factor by which they are off.
     """
 

@@ -1,4 +1,4 @@
-"""Where requests hand in items, and the engine's thread takes them from."""
+"""The queue that requests hand in items to, and the engine's thread takes them from."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ _WINDOW = 64
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What left the queue: entries to run as one batch, and entries whose deadline has passed."""
+    """Entries that left the queue: entries to run as one batch, and entries whose deadline has passed."""
 
     batch: Batch | None
     """None if nothing waits."""
     window: Sequence[Footprint]
-    """What was planned: the items that waited for this batch."""
+    """The items that waited for this batch, and were planned."""
     entries: Sequence[Entry]
     expired: Sequence[Entry]
 
@@ -40,8 +40,8 @@ class Intake:
         self._queue = Queue()
         self._changed = Condition()
         self._closed = False
-        self._unanswered: dict[tuple[int, int], Entry] = {}
-        """Entries that were taken and not answered yet, by ticket and index."""
+        self._unanswered: set[Entry] = set()
+        """Entries that were taken and not answered yet."""
 
     def now(self) -> float:
         """Seconds on the clock that deadlines are given in."""
@@ -60,7 +60,7 @@ class Intake:
     def check_deadline(self, ticket: Ticket, tokens: int, items: int = 1) -> None:
         """Raises DeadlineExceeded if items of `tokens` tokens cannot be done by the ticket's deadline.
 
-        Counts what goes before them by their share, what is under way, and their own time.
+        Counts what goes before them by their share, what is under way, and the time that they take.
         """
         if ticket.deadline is None:
             return
@@ -73,7 +73,7 @@ class Intake:
         raise DeadlineExceeded(f"about {needed:.3g} s are needed, {max(0.0, left):.3g} s are left until the deadline")
 
     def forecast(self, priority: Priority, tokens: int) -> float:
-        """Seconds until a new request of so many tokens would be done."""
+        """Seconds until a new request of `tokens` tokens would be done."""
         estimate = self.planner.estimate
         with self._changed:
             ahead = self._queue.tokens_ahead(priority, tokens)
@@ -96,12 +96,12 @@ class Intake:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits."""
+        """True if nothing waits."""
         return not self._queue
 
     @property
     def is_finished(self) -> bool:
-        """Whether it is closed and nothing waits."""
+        """True if it is closed and nothing waits."""
         with self._changed:
             return self._closed and not self._queue
 
@@ -121,14 +121,14 @@ class Intake:
             for entry in expired:
                 self._queue.drop(entry)
             self._queue.take(entries)
-            self._unanswered |= {(entry.ticket.number, entry.index): entry for entry in (*expired, *entries)}
+            self._unanswered.update(expired, entries)
             if expired or entries:
                 self._queue_changed()
         return Taken(batch, footprints, entries, expired)
 
     def answered(self, entry: Entry) -> None:
         """An entry that was taken is answered."""
-        self._unanswered.pop((entry.ticket.number, entry.index), None)
+        self._unanswered.discard(entry)
 
     def abandon(self) -> list[Entry]:
         """Accept no more; returns all entries without an answer, waiting ones included."""
@@ -137,7 +137,7 @@ class Intake:
             waiting = self._queue.peek(len(self._queue))
             self._queue.take(waiting)
             self._queue_changed()
-        return [*self._unanswered.values(), *waiting]
+        return [*self._unanswered, *waiting]
 
     def _queue_changed(self) -> None:
         queue = self._queue

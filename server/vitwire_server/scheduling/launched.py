@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vitwire_server.core.budgets import Budget
 from vitwire_server.core.errors import EncodeFailed, EncoderError
+from vitwire_server.core.items import Embedding
 from vitwire_server.core.plans import Batch, Fallback
 from vitwire_server.core.reports import BatchReport, Encoded, ItemReport, Outcome, Path
 from vitwire_server.core.runner import Collected, Running
@@ -26,48 +26,42 @@ class Launched:
     started: float
     predicted: Prediction
 
-    def outcomes(self, collected: Collected, now: float) -> list[Outcome]:
-        """What each entry is answered with: its rows and a report, or its error."""
-        budget, fallback = self._path(collected)
+    def report(self, collected: Collected, now: float) -> BatchReport:
+        """The outcome of each entry, its rows and a report or its error, and the figures that the monitor counts."""
+        budget, fallback = self.batch.budget, self.batch.fallback
+        if collected.ran_separately:
+            budget, fallback = None, Fallback.OUT_OF_MEMORY
 
-        def report(entry: Entry) -> ItemReport:
-            return ItemReport(
-                path=Path.EAGER if budget is None else Path.GRAPH,
+        def outcome(entry: Entry, result: Embedding | EncoderError) -> Outcome:
+            if isinstance(result, EncoderError):
+                return result
+            report = ItemReport(
+                path=Path.GRAPH if budget else Path.EAGER,
                 fallback=fallback,
-                budget_tokens=0 if budget is None else budget.tokens,
+                budget_tokens=budget.tokens if budget else 0,
                 tokens=entry.item.rows,
                 queued=self.started - entry.arrived,
                 encoded=now - self.started,
                 started=self.started,
                 timings=collected.timings,
             )
+            return Encoded(result, report)
 
-        return [
-            result if isinstance(result, EncoderError) else Encoded(result, report(entry))
-            for entry, result in zip(self.entries, collected.results, strict=True)
-        ]
-
-    def report(self, collected: Collected, outcomes: Sequence[Outcome]) -> BatchReport:
-        """What the monitor counts."""
-        budget, fallback = self._path(collected)
+        results = zip(self.entries, collected.results, strict=True)
         return BatchReport(
-            items=[(entry.item.modality, outcome) for entry, outcome in zip(self.entries, outcomes, strict=True)],
-            requests=len({entry.ticket.number for entry in self.entries}),
+            items=[(entry.item.modality, outcome(entry, result)) for entry, result in results],
+            requests=len({entry.ticket for entry in self.entries}),
             budget=budget,
             fallback=fallback,
             tokens=sum(entry.item.footprint.tokens for entry in self.entries),
             timings=collected.timings,
         )
 
-    def _path(self, collected: Collected) -> tuple[Budget | None, Fallback | None]:
-        """How the batch ran in the end."""
-        return (None, Fallback.OUT_OF_MEMORY) if collected.ran_separately else (self.batch.budget, self.batch.fallback)
 
-
-def log_failures(entries: Sequence[Entry], outcomes: Sequence[Outcome]) -> None:
+def log_failures(entries: Sequence[Entry], report: BatchReport) -> None:
     """A line for each request and error: ERROR if the server failed, WARNING if the client's pixels are invalid."""
     failed: defaultdict[tuple[str, int, str], list[int]] = defaultdict(list)
-    for entry, outcome in zip(entries, outcomes, strict=True):
+    for entry, (_, outcome) in zip(entries, report.items, strict=True):
         if isinstance(outcome, EncoderError):
             level = logging.ERROR if isinstance(outcome, EncodeFailed) else logging.WARNING
             failed[entry.ticket.request_id, level, str(outcome)].append(entry.index)

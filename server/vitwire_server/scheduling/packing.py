@@ -2,7 +2,6 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.items import total
@@ -16,7 +15,7 @@ class Options:
     """
 
     def __init__(self, sizes: Sequence[int], seconds: Callable[[int], float]) -> None:
-        """`sizes` ascend; `seconds` predicts a replay of a budget of so many tokens."""
+        """`sizes` ascend; `seconds` predicts a replay of a budget of this many tokens."""
         self.largest = sizes[-1] if sizes else 0
         cost = {size: seconds(size) for size in sizes}
         options = [(cost[size], 1, size, 0) for size in sizes]
@@ -25,7 +24,7 @@ class Options:
         self.ordered = [(larger, smaller) for _, _, larger, smaller in sorted(options)]
 
     def split(self, tokens: int, reach: int) -> int | None:
-        """How many tokens the first of one or two batches takes; None if no option holds `tokens`.
+        """Tokens that the first of one or two batches takes; None if no option holds `tokens`.
 
         Bit n of `reach` is set if some subset of the items sums to n.
         """
@@ -82,12 +81,6 @@ def _subset(
     return group, others
 
 
-@dataclass(slots=True)
-class _Bin:
-    items: list[int] = field(default_factory=list)
-    load: Footprint = field(default_factory=lambda: total(()))
-
-
 def best_fit(
     items: Sequence[int], footprints: Sequence[Footprint], holds: Callable[[Footprint, int], bool]
 ) -> list[list[int]]:
@@ -96,19 +89,16 @@ def best_fit(
     Best-fit decreasing (Johnson 1974: at most 11/9 of the fewest bins there can be): items by
     descending tokens, each into the fullest group that still takes it.
     """
-    bins: list[_Bin] = []
+    bins: list[tuple[Footprint, list[int]]] = []
+    """Fullest first."""
     for item in sorted(items, key=lambda item: (-footprints[item].tokens, item)):
-        footprint = footprints[item]
-        for position, bin_ in enumerate(bins):  # noqa: B007 - read after the loop
-            load = total((bin_.load, footprint))
-            if holds(load, len(bin_.items) + 1):
+        load, group = footprints[item], [item]
+        for position, (held, others) in enumerate(bins):
+            joint = total((held, load))
+            if holds(joint, len(others) + 1):
+                del bins[position]
+                others.append(item)
+                load, group = joint, others
                 break
-        else:
-            bin_, load, position = _Bin(), footprint, len(bins)
-            bins.append(bin_)
-        bin_.items.append(item)
-        bin_.load = load
-        del bins[position]
-        fullest_first = bisect_left(bins, -load.tokens, key=lambda other: -other.load.tokens)
-        bins.insert(fullest_first, bin_)
-    return [bin_.items for bin_ in bins]
+        bins.insert(bisect_left(bins, -load.tokens, key=lambda other: -other[0].tokens), (load, group))
+    return [group for _, group in bins]

@@ -21,10 +21,10 @@ from vitwire_server.scheduling.packing import Options, best_fit, fill
 _MOST_KEPT = 8192
 """Predictions that are kept."""
 _HIDDEN_HOST = 0.1
-"""What a second of the host costs under load though the device hides it, as the interpreter also serves requests:
+"""Price of a second of the host under load though the device hides it, as the interpreter also serves requests:
 8 ms of launching are spent to save at least 0.8 ms of the device."""
 _SOONER = 0.02
-"""How much longer a batch may take in parts, so that the rows of the first parts are done sooner."""
+"""Share by which a batch may take longer in parts, so that the first parts are done sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Bounds:
     frames: int
 
     def hold(self, load: Footprint, items: int) -> bool:
-        """Whether so many items of summed footprint `load` may share a forward."""
+        """True if `items` items of summed footprint `load` may share a forward."""
         return load.tokens <= self.tokens and items <= self.items and load.segments <= self.frames
 
 
@@ -48,20 +48,15 @@ class Prediction(NamedTuple):
     attention: float
     """Seconds, at most, for attention within segments, which `work` leaves out."""
 
-    @property
-    def forward(self) -> float:
-        """Predicted seconds on an idle engine."""
-        return self.work.alone
-
 
 @dataclass(slots=True)
 class _Pipeline:
-    """What the batches of a plan occupy together."""
+    """Host and device time that the batches of a plan take together."""
 
     start: float
     """Seconds until the device can begin."""
     price: float
-    """What a second of the host costs even while the device hides it."""
+    """Cost of a second of the host even while the device hides it."""
     host: float = 0.0
     device: float = 0.0
 
@@ -89,9 +84,9 @@ class _Pipeline:
 class Planner:
     """Items + ladder + costs to the batches of least predicted time.
 
-    Items are packed by `fill`, which meets budgets exactly by subset sums but sees tokens only; where
+    Items are packed by `fill`, which meets budgets exactly by subset sums but sees tokens only; if
     that breaks a bound on items, frames or segments, by `best_fit`, which keeps them all. Then each
-    replay, and each pair of batches, is replaced by one eager forward where all batches are then
+    replay, and each pair of batches, is replaced by one eager forward if all batches are then
     predicted to be done earlier: the host launches one while the device computes another, so a
     device that is busy hides the host's part of an eager forward, and an idle one waits for it.
     Batches run in the order of the oldest item in them.
@@ -147,14 +142,14 @@ class Planner:
         return self.ladder.largest.tokens if self.ladder.largest else self._bounds.tokens
 
     def estimate(self, tokens: int) -> float:
-        """Predicted time of so many tokens in as few batches as can hold them."""
+        """Predicted time of this many tokens in as few batches as can hold them."""
         full, rest = divmod(tokens, self.capacity)
         works = [self._least(self.capacity)] if full else []
         last = [self._least(rest)] if rest else []
         return together(works + last) + max(0, full - 1) * sum(max(work.host, work.device) for work in works)
 
     def work(self, batch: Batch, footprints: Sequence[Footprint]) -> Work:
-        """What a batch of some of `footprints` occupies, attention within segments left out."""
+        """Host and device time of a batch of some of `footprints`, attention within segments left out."""
         return self.costs.work(batch.budget, sum([footprints[item].tokens for item in batch.items]))
 
     def predict(self, budget: Budget | None, footprints: Sequence[Footprint]) -> Prediction:
@@ -183,14 +178,15 @@ class Planner:
         """The cheapest replays for items that each fit a graph."""
         if not items:
             return []
+
+        def fits(load: Footprint, count: int) -> bool:
+            return self._bounds.hold(load, count) and self.ladder.smallest_fitting(load, count) is not None
+
         batches = self._on_budgets(fill(items, footprints, self._options), footprints)
         if batches is None:
-            batches = self._on_budgets(best_fit(items, footprints, self._fits), footprints)
+            batches = self._on_budgets(best_fit(items, footprints, fits), footprints)
         assert batches is not None, "best fit keeps every bound"
         return batches
-
-    def _fits(self, load: Footprint, items: int) -> bool:
-        return self._bounds.hold(load, items) and self.ladder.smallest_fitting(load, items) is not None
 
     def _on_budgets(self, groups: Iterable[Sequence[int]], footprints: Sequence[Footprint]) -> list[Batch] | None:
         """Each group on its cheapest budget; None if a group breaks a bound."""
@@ -206,7 +202,7 @@ class Planner:
     def _with_eager(
         self, batches: Iterable[Batch], forced: Iterable[Batch], footprints: Sequence[Footprint], backlog: float
     ) -> list[Batch]:
-        """Replays, each or two together replaced by an eager forward where that is cheaper; `forced` run as well."""
+        """Replays, each or two together replaced by an eager forward if that is cheaper; `forced` run as well."""
         works = [(batch, self.work(batch, footprints)) for batch in batches]
         pipeline = _Pipeline(max(backlog, works[0][1].lead), _HIDDEN_HOST if backlog else 0.0)
         for _, work in works:
@@ -240,7 +236,7 @@ class Planner:
         if sum(taken) > seconds:
             return [batch]
         share = seconds / sum(taken)
-        parts = (self._parts(half, footprints, share * own) for half, own in zip(halves, taken, strict=True))
+        parts = (self._parts(half, footprints, share * time) for half, time in zip(halves, taken, strict=True))
         return [part for each in parts for part in each]
 
     def _occupied(self, batch: Batch, footprints: Sequence[Footprint]) -> float:
@@ -253,9 +249,9 @@ class Planner:
     ) -> tuple[Batch, Work] | None:
         """All of `batches` as one eager forward, if bounds allow it and all is then done earlier."""
         items = [item for batch, _ in batches for item in batch.items]
-        own = [footprints[item] for item in items]
-        tokens = sum([footprint.tokens for footprint in own])
-        if len(batches) > 1 and not (tokens <= self._bounds.tokens and self._bounds.hold(total(own), len(own))):
+        chosen = [footprints[item] for item in items]
+        tokens = sum([footprint.tokens for footprint in chosen])
+        if len(batches) > 1 and not (tokens <= self._bounds.tokens and self._bounds.hold(total(chosen), len(chosen))):
             return None
         work = self.costs.eager_work(tokens)
         if not pipeline.improved([each for _, each in batches], work):

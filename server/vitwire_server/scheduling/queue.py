@@ -14,7 +14,7 @@ _MOST_PASSED_BY = 15
 class Queue:
     """First in, first out within a request; requests of one priority share by deficit round robin.
 
-    A single image beside a request of 200 is in the next batch. Interactive requests go before batch
+    A single image next to a request of 200 is in the next batch. Interactive requests go before batch
     ones, but every sixteenth batch is led by a batch one if any waits, so that none starves. Not
     thread-safe: the scheduler's lock guards it.
     """
@@ -68,11 +68,11 @@ class Queue:
         """Remove entries that run now; their requests pay for them."""
         taken = list(entries)
         for level, shares in self._levels.items():
-            own = [(entry.ticket, entry) for entry in taken if entry.ticket.priority is level]
+            here = [(entry.ticket, entry) for entry in taken if entry.ticket.priority is level]
             if level is Priority.BATCH and taken:
-                self._passed_by = 0 if own or not shares else self._passed_by + 1
-            if own:
-                shares.take(own)
+                self._passed_by = 0 if here or not shares else self._passed_by + 1
+            if here:
+                shares.take(here)
         for entry in taken:
             self._count(entry, -1)
 

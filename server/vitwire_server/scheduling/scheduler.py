@@ -19,7 +19,7 @@ from vitwire_server.scheduling.tickets import Entry
 
 _HEARTBEAT_SECONDS = 0.5
 _LENIENCE = 10.0
-"""How many times its predicted time a batch may take before that counts as silence of the engine's thread."""
+"""Times its predicted time that a batch may take before the engine's thread counts as silent."""
 
 
 class Learner(Protocol):
@@ -97,7 +97,7 @@ class Scheduler:
 
     @property
     def fault(self) -> str:
-        """What the canary found to be wrong; empty if nothing."""
+        """The fault that the canary found; empty if there is none."""
         return self._canary.fault if self._canary else ""
 
     def run(self) -> None:
@@ -171,10 +171,10 @@ class Scheduler:
         collected = done.running.collect()
         now = self._clock()
         self._forecast.ran(done.predicted.work, done.started, now)
-        outcomes = done.outcomes(collected, now)
-        log_failures(done.entries, outcomes)
-        self._monitor.batch_ran(done.report(collected, outcomes))
-        for entry, outcome in zip(done.entries, outcomes, strict=True):
+        report = done.report(collected, now)
+        log_failures(done.entries, report)
+        self._monitor.batch_ran(report)
+        for entry, (_, outcome) in zip(done.entries, report.items, strict=True):
             self._deliver(entry, outcome)
 
     def _deliver(self, entry: Entry, outcome: Outcome) -> None:
@@ -198,6 +198,6 @@ class Scheduler:
     def _beat(self, *work: Prediction) -> None:
         """Feed the watchdog: what is launched and `work` explain why the thread stays away."""
         under_way = [*work, *(batch.predicted for batch in self._launched)]
-        forward = sum(prediction.forward for prediction in under_way)
+        forward = sum(prediction.work.alone for prediction in under_way)
         attention = sum(prediction.attention for prediction in under_way)
         self.watchdog.beat(forward * max(1.0, self._forecast.pace), attention)

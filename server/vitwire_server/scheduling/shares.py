@@ -23,7 +23,7 @@ def _line(visit: tuple[int, int, object]) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class _Share(Generic[E]):
-    """What waits of one flow, by cost. Its deficit is the credit that every flow was given, less `paid`."""
+    """Waiting elements of one flow, by cost. Its deficit is the credit that every flow was given, less `paid`."""
 
     paid: int
     turn: int
@@ -34,7 +34,7 @@ class _Share(Generic[E]):
 class Shares(Generic[F, E]):
     """Elements of many flows in the order of deficit round robin; pure and deterministic.
 
-    Within a flow the order is that of arrival. A flow that empties loses what it had saved or owed.
+    Within a flow elements keep the order of arrival. A flow that empties loses what it had saved or owed.
     """
 
     def __init__(self, quantum: int) -> None:
@@ -80,7 +80,7 @@ class Shares(Generic[F, E]):
         return next(iter(share.costs)) if share else None
 
     def charge(self, flow: F, cost: int) -> None:
-        """What the flow took cost more than it paid; without effect if nothing of it waits."""
+        """Let a flow pay for what it took; without effect if nothing of it waits."""
         if share := self._shares.get(flow):
             share.paid += cost
 
@@ -90,50 +90,42 @@ class Shares(Generic[F, E]):
         First, all rounds up to the next element pass. Afterwards the flow with the least debt owes no more
         than was taken: a flow that had the device to itself is not punished for it.
         """
-        self._pass(self._next_round())
+        self._pass_rounds()
         taken = 0
         for flow, element in elements:
             share = self._shares[flow]
-            cost = self._remove(flow, share, element)
+            cost = self.drop(flow, element)
             share.paid += cost
             share.turn = next(self._turns)
             taken += cost
-        self._pass(self._next_round() - -(-taken // self._quantum))
+        self._pass_rounds(-(-taken // self._quantum))
 
-    def drop(self, flow: F, element: E) -> None:
-        """Remove an element that will not run; its flow does not pay for it."""
-        self._remove(flow, self._shares[flow], element)
-
-    def remove(self, flow: F) -> list[E]:
-        """Remove and return all elements of a flow."""
-        share = self._shares.pop(flow, None)
-        return list(share.costs) if share else []
-
-    def _remove(self, flow: F, share: _Share[E], element: E) -> int:
+    def drop(self, flow: F, element: E) -> int:
+        """Remove an element that will not run; its flow does not pay for it. Returns its cost."""
+        share = self._shares[flow]
         cost = share.costs.pop(element)
         share.backlog -= cost
         if not share.costs:
             del self._shares[flow]
         return cost
 
+    def remove(self, flow: F) -> list[E]:
+        """Remove and return all elements of a flow."""
+        share = self._shares.pop(flow, None)
+        return list(share.costs) if share else []
+
     def _visits(self, share: _Share[E]) -> Iterator[tuple[int, int, E]]:
         """A flow's elements, each with the round in which the flow can pay for it, and the flow's turn."""
         due = share.paid
         for element, cost in share.costs.items():
             due += cost
-            yield self._round(due), share.turn, element
+            yield max(0, -(-(due - self._credit) // self._quantum)), share.turn, element
 
-    def _round(self, due: int) -> int:
-        """Rounds until a flow can pay `due` in all; 0 if it can already."""
-        return max(0, -(-(due - self._credit) // self._quantum))
-
-    def _next_round(self) -> int:
-        """The round of the next element in order."""
-        heads = (self._round(share.paid + next(iter(share.costs.values()))) for share in self._shares.values())
-        return min(heads, default=0)
-
-    def _pass(self, rounds: int) -> None:
-        self._credit += self._quantum * max(0, rounds)
+    def _pass_rounds(self, left: int = 0) -> None:
+        """Let all rounds up to the next element pass, but for `left`."""
+        due = min((share.paid + next(iter(share.costs.values())) for share in self._shares.values()), default=0)
+        rounds = -(-(due - self._credit) // self._quantum) if self._shares else 0
+        self._credit += self._quantum * max(0, rounds - left)
 
 
 class NestedShares(Generic[E]):

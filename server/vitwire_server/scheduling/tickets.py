@@ -1,14 +1,11 @@
 """One request in flight."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
-from itertools import count
 
 from vitwire_server.core.items import Item
 from vitwire_server.core.reports import Outcome
-
-_numbers = count(1)
 
 
 class Priority(IntEnum):
@@ -33,10 +30,9 @@ class Ticket:
     cancelled: bool = False
     request_id: str = ""
     """The request's id in the log; empty outside of an RPC."""
-    number: int = field(default_factory=lambda: next(_numbers))
 
     def is_expired(self, now: float) -> bool:
-        """Whether the deadline has passed."""
+        """True once the deadline has passed."""
         return self.deadline is not None and self.deadline <= now
 
 

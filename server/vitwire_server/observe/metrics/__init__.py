@@ -23,7 +23,7 @@ class Metrics:
     """
 
     def __init__(self, health: Health | None = None) -> None:
-        """`health` is the server's, read at each scrape; without one the state is that of a server that starts."""
+        """`health` is the server's, read at each scrape; without one the server counts as starting."""
         disable_created_metrics()  # type: ignore[no-untyped-call]  # series that double the exposition
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)  # of this process: memory, CPU time, descriptors, start time

@@ -51,7 +51,7 @@ class EdgeMetrics(Collector):
     """The engine process's side: the folder of the edges' files, and a registry with the sums over all processes."""
 
     def __init__(self, engine: CollectorRegistry) -> None:
-        """`engine` has the engine process's own metrics, with every metric that edges record at zero."""
+        """`engine` has the engine process's metrics, with every metric that edges record at zero."""
         self._engine = engine
         self._lock = Lock()  # files are removed on the event loop and read on other threads
         self._ended: list[Metric] = []
@@ -59,7 +59,7 @@ class EdgeMetrics(Collector):
         self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_root()))
         self._owner = _locked(self._folder)
         self.registry = CollectorRegistry()
-        """What the metrics port and the status page show."""
+        """Shown by the metrics port and the status page."""
         self.registry.register(self)
 
     @property
@@ -110,7 +110,7 @@ def _roots() -> tuple[Path, Path]:
 
 
 def _root() -> Path:
-    """Where to make a folder: in memory where that is possible and has room."""
+    """Where to make a folder: in memory if that is possible and has room."""
     in_memory, elsewhere = _roots()
     usable = os.access(in_memory, os.W_OK) and shutil.disk_usage(in_memory).free >= _ROOM
     return in_memory if usable else elsewhere
@@ -128,7 +128,7 @@ def _reserve(file: Path) -> None:
 
 
 def merged(families: Iterable[Metric]) -> list[Metric]:
-    """One family for each name, its samples added by labels. Exemplars are those of the first that has the sample."""
+    """One family for each name, its samples added by labels. The first family that has a sample gives its exemplar."""
     found: dict[str, Metric] = {}
     sums: dict[str, dict[tuple[tuple[str, str], ...], dict[tuple[str, str], Sample]]] = {}
     for family in families:
@@ -137,8 +137,8 @@ def merged(families: Iterable[Metric]) -> list[Metric]:
         for sample in family.samples:
             labels = tuple(sorted((name, value) for name, value in sample.labels.items() if name != "le"))
             group, key = groups.setdefault(labels, {}), (sample.name, sample.labels.get("le", ""))
-            own = group.get(key)
-            group[key] = own._replace(value=own.value + sample.value) if own else sample
+            held = group.get(key)
+            group[key] = held._replace(value=held.value + sample.value) if held else sample
     for name, groups in sums.items():
         found[name].samples = [each for group in groups.values() for each in sorted(group.values(), key=_order)]
     return list(found.values())

@@ -1,4 +1,4 @@
-"""Whether a device prepares pictures as Pillow does: drawn ones are prepared by both."""
+"""A comparison at start: a device prepares drawn pictures as Pillow does."""
 
 from collections.abc import Iterator, Mapping
 
@@ -46,10 +46,10 @@ def _drawn(recipes: Mapping[Modality, Recipe]) -> Iterator[tuple[Recipe, Pixels]
             yield recipe, rng.integers(0, 256, shape, np.uint8)
 
 
-def _equal(own: Tensor | None, expected: Pixels | None) -> bool:
-    if own is None or expected is None:
-        return own is None and expected is None
-    return torch.equal(own.cpu(), torch.from_numpy(expected.reshape(len(expected), -1)))
+def _equal(made: Tensor | None, expected: Pixels | None) -> bool:
+    if made is None or expected is None:
+        return made is None and expected is None
+    return torch.equal(made.cpu(), torch.from_numpy(expected.reshape(len(expected), -1)))
 
 
 def _normalises(picture: Tensor, recipe: Recipe, dtype: torch.dtype) -> bool:
@@ -59,9 +59,9 @@ def _normalises(picture: Tensor, recipe: Recipe, dtype: torch.dtype) -> bool:
     prepare([Job(picture, recipe, plain[0], plain[1])])
     settings = (recipe.settings, recipe.settings.of_crops)
     return all(
-        torch.equal(own, _normalised(own_bytes, each, recipe).to(dtype))
-        for own, own_bytes, each in zip(rows, plain, settings, strict=True)
-        if own is not None and own_bytes is not None
+        torch.equal(floats, _normalised(plain_bytes, each, recipe).to(dtype))
+        for floats, plain_bytes, each in zip(rows, plain, settings, strict=True)
+        if floats is not None and plain_bytes is not None
     )
 
 

@@ -1,6 +1,6 @@
 """A decoder of JPEG files on the model's device: nvImageCodec decodes, the kernel of `device` prepares.
 
-It is a process with a context of its own on the device: what a file does to NVIDIA's libraries ends this process. On a
+It is a process with a separate context on the device: what a file does to NVIDIA's libraries ends this process. On a
 GPU the files are decoded by the engines for JPEG, whose pixels are within 1 of libjpeg-turbo's; on a CPU by
 libjpeg-turbo, which shows that the way works.
 """
@@ -11,6 +11,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from io import BytesIO
@@ -102,7 +103,7 @@ def _library() -> Any:  # noqa: ANN401 - the module
         raise ImportError("nvidia-nvimgcodec is not installed")
     package, folder = Path(found.origin).parent, Path(mkdtemp(prefix="vitwire-jpeg-"))
     for library in package.parent.glob("*/lib/libnvjpeg.so*"):
-        ctypes.CDLL(str(library))  # the extension finds it beside itself otherwise, and not from another folder
+        ctypes.CDLL(str(library))  # the extension finds it in its folder otherwise, and not from another folder
     for pattern in _EXTENSIONS:
         for library in (package / "extensions").glob(pattern):
             (folder / library.name).symlink_to(library)
@@ -125,12 +126,12 @@ def fault_of(hardware: Hardware) -> str:
         data = _file(sampling)
         expected = np.asarray(Image.open(BytesIO(data)).convert("RGB")).astype(np.int16)
         try:
-            own = hardware.decoded(data, 1).cpu().numpy()
+            made = hardware.decoded(data, 1).cpu().numpy()
         except (NotDecoded, RuntimeError) as error:
             return f"{sampling or 'grey'}: {error}"
-        if own.shape != expected.shape:
-            return f"{sampling or 'grey'} has the shape {own.shape}, not {expected.shape}"
-        difference = np.abs(own - expected)
+        if made.shape != expected.shape:
+            return f"{sampling or 'grey'} has the shape {made.shape}, not {expected.shape}"
+        difference = np.abs(made - expected)
         most, share = difference.max(), (difference > 0).mean()
         if most > _MOST_DIFFERENCE or share > _MOST_DIFFERING:
             return f"{sampling or 'grey'} differs from Pillow by up to {most}, on {share:.2%} of the values"
@@ -151,41 +152,38 @@ def _file(sampling: str) -> bytes:
     return file.getvalue()
 
 
-class _Worker:
+def _answering(setup: Setup, memory: mmap.mmap) -> Callable[[Measure | Decode], FromDecoder]:
     """Answers jobs. Whatever is not expected ends the process, and with it all that the file left behind."""
+    hardware = Hardware(setup.sizes.device, setup.sizes.pixels)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
-    def __init__(self, setup: Setup, memory: mmap.mmap) -> None:
-        self._setup = setup
-        self._memory = memory
-        self._hardware = Hardware(setup.device, setup.max_pixels)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    def write(picture: Tensor, job: Decode) -> None:
+        at, end = setup.sizes.input_bytes, setup.sizes.input_bytes + job.output_bytes
+        for rows in prepared(picture, setup.recipes[job.modality]):
+            if rows is not None and at + rows.numel() <= end:
+                torch.frombuffer(memory, dtype=torch.uint8, count=rows.numel(), offset=at).copy_(rows.view(-1))
+            at += rows.numel() if rows is not None else 0
+        if at != end:
+            raise ValueError("its header and its content differ in size")
 
-    def answer(self, job: Measure | Decode) -> FromDecoder:
-        """The answer to a job."""
+    def answer(job: Measure | Decode) -> FromDecoder:
         assert isinstance(job, Decode)
         start = time.perf_counter()
         try:
-            picture = self._hardware.decoded(self._memory[: job.nbytes], job.orientation)
+            picture = hardware.decoded(memory[: job.nbytes], job.orientation)
             decoded = time.perf_counter()
-            self._write(picture, job)
+            write(picture, job)
         except (NotDecoded, ValueError) as error:
             return Refused(Fault.LOST, str(error))
         return Decoded(decoded - start, time.perf_counter() - decoded)
 
-    def _write(self, picture: Tensor, job: Decode) -> None:
-        at, end = self._setup.input_bytes, self._setup.input_bytes + job.output_bytes
-        for rows in prepared(picture, self._setup.recipes[job.modality]):
-            if rows is not None and at + rows.numel() <= end:
-                torch.frombuffer(self._memory, dtype=torch.uint8, count=rows.numel(), offset=at).copy_(rows.view(-1))
-            at += rows.numel() if rows is not None else 0
-        if at != end:
-            raise ValueError("its header and its content differ in size")
+    return answer
 
 
 def main() -> None:
     """Serve as `files.worker`; or with `check DEVICE` write why this device cannot decode, or nothing."""
     if sys.argv[1] != "check":
-        serve(lambda setup, memory: _Worker(setup, memory).answer)
+        serve(_answering)
     try:
         print(fault_of(Hardware(sys.argv[2])), flush=True)
     except Exception as error:  # noqa: BLE001 - of a driver or library: the reason is the answer

@@ -8,15 +8,15 @@ from typing import NamedTuple
 import numpy as np
 import PIL
 
-from vitwire_server.preparing.device.tables import Axis, Field, Memory, Program, Table, Taps
+from vitwire_server.preparing.device.tables import Axis, Field, Memory, Program, Taps
 from vitwire_server.preparing.rules.filters import rows_first
 from vitwire_server.preparing.rules.forms import drawing
-from vitwire_server.preparing.rules.patches import CHANNELS, Grid, Size
+from vitwire_server.preparing.rules.patches import CHANNELS, Size
 from vitwire_server.preparing.rules.recipe import Recipe
 from vitwire_server.preparing.rules.sketches import Canvas, Frame, Sketch
 
 _CHOOSES_ORDER = int(PIL.__version__.partition(".")[0]) >= 13
-"""Whether the installed Pillow, which decoders use, resizes rows first where that saves work."""
+"""True if the installed Pillow, which decoders use, resizes rows first if that saves work."""
 _KEPT = 256
 """Programs that are kept: one for each size of pictures."""
 
@@ -42,7 +42,7 @@ def program(size: Size, recipe: Recipe, frames: int | None = None, depth: int = 
         cells = _Cells((recipe.patch, recipe.patch), merge, depth, recipe.channels_last)
         builder.write(drawn.tiles[0], cells, Memory.PIXELS)
         rows, columns = (drawn.grid[1] * drawn.grid[2], 0), (cells.columns, 0)
-    return builder.program(drawn.grid, depth, rows, columns)
+    return builder.program(depth, rows, columns)
 
 
 def _elements(boxes: Sequence[Sketch]) -> int:
@@ -147,7 +147,7 @@ class _Builder:
         return self.stored[of]
 
     def _halfway(self, canvas: Canvas) -> _Source:
-        """What the last pass over a canvas reads: its source, or that after a first pass."""
+        """The source of the last pass over a canvas: its own source, or the result of a first pass."""
         key = canvas._replace(corner=(0, 0), whole=canvas.size, background=())  # wherever it is placed
         if key not in self.halfway:
             stored = self._stored(canvas.source.of).part(canvas.source.corner)
@@ -180,14 +180,15 @@ class _Builder:
         height, width = canvas.whole
         return _Source(Memory.SCRATCH, offset, (width, 1, height * width), source.level + 1)
 
-    def program(self, grid: Grid, depth: int, rows: tuple[int, int], columns: tuple[int, int]) -> Program:
+    def program(self, depth: int, rows: tuple[int, int], columns: tuple[int, int]) -> Program:
         """All passes, as tables."""
         groups = [*self.passes, self.last]
         taps = list({each.source.taps: None for group in groups for each in group if each.source.taps})
-        index = {each: place for place, each in enumerate(taps)}
-        *levels, last = (_table(group, index) for group in groups)
+        places: dict[Taps | None, int] = {None: -1} | {each: place for place, each in enumerate(taps)}
+        *levels, last = (
+            np.array([_row(each, places[each.source.taps]) for each in group], np.int64) for group in groups
+        )
         return Program(
-            grid,
             depth,
             tuple(levels),
             last,
@@ -200,17 +201,12 @@ class _Builder:
         )
 
 
-def _table(passes: Iterable[_Pass], taps: dict[Taps, int]) -> Table:
-    rows = [_row(each, -1 if each.source.taps is None else taps[each.source.taps]) for each in passes]
-    return np.array([[row[name] for name in Field] for row in rows], np.int64)
-
-
-def _row(made: _Pass, taps: int) -> dict[Field, int]:
+def _row(made: _Pass, taps: int) -> list[int]:
     source, cells = made.source, made.cells
     down, right, channel = source.strides
     to_channel, to_below, to_right, to_frame = cells.strides
     red, green, blue = made.background or (0, 0, 0)
-    return {
+    row = {
         Field.SOURCE: source.offset,
         Field.SOURCE_DOWN: down,
         Field.SOURCE_RIGHT: right,
@@ -240,3 +236,4 @@ def _row(made: _Pass, taps: int) -> dict[Field, int]:
         Field.BACKGROUND: red | green << 8 | blue << 16,
         Field.AFFINE: int(made.memory is Memory.CROPS),
     }
+    return [row[name] for name in Field]

@@ -40,7 +40,7 @@ class Job:
 
 
 class _Part(NamedTuple):
-    """A frame, and where its rows are."""
+    """A frame, and the addresses of its rows."""
 
     program: Program
     addresses: dict[Memory, int]
@@ -150,7 +150,7 @@ def _groups(frames: Sequence[_Part]) -> Iterator[list[_Part]]:
 
 
 def follower(device: torch.device) -> Callable[[Tensor, tuple[int, int], torch.dtype, Tensor], None]:
-    """What runs tables on this device; see `kernels.follow`."""
+    """The function that runs tables on this device; see `kernels.follow`."""
     if device.type == "cpu":
         from vitwire_server.preparing.device.host import follow  # noqa: PLC0415 - one or the other
     else:
@@ -176,13 +176,9 @@ def _run(frames: Sequence[_Part], device: torch.device, dtype: torch.dtype, scal
     tables = [*levels, np.concatenate([last for _, last in placed])]
     on_device = _moved(np.concatenate(tables), device).split([len(table) for table in tables])
     follow = follower(device)
-    for table, own in zip(tables, on_device, strict=True):
-        follow(own, _largest(table), dtype if table is tables[-1] else torch.uint8, scales)
-
-
-def _largest(table: Table) -> tuple[int, int]:
-    """The most rows and columns of a canvas."""
-    return int(table[:, Field.DOWN].max()), int(table[:, Field.ACROSS].max())
+    for table, there in zip(tables, on_device, strict=True):
+        largest = int(table[:, Field.DOWN].max()), int(table[:, Field.ACROSS].max())
+        follow(there, largest, dtype if table is tables[-1] else torch.uint8, scales)
 
 
 @lru_cache(_KEPT)
@@ -201,5 +197,5 @@ def _moved(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
 @lru_cache
 def _affine(settings: tuple[Preprocessing, ...], device: torch.device) -> Tensor:
     """Of pixels and of crops of each: scale and offset, `(pairs, 2, 3)` float32."""
-    pairs = [affine(each) for own in settings for each in (own, own.of_crops)]
+    pairs = [affine(each) for one in settings for each in (one, one.of_crops)]
     return _moved(np.array(pairs, np.float32), device)

@@ -11,8 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vitwire_server.preparing.rules.patches import Grid
-
 Table = npt.NDArray[np.int64]
 """`(passes, fields)`."""
 
@@ -86,7 +84,7 @@ class Field(IntEnum):
     TARGET_DOWN = 22
     TARGET_RIGHT = 23
     COPIES = 24
-    """How often a cell is written to its row: to how many frames of a patch; 1 in a program."""
+    """Frames of a patch that a cell is written to; 1 in a program."""
     TARGET_COPY = 25
     """To the next frame."""
     BACKGROUND = 26
@@ -99,12 +97,10 @@ class Field(IntEnum):
 class Program:
     """The passes over one picture or frame, with offsets instead of addresses."""
 
-    grid: Grid
-    """Of the image, or of one frame."""
     depth: int
     """Frames of a row."""
     levels: tuple[Table, ...]
-    """Passes to scratch; those of a level read what the levels before it wrote."""
+    """Passes to scratch; passes of a level read what the levels before it wrote."""
     last: Table
     """Passes to rows of pixels and crops."""
     sources: tuple[tuple[Memory, ...], ...]

@@ -1,1 +1,1 @@
-"""Files and pictures decoded and prepared in processes of their own."""
+"""Files and pictures decoded and prepared in separate processes."""

@@ -27,6 +27,7 @@ from vitwire_server.preparing.files.messages import (
     Setup,
     ToDecoder,
 )
+from vitwire_server.preparing.rules.patches import Pixels
 
 _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "HOME", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 _DEVICE_VARIABLES = (
@@ -57,27 +58,27 @@ class Child:
     _asked: ToDecoder
     """The last message."""
     _answer: asyncio.Task[FromDecoder] | None = None
-    """Of the last message. A task of its own, as a caller that is cancelled must not lose the answer."""
+    """To the last message. A separate task, as a caller that is cancelled must not lose the answer."""
 
     @classmethod
-    async def start(cls, setup: Setup, output_bytes: int) -> Self:
-        """A decoder that is ready, on a device if the setup names one. Raises NotDecoded if it cannot be started."""
-        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        own.setblocking(False)
-        size = -(-(setup.input_bytes + output_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    async def start(cls, setup: Setup, *, on_device: bool = False) -> Self:
+        """A decoder that is ready, on the device or not. Raises NotDecoded if it cannot be started."""
+        link, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        link.setblocking(False)
+        size = -(-(setup.sizes.input_bytes + setup.sizes.output_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         descriptor = os.memfd_create("vitwire-decoder", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, size)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)  # a decoder that was taken over cannot make reads fail
             memory = mmap.mmap(descriptor, size)
-            process = await _spawn(other, descriptor, HARDWARE if setup.device else _WORKER)
+            process = await _spawn(other, descriptor, HARDWARE if on_device else _WORKER)
         except OSError as error:
-            own.close()
+            link.close()
             raise NotDecoded(Fault.LOST, f"a decoder cannot be started: {error}") from error
         finally:
             other.close()
             os.close(descriptor)
-        child = cls(process, own, memory, setup, setup)
+        child = cls(process, link, memory, setup, setup)
         try:
             answer = await child.ask(setup, _START_SECONDS)
             assert isinstance(answer, Ready)
@@ -89,20 +90,14 @@ class Child:
     async def write(self, data: Buffer) -> None:
         """Bring the bytes of a file into the shared memory. Raises NotDecoded."""
         source = np.frombuffer(data, np.uint8)
-        target = self._shared(len(source), 0)
-        for start in range(0, len(source), _COPIED_BYTES):
-            target[start : start + _COPIED_BYTES] = source[start : start + _COPIED_BYTES]
-            await asyncio.sleep(0)
+        await _copy(self._shared(len(source), 0), source)
 
     async def read(self, target: memoryview) -> None:
         """Copy the pixels of the last job. Raises NotDecoded."""
         array = np.frombuffer(target, np.uint8)
-        source = self._shared(len(array), self._setup.input_bytes)
-        for start in range(0, len(array), _COPIED_BYTES):
-            array[start : start + _COPIED_BYTES] = source[start : start + _COPIED_BYTES]
-            await asyncio.sleep(0)
+        await _copy(array, self._shared(len(array), self._setup.sizes.input_bytes))
 
-    def _shared(self, count: int, offset: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    def _shared(self, count: int, offset: int) -> Pixels:
         if self._memory.closed:
             raise NotDecoded(Fault.LOST, "a decoder was closed")
         return np.frombuffer(self._memory, np.uint8, count, offset)
@@ -124,7 +119,7 @@ class Child:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a message was sent whose answer was not received."""
+        """True while a message awaits its answer."""
         return self._answer is not None and not self._answer.done()
 
     async def _exchange(self, message: ToDecoder, seconds: float) -> FromDecoder:
@@ -148,7 +143,7 @@ class Child:
     def discard(self) -> None:
         """Give pages of large files and clips back to the system."""
         if len(self._memory) > _KEPT_BYTES:
-            start = self._setup.input_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+            start = self._setup.sizes.input_bytes // mmap.PAGESIZE * mmap.PAGESIZE
             for begin, end in ((0, start), (start, len(self._memory))):
                 keep = _KEPT_BYTES // 2
                 if end - begin > keep:
@@ -157,7 +152,7 @@ class Child:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process has not ended; one that was not reaped yet has closed its socket."""
+        """True until the process ends; one that was not reaped yet has closed its socket."""
         if self.process.returncode is not None:
             return False
         try:
@@ -188,6 +183,12 @@ class Child:
         if number in _FILE_FAULTS:
             return NotDecoded(Fault.CRASHED, "made the decoder crash")
         return NotDecoded(Fault.LOST, f"the decoder ended unexpectedly (exit {self.process.returncode})")
+
+
+async def _copy(target: Pixels, source: Pixels) -> None:
+    for start in range(0, len(source), _COPIED_BYTES):
+        target[start : start + _COPIED_BYTES] = source[start : start + _COPIED_BYTES]
+        await asyncio.sleep(0)
 
 
 def _seen(answer: asyncio.Task[FromDecoder]) -> None:

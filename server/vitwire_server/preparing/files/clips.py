@@ -19,7 +19,7 @@ from vitwire_server.preparing.rules.sampling import sampled
 
 Frame = npt.NDArray[np.uint8]
 _MARKS = ((4, b"ftyp", "mp4"), (0, b"\x1a\x45\xdf\xa3", "matroska"))
-"""What files of each format begin with, and where: FFmpeg would try every format that it knows."""
+"""Offset and first bytes of files of each format: FFmpeg would try every format that it knows."""
 _CODECS = ("av1", "h264", "hevc", "mpeg4", "vp8", "vp9")
 """Of the many decoders of FFmpeg, those that clips are made for today."""
 _MAX_FRAMES = 1 << 20
@@ -29,7 +29,7 @@ av.logging.set_level(None)  # files are untrusted: their oddities are not news
 
 
 def measure(data: bytes, recipe: Recipe, max_pixels: int) -> Measured:
-    """What the prepared clip will be; decodes at most one frame. Raises NotDecoded, ValueError or what PyAV raises."""
+    """Form and cost of the prepared clip; decodes at most one frame. Raises NotDecoded, ValueError or PyAV's errors."""
     indices, (height, width), rate = _chosen(data, recipe, max_pixels)
     picture = (len(indices), height, width, CHANNELS)
     cost = width * height * (indices[-1] // _FRAMES_OF_COST + len(indices))

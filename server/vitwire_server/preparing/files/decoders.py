@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 DEVICE_SECONDS = 5.0
 """Of wall-clock time for a file on the device, which takes milliseconds: it was checked, and its size is bounded."""
 _LEAST_PIXELS = 1 << 19
-"""Of a picture: those of 448² were decoded faster on the CPU, and those of 1920 x 1080 on the device."""
+"""Of a picture: 448² was decoded faster on the CPU, and 1920 x 1080 on the device."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 """Seconds until the decoder on the device is started again, twice as long each time."""
 
@@ -20,14 +20,14 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 class CpuDecoders:
     """Processes that are started when they are needed; those that died are replaced."""
 
-    def __init__(self, setup: Setup, output_bytes: int, changed: Callable[[int, int], None]) -> None:
+    def __init__(self, setup: Setup, changed: Callable[[int, int], None]) -> None:
         """`changed` is called with the number of processes, and of those that have a job."""
         self._setup = setup
-        self._output_bytes = output_bytes
         self._changed = changed
         self._idle: list[Child] = []
         self._all: set[Child] = set()
-        self._closed = False
+        self.closed = False
+        """Once true, no process is started."""
 
     async def take(self) -> Child:
         """A decoder for one job. Raises NotDecoded if none can be started."""
@@ -37,8 +37,8 @@ class CpuDecoders:
                 self._count()
                 return child
             await self._drop(child)
-        child = await Child.start(self._setup, self._output_bytes)
-        if self._closed:
+        child = await Child.start(self._setup)
+        if self.closed:
             await child.close()
             raise NotDecoded(Fault.LOST, "the server is stopping")
         self._all.add(child)
@@ -57,7 +57,7 @@ class CpuDecoders:
 
     async def close(self) -> None:
         """End all."""
-        self._closed = True
+        self.closed = True
         await asyncio.gather(*(child.close() for child in self._all))
         self._all.clear()
 
@@ -77,10 +77,8 @@ class DeviceDecoder:
     Nothing depends on it: what it does not decode is left to the others.
     """
 
-    def __init__(self, setup: Setup, output_bytes: int) -> None:
-        """`setup` names the device."""
+    def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._output_bytes = output_bytes
         self._child: Child | None = None
         self._pause = _FIRST_PAUSE
         self._starting: asyncio.Task[None] | None = None
@@ -90,7 +88,7 @@ class DeviceDecoder:
         self._starting = asyncio.create_task(self._start(0.0))
 
     def takes(self, found: Measured) -> bool:
-        """Whether it is ready, and decodes this file as Pillow does and sooner."""
+        """True if it is ready, and decodes this file as Pillow does and sooner."""
         return self._child is not None and found.orientation > 0 and found.area >= _LEAST_PIXELS
 
     async def take(self) -> Child:
@@ -123,7 +121,7 @@ class DeviceDecoder:
         while self._child is None:
             await asyncio.sleep(pause)
             try:
-                self._child = await Child.start(self._setup, self._output_bytes)
+                self._child = await Child.start(self._setup, on_device=True)
             except NotDecoded as error:
                 pause = _LONGEST_PAUSE
                 _log.warning("JPEG files are decoded on the CPU: the decoder on the device did not start: %s", error)

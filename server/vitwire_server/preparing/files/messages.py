@@ -30,19 +30,32 @@ class NotDecoded(Exception):
 # -- to a decoder ----------------------------------------------------------------------------------
 
 
+class Sizes(Struct, array_like=True, frozen=True):
+    """Bounds of a pool. The memory that it shares with a decoder begins with the input, and ends with the output."""
+
+    processes: int
+    """That decode at a time; one more reads headers."""
+    input_bytes: int
+    """Of the largest file or picture."""
+    output_bytes: int
+    """Bytes of the largest prepared item."""
+    pixels: int
+    """Of the largest picture in a file."""
+    seconds: float
+    """Of processor time for the largest file."""
+    memory: int
+    """Bytes of each decoder, in addition to what it has after its imports."""
+    device: str = ""
+    """Where one more process decodes JPEG files; empty for none."""
+
+
 class Setup(Struct, array_like=True, frozen=True, tag=0):
     """The first message."""
 
     recipes: dict[Modality, Recipe]
-    input_bytes: int
-    """The shared memory begins with room for a file or picture of so many bytes, and ends with that for its pixels."""
-    max_pixels: int
-    memory: int
-    """Bytes of memory that the process may use beyond what it has after its imports."""
+    sizes: Sizes
     clips: bool
-    """Whether files of clips are read, which needs PyAV."""
-    device: str = ""
-    """Of a decoder on a device."""
+    """True if files of clips are read, which needs PyAV."""
 
 
 class Measure(Struct, array_like=True, frozen=True, tag=1):
@@ -55,17 +68,18 @@ class Measure(Struct, array_like=True, frozen=True, tag=1):
 
 
 class Decode(Struct, array_like=True, frozen=True, tag=2):
-    """Answered with Decoded: so many bytes of pixels and crops, of a file or a picture, are in the shared memory."""
+    """Answered with Decoded: prepare a file or picture."""
 
     nbytes: int
     modality: Modality
     seconds: float
     """Of processor time."""
     output_bytes: int
+    """Of the pixels and crops together."""
     picture: tuple[int, ...] | None = None
     """The shape of a picture, or of the frames of a clip; None for a file."""
     raw: bool = False
-    """Whether to return the picture in RGB, for the engine to prepare."""
+    """True to return the picture in RGB, for the engine to prepare."""
     orientation: int = 1
     """By EXIF, for a decoder on a device."""
 
@@ -78,7 +92,7 @@ class Ready(Struct, array_like=True, frozen=True, tag=0):
 
 
 class Measured(Struct, array_like=True, frozen=True, tag=1):
-    """What the prepared item will be."""
+    """Form and cost of the prepared item."""
 
     grid: tuple[int, int, int]
     pixels: tuple[int, ...]

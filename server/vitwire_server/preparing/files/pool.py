@@ -5,25 +5,22 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, Protocol
-
-from msgspec.structs import replace
 
 from vitwire.wire import Buffer
 from vitwire_server.core.decoding import Fault
 from vitwire_server.core.items import Modality
 from vitwire_server.preparing.files.child import Child
 from vitwire_server.preparing.files.decoders import DEVICE_SECONDS, CpuDecoders, DeviceDecoder
-from vitwire_server.preparing.files.messages import Decode, Decoded, Measure, Measured, NotDecoded, Setup
+from vitwire_server.preparing.files.messages import Decode, Decoded, Measure, Measured, NotDecoded, Setup, Sizes
 from vitwire_server.preparing.files.turns import Flow, Turns, predicted
 from vitwire_server.preparing.rules.forms import form_of
 from vitwire_server.preparing.rules.recipe import Recipe
 
 _log = logging.getLogger(__name__)
 _PATIENCE = 10.0
-"""The wall-clock time of a job is limited to its processor time, so many times, and as many seconds more."""
+"""A job may take its processor time and one second more, times this, of wall-clock time."""
 _LEAST_SECONDS, _SECONDS_PER_PIXEL = 1.0, 5e-7
 """Of processor time that a file may take: several times what the slowest format needs."""
 
@@ -45,26 +42,7 @@ class Prepared(NamedTuple):
     decode: float
     prepare: float
     on_device: bool = False
-    """Whether both were done by the decoder on the device."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Bounds of a pool."""
-
-    processes: int
-    """That decode at a time; one more reads headers."""
-    input_bytes: int
-    """Of the largest file or picture."""
-    output_bytes: int
-    """Bytes of the largest prepared item."""
-    pixels: int
-    seconds: float
-    """Of processor time for the largest file."""
-    memory: int
-    """Bytes of each decoder, beside what it has after its start."""
-    device: str = ""
-    """Where one more process decodes JPEG files; empty for none."""
+    """True if the decoder on the device did both."""
 
 
 class DecodePool:
@@ -73,18 +51,16 @@ class DecodePool:
     def __init__(
         self, sizes: Sizes, recipes: Mapping[Modality, Recipe], monitor: DecodeMonitor, *, clips: bool
     ) -> None:
-        """`clips` is whether files of clips are read."""
+        """`clips` is true if files of clips are read."""
         self._sizes = sizes
         self._recipes = recipes
         self._monitor = monitor
-        setup = Setup(dict(recipes), sizes.input_bytes, sizes.pixels, sizes.memory, clips)
-        self._decoders = CpuDecoders(setup, sizes.output_bytes, monitor.decoders)
+        setup = Setup(dict(recipes), sizes, clips)
+        self._decoders = CpuDecoders(setup, monitor.decoders)
         self._measuring = Turns(1, self._count_waiting)
         self._decoding = Turns(sizes.processes, self._count_waiting)
         self._on_device = Turns(1, self._count_waiting)
-        self._device: DeviceDecoder | None = None
-        if sizes.device:
-            self._device = DeviceDecoder(replace(setup, device=sizes.device), sizes.output_bytes)
+        self._device = DeviceDecoder(setup) if sizes.device else None
         self._returning: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -93,11 +69,11 @@ class DecodePool:
             self._device.start()
 
     def takes_on_device(self, found: Measured) -> bool:
-        """Whether a file goes to the decoder on the device, which prepares it too."""
+        """True if a file goes to the decoder on the device, which prepares it too."""
         return self._device is not None and self._device.takes(found)
 
     async def measure(self, flow: Flow, data: Buffer, modality: Modality) -> Measured:
-        """What the prepared item will be, from the header of its file. Raises NotDecoded."""
+        """Form and cost of the prepared item, from the header of its file. Raises NotDecoded."""
         seconds = self._seconds(len(data))
         async with self._lent(self._decoders, self._measuring, flow, len(data)) as child:
             await child.write(data)
@@ -106,7 +82,7 @@ class DecodePool:
         return answer
 
     def measure_picture(self, shape: tuple[int, ...], modality: Modality) -> Measured:
-        """What a picture, or the frames of a clip, will be, from their shape. Raises NotDecoded."""
+        """Form and cost of a prepared picture, or the frames of a clip, from their shape. Raises NotDecoded."""
         try:
             form = form_of(shape, self._recipes[modality])
         except ValueError as error:
@@ -155,6 +131,7 @@ class DecodePool:
 
     async def close(self) -> None:
         """End all decoders."""
+        self._decoders.closed = True
         for task in self._returning:
             task.cancel()
         await asyncio.gather(*self._returning, return_exceptions=True)
@@ -183,7 +160,7 @@ class DecodePool:
 
         try:
             child = await asyncio.shield(getting)
-            turn.begin()
+            turn.since = asyncio.get_running_loop().time()
             yield child
         finally:
             task = asyncio.create_task(take_back())

@@ -1,4 +1,4 @@
-"""Who may use a decoder next."""
+"""Turns of jobs at decoders."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,7 +20,7 @@ _LEAST_MICROSECONDS, _PIXELS_PER_MICROSECOND = 20_000, 20
 
 
 def predicted(cost: int) -> int:
-    """Microseconds that a job of so many pixels is predicted to take."""
+    """Predicted microseconds of a job that decodes `cost` pixels."""
     return _LEAST_MICROSECONDS + cost // _PIXELS_PER_MICROSECOND
 
 
@@ -47,13 +47,9 @@ class Turn:
     """Predicted microseconds."""
     granted: asyncio.Future[None]
     is_long: bool = False
-    """Whether it counted as long when it was granted."""
+    """True if it counted as long when it was granted."""
     since: float | None = None
-    """When it got its decoder."""
-
-    def begin(self) -> None:
-        """The job has its decoder: from now on it is timed."""
-        self.since = asyncio.get_running_loop().time()
+    """When it got its decoder, by the event loop's clock: from then on it is timed."""
 
 
 @dataclass(slots=True)
@@ -64,7 +60,7 @@ class _Caller:
     long: int = 0
     """Jobs that run and count as long."""
     pace: float = 1.0
-    """How many times longer its jobs took than predicted, of late: files may cost more than their headers say."""
+    """Measured over predicted time of its last jobs, at least 1: files may cost more than their headers say."""
 
 
 @dataclass(slots=True)

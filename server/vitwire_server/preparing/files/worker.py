@@ -82,9 +82,9 @@ class _Worker:
             from vitwire_server.preparing.files import clips  # noqa: PLC0415 - needs PyAV, which is optional
 
             self._clips = clips
-        Image.MAX_IMAGE_PIXELS = setup.max_pixels
+        Image.MAX_IMAGE_PIXELS = setup.sizes.pixels
         warnings.simplefilter("ignore")  # files are untrusted: their oddities are not news
-        _limit(setup.memory)
+        _limit(setup.sizes.memory)
 
     def answer(self, job: Measure | Decode) -> FromDecoder:
         """The answer to a job. The kernel ends the process if it takes too long."""
@@ -107,7 +107,7 @@ class _Worker:
     def _measured(self, job: Measure) -> Measured:
         reader = images if job.modality is Modality.IMAGE else self._clip_reader
         measured: Measured = reader.measure(
-            self._memory[: job.nbytes], self._recipe(job.modality), self._setup.max_pixels
+            self._memory[: job.nbytes], self._recipe(job.modality), self._setup.sizes.pixels
         )
         return measured
 
@@ -119,7 +119,7 @@ class _Worker:
         elif job.modality is Modality.IMAGE:
             picture = images.decode(data[: job.nbytes], recipe)
         else:
-            reading = self._clip_reader.decoded(data[: job.nbytes], recipe, self._setup.max_pixels)
+            reading = self._clip_reader.decoded(data[: job.nbytes], recipe, self._setup.sizes.pixels)
             with reading as (frames, count):  # decoding and preparing take turns
                 self._write(frames if job.raw else _parts(pillow.clip(frames, count, recipe)), job)
             return Decoded(time.perf_counter() - start, 0.0)
@@ -144,7 +144,7 @@ class _Worker:
 
     def _write(self, parts: Iterable[Pixels], job: Decode) -> None:
         """Write arrays one after the other; together they must have the job's bytes."""
-        at, end = self._setup.input_bytes, self._setup.input_bytes + job.output_bytes
+        at, end = self._setup.sizes.input_bytes, self._setup.sizes.input_bytes + job.output_bytes
         for part in parts:
             if at + part.size <= end:
                 np.frombuffer(self._memory, np.uint8, part.size, at).reshape(part.shape)[:] = part

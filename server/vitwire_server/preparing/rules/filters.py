@@ -104,7 +104,7 @@ def _nearest(source: int, target: int) -> Taps:
 
 
 def rows_first(source: tuple[int, int], target: tuple[int, int]) -> bool:
-    """Whether Pillow 13 resizes the columns' axis last: where rows shrink by more than twice as much as columns.
+    """True if Pillow 13 resizes columns last: it does if rows shrink by more than twice as much as columns.
 
     The order matters, as each pass rounds. Found by comparison: Pillow does not document it; until 12 it never did.
     """

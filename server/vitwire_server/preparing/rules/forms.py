@@ -1,4 +1,4 @@
-"""What becomes of a picture, by its size alone."""
+"""Grids and shapes of prepared pictures, derived from their sizes alone."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,7 +16,7 @@ _KEPT = 256
 
 @lru_cache(_KEPT)
 def drawing(size: Size, recipe: Recipe, frames: int | None = None) -> Drawing:
-    """How an image of this height and width is made, or each of `frames` frames of a clip.
+    """A sketch of each tile and crop of an image of this height and width, or of each of `frames` frames of a clip.
 
     The grid is that of the image, or of one frame. Raises ValueError for what the model's processor refuses.
     """
@@ -42,7 +42,7 @@ class Form(NamedTuple):
 
 
 def form_of(picture: tuple[int, ...], recipe: Recipe) -> Form:
-    """What a picture `(H, W, channels)`, or frames `(F, H, W, channels)`, become. Raises ValueError as `drawing`."""
+    """Form of a prepared picture `(H, W, channels)` or frames `(F, H, W, channels)`. Raises ValueError as `drawing`."""
     *clip, height, width, _ = picture
     frames = clip[0] if clip else None
     drawn = drawing((height, width), recipe, frames)

@@ -29,8 +29,12 @@ def smart_resize(height: int, width: int, recipe: Recipe, frames: int = 1) -> Si
         raise ValueError(f"expected at least one pixel, got a frame of {height}x{width}")
     factor, depth = recipe.factor, 1
     if recipe.settings.bounds_span_frames:
-        depth = _temporal_depth(frames, recipe.temporal)
-        height, width = _at_least(factor, height, width)
+        if frames < recipe.temporal:
+            raise ValueError(f"this model needs clips of at least {recipe.temporal} frames, got {frames}")
+        depth = round(frames / recipe.temporal) * recipe.temporal  # ties to even, as in the processor
+        if min(height, width) < factor:
+            scale = max(factor / height, factor / width)
+            height, width = int(height * scale), int(width * scale)
     else:
         frames = 1
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
@@ -46,21 +50,6 @@ def smart_resize(height: int, width: int, recipe: Recipe, frames: int = 1) -> Si
         grow = math.sqrt(recipe.settings.min_pixels / (frames * height * width))
         rows, columns = math.ceil(height * grow / factor), math.ceil(width * grow / factor)
     return rows * factor, columns * factor
-
-
-def _temporal_depth(frames: int, group: int) -> int:
-    """Frames rounded to a multiple of `group` as in the processor (ties to even)."""
-    if frames < group:
-        raise ValueError(f"this model needs clips of at least {group} frames, got {frames}")
-    return round(frames / group) * group
-
-
-def _at_least(side: int, height: int, width: int) -> Size:
-    """The size enlarged so that both sides are at least `side`."""
-    if min(height, width) >= side:
-        return height, width
-    scale = max(side / height, side / width)
-    return int(height * scale), int(width * scale)
 
 
 def resized(height: int, width: int, recipe: Recipe, frames: int = 1) -> Size:

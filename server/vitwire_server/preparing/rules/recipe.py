@@ -18,9 +18,9 @@ class Recipe:
     temporal: int
     """Frames of a patch."""
     raster: bool = False
-    """Whether patches are ordered row by row of the frame, rather than token by token."""
+    """True if patches are ordered row by row of the frame, rather than token by token."""
     channels_last: bool = False
-    """Whether the columns of a patch are (p, p, C), rather than (C, T, p, p)."""
+    """True if the columns of a patch are (p, p, C), rather than (C, T, p, p)."""
 
     @classmethod
     def of(cls, settings: Preprocessing, geometry: Geometry) -> Self:

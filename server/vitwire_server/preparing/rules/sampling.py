@@ -102,7 +102,7 @@ def _rate_by_duration(total: int, fps: float, sampling: Sampling, group: int) ->
 
 
 def _first_of_intervals(total: int, fps: float, interval: float, seconds: int) -> list[int]:
-    """The first frame of each interval, of so many seconds."""
+    """The first frame of each interval, within this many seconds."""
     chosen: list[int] = []
     due, frame_seconds = 0.0, 1 / fps
     for index in range(total):

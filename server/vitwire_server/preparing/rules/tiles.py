@@ -1,6 +1,6 @@
 """Images to tiles of one size: the layout, and the content of each tile.
 
-Each rule is that of a model family's Hugging Face processor.
+Each rule follows a model family's Hugging Face processor.
 """
 
 import itertools
@@ -29,7 +29,7 @@ _FINER = 3
 _ELONGATED, _VERY_ELONGATED = 1.5, 4
 _NARROW = 32
 _ROUNDED_UP = 0.2
-"""Minimum remainder, as a share of a window, that gets its own window."""
+"""Minimum remainder, as a share of a window, that gets a window."""
 
 
 def cut(picture: Sketch, tiling: Tiling) -> Drawing:

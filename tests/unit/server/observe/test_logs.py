@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 
 from vitwire_server.observe.logs import JsonFormatter, LimitedHandler, TextFormatter
-from vitwire_server.observe.request_ids import REQUEST_ID
+from vitwire_server.observe.tracing import REQUEST_ID
 
 SECONDS = 0.3
 _names = count()

@@ -32,8 +32,8 @@ from prepared import FORMATS, MODELS, SAMPLING, Recipes
 from vitwire_server.core.decoding import Fault
 from vitwire_server.core.items import Modality
 from vitwire_server.preparing import pillow
-from vitwire_server.preparing.files.messages import Measured, NotDecoded
-from vitwire_server.preparing.files.pool import DecodePool, Sizes
+from vitwire_server.preparing.files.messages import Measured, NotDecoded, Sizes
+from vitwire_server.preparing.files.pool import DecodePool
 from vitwire_server.preparing.files.turns import Flow
 from vitwire_server.preparing.pillow import Tiles
 from vitwire_server.preparing.rules.forms import form_of
@@ -68,7 +68,7 @@ class Counts:
 @asynccontextmanager
 async def pool_of(recipes: Recipes = MODELS["patches"], **sizes: Any) -> AsyncIterator[DecodePool]:
     usual = Sizes(processes=1, input_bytes=8 << 20, output_bytes=64 << 20, pixels=1 << 24, seconds=5.0, memory=2 << 30)
-    bounds = Sizes(**{name: sizes.get(name, getattr(usual, name)) for name in Sizes.__slots__})
+    bounds = Sizes(**{name: sizes.get(name, getattr(usual, name)) for name in Sizes.__struct_fields__})
     pool = DecodePool(bounds, recipes, Counts(), clips=True)
     try:
         yield pool

@@ -29,9 +29,9 @@ from vitwire_server.preparing.device import hardware
 from vitwire_server.preparing.device.hardware import Hardware, fault_of
 from vitwire_server.preparing.files import decoders
 from vitwire_server.preparing.files.child import Child
-from vitwire_server.preparing.files.jpegs import is_plain
-from vitwire_server.preparing.files.messages import NotDecoded
-from vitwire_server.preparing.files.pool import DecodePool, Prepared, Sizes
+from vitwire_server.preparing.files.images import is_plain
+from vitwire_server.preparing.files.messages import NotDecoded, Sizes
+from vitwire_server.preparing.files.pool import DecodePool, Prepared
 from vitwire_server.preparing.files.turns import Flow
 from vitwire_server.process.preparing import decoded_on
 

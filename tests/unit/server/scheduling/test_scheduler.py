@@ -103,10 +103,10 @@ class Rig:
         self.runner, self.notes = runner, Notes()
         planner = Planner(Ladder(), Bounds(tokens, 64, 64), without_graph=Fallback.GRAPHS_OFF, costs=COSTS)
         self.scheduler = Scheduler(runner, planner, self.notes, canary=canary, learner=learner, clock=lambda: self.now)
-        self.outcomes: list[tuple[int, int, Outcome]] = []
+        self.outcomes: list[tuple[Ticket, int, Outcome]] = []
 
     def ticket(self, deadline: float | None = None) -> Ticket:
-        ticket = Ticket(lambda index, outcome: self.outcomes.append((ticket.number, index, outcome)), deadline)
+        ticket = Ticket(lambda index, outcome: self.outcomes.append((ticket, index, outcome)), deadline)
         return ticket
 
     def submit(self, ticket: Ticket, *sizes: int) -> None:
@@ -136,7 +136,7 @@ def test_items_of_several_requests_share_a_batch_and_each_gets_its_own_rows() ->
     rig.finish()
     assert rig.runner.events == [("launch", 3), ("collect", 3)]
     tokens = {(n, i): o.embedding.shape[0] for n, i, o in rig.outcomes if isinstance(o, Encoded)}
-    assert tokens == {(first.number, 0): 10, (first.number, 1): 20, (second.number, 0): 30}
+    assert tokens == {(first, 0): 10, (first, 1): 20, (second, 0): 30}
     assert rig.notes.batches[0].requests == 2
     assert rig.notes.queued == (0, 0)
 
@@ -172,7 +172,7 @@ def test_cancelled_items_leave_the_queue_and_are_never_delivered() -> None:
     rig.scheduler.intake.cancel(cancelled)
     assert rig.notes.queued == (1, 4)
     rig.finish()
-    assert {number for number, _, _ in rig.outcomes} == {kept.number}
+    assert {ticket for ticket, _, _ in rig.outcomes} == {kept}
     assert rig.notes.dropped == [("queue", "cancelled")] * 2
 
 
