@@ -7,6 +7,7 @@ import socket
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.core.footprints import Footprints
@@ -162,8 +163,9 @@ class EdgeFront:
         self._beating = asyncio.create_task(self._beat())
         self.processes.expect(edge.child.label for edge in self.edges)
         self._running = [asyncio.create_task(edge.child.keep_running(self._stopping)) for edge in self.edges]
-        listening = asyncio.create_task(self._all_listening())
-        await asyncio.wait([listening, *self._running], return_when=asyncio.FIRST_COMPLETED)
+        listening = asyncio.gather(*(edge.listening.wait() for edge in self.edges))
+        awaited: list[asyncio.Future[Any]] = [listening, *self._running]
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         if not listening.done():
             listening.cancel()
             await self.stop()
@@ -175,11 +177,6 @@ class EdgeFront:
             await asyncio.sleep(messages.BEAT_SECONDS)
             for edge in self.edges:
                 edge.send(messages.Beat())
-
-    async def _all_listening(self) -> bool:
-        for edge in self.edges:
-            await edge.listening.wait()
-        return True
 
     def serve(self, card: ModelCard, footprints: Footprints, sessions: LocalSessions) -> None:
         """The model is loaded: accept RPCs."""

@@ -44,7 +44,7 @@ from vitwire_server.scheduling.admission import Admission
 from vitwire_server.scheduling.canary import Canary
 from vitwire_server.scheduling.intake import Intake
 from vitwire_server.scheduling.scheduler import Scheduler
-from vitwire_server.sessions.arena import Arena, ArenaMemory
+from vitwire_server.sessions.arena import Arena, ArenaMemory, PrivateMemory
 from vitwire_server.sessions.local import LocalSessions
 from vitwire_server.towers.files import CheckpointError
 
@@ -209,8 +209,8 @@ class _Server:
             max_stored=settings.stored_bytes,
             download=Downloads(metrics.cache.downloaded).start,
         )
-        engine = card, intake, admission, SingleFlight(cache, metrics.cache)
-        return LocalSessions(*engine, metrics.admission, memory=self.memory, trace=self.trace, courier=courier)
+        engine = card, intake, admission, SingleFlight(cache, metrics.cache), metrics.admission
+        return LocalSessions(*engine, self.memory or PrivateMemory(), self.trace, courier)
 
 
 def _add_outbox(courier: Courier, outbox: Outbox, *, keep: bool) -> None:

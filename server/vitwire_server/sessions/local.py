@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from secrets import randbits
 from typing import TypeVar
@@ -26,33 +27,27 @@ from vitwire_server.sessions.session import Fail, Opening, Settle
 T = TypeVar("T")
 
 
+@dataclass(slots=True)
 class LocalSessions:
     """The engine's admission, cache and queue. Create it on the event loop that uses it."""
 
-    def __init__(
-        self,
-        card: ModelCard,
-        intake: Intake,
-        admission: Admission,
-        single_flight: SingleFlight,
-        monitor: AdmissionMetrics,
-        *,
-        memory: Memory | None = None,
-        trace: TraceWriter | None = None,
-        courier: Courier | None = None,
-    ) -> None:
-        self.card = card
-        self.width = card.geometry.width
-        """Columns of an embedding."""
-        self.intake = intake
-        self.admission = admission
-        self.single_flight = single_flight
-        self.monitor = monitor
-        self.memory = memory or PrivateMemory()
-        self.trace = trace
-        self.courier = courier
-        self.mailbox = Mailbox()
-        self.digest_seed = randbits(64) if single_flight.is_on else None
+    card: ModelCard
+    intake: Intake
+    admission: Admission
+    single_flight: SingleFlight
+    monitor: AdmissionMetrics
+    memory: Memory = field(default_factory=PrivateMemory)
+    trace: TraceWriter | None = None
+    courier: Courier | None = None
+    mailbox: Mailbox = field(init=False, default_factory=Mailbox)
+    digest_seed: int | None = field(init=False)
+    """See Sessions."""
+    width: int = field(init=False)
+    """Columns of an embedding."""
+
+    def __post_init__(self) -> None:
+        self.digest_seed = randbits(64) if self.single_flight.is_on else None
+        self.width = self.card.geometry.width
 
     def open(self, opening: Opening, settle: Settle, fail: Fail) -> "LocalSession":
         """See Sessions. An engine that ends settles all items first, so `fail` is not called."""

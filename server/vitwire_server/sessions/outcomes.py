@@ -31,32 +31,20 @@ from vitwire_server.scheduling.tickets import Ticket
 from vitwire_server.sessions.session import Opening, Settle
 
 
-class _HostRows:
-    """The rows of an embedding on the host, kept until they are not read any more."""
-
-    device = None
-
-    def __init__(self, data: memoryview) -> None:
-        self._array = np.frombuffer(data, np.uint8)
-        self.address: int = self._array.ctypes.data
-        self.nbytes = len(self._array)
-
-    def is_ready(self) -> bool:
-        return True
-
-    def release(self) -> None:
-        self._array = np.empty(0, np.uint8)
-
-
 class SharedRows:
-    """Rows on the device that others may hold as well, kept until they are not read any more."""
+    """Rows that others may hold as well, kept until they are not read any more: on the device, or bytes of the host."""
 
-    def __init__(self, rows: DeviceRows) -> None:
-        self.address, self.nbytes, self.device = rows.address, rows.nbytes, rows.device
-        self._rows: DeviceRows | None = rows
+    def __init__(self, rows: DeviceRows | memoryview) -> None:
+        self._rows: DeviceRows | np.ndarray[tuple[int], np.dtype[np.uint8]] | None
+        if isinstance(rows, memoryview):
+            self._rows = array = np.frombuffer(rows, np.uint8)
+            self.address, self.nbytes, self.device = array.ctypes.data, len(array), None
+        else:
+            self._rows = rows
+            self.address, self.nbytes, self.device = rows.address, rows.nbytes, rows.device
 
     def is_ready(self) -> bool:
-        return self._rows is not None and self._rows.is_ready()
+        return isinstance(self._rows, np.ndarray) or (self._rows is not None and self._rows.is_ready())
 
     def release(self) -> None:
         self._rows = None
@@ -211,7 +199,7 @@ class Outcomes:
 
     def _write(self, key: int, placing: Placing, outcome: Encoded) -> None:
         """Have rows written from the kind of memory that the consumer has: between kinds, NIXL is very slow."""
-        embedding, on_host = outcome.embedding, placing.consumer.memory is MemoryKind.HOST
+        embedding = outcome.embedding
 
         def done(delivery: Delivered | NotDelivered) -> None:
             """Called by any thread, or at once."""
@@ -221,14 +209,14 @@ class Outcomes:
             done(NotDelivered(Fallback.OFF))
         elif embedding.nbytes > placing.region.nbytes:
             done(NotDelivered(Fallback.TOO_SMALL))
-        elif rows := _from_device(embedding, placing.consumer):
-            self._courier.deliver(placing, SharedRows(rows), done)
-        elif on_host:
-            self._courier.deliver(placing, _HostRows(embedding.data), done)
-        elif rows := self._courier.upload(embedding.data):
-            self._courier.deliver(placing, SharedRows(rows), done)
         else:
-            done(NotDelivered(Fallback.BUSY))
+            rows = _from_device(embedding, placing.consumer)
+            if rows is None and placing.consumer.memory is MemoryKind.HOST:
+                self._courier.deliver(placing, SharedRows(embedding.data), done)
+            elif rows := rows or self._courier.upload(embedding.data):
+                self._courier.deliver(placing, SharedRows(rows), done)
+            else:
+                done(NotDelivered(Fallback.BUSY))
 
     def _delivered(self, key: int, placing: Placing, outcome: Encoded) -> None:
         if self.ticket.cancelled:
