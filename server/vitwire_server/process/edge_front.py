@@ -63,15 +63,15 @@ class _SupervisedEdge:
 
     def _launch(self) -> Launch:
         front = self._front
-        own, other = socket.socketpair()
-        link, arena = descriptors = (other.fileno(), front.memory.arena.descriptor)
+        ours, theirs = socket.socketpair()
+        link, arena = descriptors = (theirs.fileno(), front.memory.arena.descriptor)
         return Launch(
             (sys.executable, "-P", "-m", "vitwire_server", "edge"),
             {VARIABLE: f"{link},{arena},{self._index}", **front.metrics.environment},
             descriptors,
-            release=other.close,
-            started=lambda pid: self._started(pid, own),
-            ended=lambda: self._ended(own),
+            release=theirs.close,
+            started=lambda pid: self._started(pid, ours),
+            ended=lambda: self._ended(ours),
         )
 
     def _started(self, pid: int, end: socket.socket) -> None:
@@ -84,7 +84,7 @@ class _SupervisedEdge:
         link: Link[messages.ToEngine, messages.ToRpc] = await Link.over(end, messages.FROM_RPC, self._receive)
         self._link = link
         settings = front.settings
-        if self._index:  # one process serves the socket: the kernel spreads no connections over those of a path
+        if self._index:  # one process serves the socket: the kernel does not spread the connections of a path
             settings = settings.model_copy(update={"unix_socket": None})
         link.send(messages.Configure(pickle.dumps(settings), front.port, front.count))
         link.send(front.state())
@@ -141,7 +141,7 @@ class EdgeFront:
     footprints: Footprints | None = None
     sessions: LocalSessions | None = None
     fault: str = ""
-    """Why an edge could not listen."""
+    """The reason of an edge that could not listen."""
     draining: messages.Drain | None = None
     """Sent to edges that are started during the drain as well."""
     _running: list[asyncio.Task[bool]] = field(default_factory=list)

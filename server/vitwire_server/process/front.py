@@ -111,7 +111,7 @@ class LocalFront:
 
 
 async def _listen(settings: ServeSettings, shared_port: int | None, metrics: RpcMetrics) -> Listen:
-    """Where and how to listen. Raises UsageError for unusable certificate or token files."""
+    """Addresses, certificates and tokens. Raises UsageError for unusable certificate or token files."""
     cert, key, tokens = settings.tls_cert, settings.tls_key, settings.auth_tokens_file
     certificates = gate = None
     if cert and key:

@@ -246,7 +246,7 @@ def _outbox(settings: ServeSettings, device: torch.device) -> Outbox | None:
     nbytes = _PASSING_BYTES + settings.stored_bytes
     try:
         return Outbox(device, nbytes)
-    except RuntimeError as error:  # of the CPU's allocator; that of CUDA is one of them
+    except RuntimeError as error:  # of the allocators of CPU and CUDA
         text = f"{nbytes} bytes of {device} for NIXL cannot be allocated: {str(error).partition(chr(10))[0]}"
         raise UsageError(f"--store-bytes: {text}") from None
 

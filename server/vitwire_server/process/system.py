@@ -96,7 +96,7 @@ def in_daemon_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
 
 
 async def read_at_start(flags: str, read: Callable[[], T]) -> T:
-    """What `read` returns, off the event loop.
+    """Call `read` off the event loop.
 
     Raises UsageError, which names the flags, for an OSError or ValueError, and if it takes too long.
     """

@@ -69,7 +69,7 @@ class LocalSessions:
 class LocalSession:
     """See Session. Owns the ticket and the permits; `close` gives back both, whatever happened before.
 
-    Its `try_` methods do as those of Session, but return None, or False, if this session itself holds what is missing.
+    Its `try_` methods return None, or False, if the session must release an item first.
     """
 
     def __init__(self, engine: LocalSessions, opening: Opening, settle: Settle) -> None:
@@ -146,7 +146,7 @@ class LocalSession:
         found = {
             key: self._found.get(key) or self._engine.find(self._name(item), item) for key, item in lookups.items()
         }
-        # Only those of `items`: an earlier attempt may have failed.
+        # Only answers to `items`: an earlier attempt may have failed.
         self._found = {key: answer for key, answer in found.items() if answer}
         nbytes = {key: item.weight(width) for key, item in work.items() if not held[key].permit}
         for key, known in self._found.items():
@@ -205,14 +205,14 @@ class LocalSession:
         self._engine.monitor.session_closed()
 
     async def _when_released(self, attempt: Callable[[], T | None]) -> T:
-        """What `attempt` returns; while that is None, it is repeated after each release."""
+        """The result of `attempt`, which is repeated after each release while it is None."""
         while (result := attempt()) is None:
             self._released.clear()
             await self._released.wait()
         return result
 
     def _permits(self, admit: Callable[[], Sequence[Permit]]) -> Sequence[Permit] | None:
-        """What `admit` returns; None if this session itself holds what is missing. Raises Overloaded."""
+        """The result of `admit`; None if the session must release an item first. Raises Overloaded."""
         try:
             return admit()
         except Overloaded as error:

@@ -79,7 +79,7 @@ class Mailbox:
 
 @dataclass(slots=True)
 class Held:
-    """What a session holds for one item, from its admission until its release."""
+    """State of one item in a session, from its admission until its release."""
 
     permit: Permit | None = None
     waiter: Waiter | None = None
@@ -131,7 +131,7 @@ class Outcomes:
         self.ticket = Ticket(self._encoded, opening.deadline, opening.priority, request_id=opening.request_id)
 
     def raise_if_closed(self) -> None:
-        """What came after `close` would never be given back. Raises Unavailable."""
+        """Raises Unavailable after `close`: nothing taken from then on would be given back."""
         if self.ticket.cancelled:
             raise Unavailable("the RPC has ended")
 

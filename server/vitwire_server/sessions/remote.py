@@ -31,7 +31,7 @@ class RemoteSessions:
         self._replies: dict[int, asyncio.Future[list[int]]] = {}
         self._spares: list[messages.Spare] = []
         self._fault: Exception | None = None
-        """Why requests fail at once; None while the engine's process responds."""
+        """The error of every request; None while the engine's process responds."""
 
     def open(self, opening: Opening, settle: Settle, fail: Fail) -> "RemoteSession":
         """See Sessions."""
