@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from selectors import EVENT_READ, DefaultSelector
 from socket import send_fds
 from weakref import finalize
@@ -71,19 +72,20 @@ class Delays:
         self._until = now + min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** (self._failures - 1))
 
 
+@dataclass(slots=True, eq=False)
 class Sender:
     """A delivery process as the server sees it."""
 
-    def __init__(self, number: int, link: socket.socket, staging: Staging) -> None:
-        self.number = number
-        self.link = link
-        self.staging = staging
-        self.agents: set[str] = set()
-        """Names of those that were added."""
-        self.is_ready = self.is_gone = False
-        self.heard = time.monotonic()
-        self.when_ended: Callable[[], None] | None = None
-        """Set once it was killed: called when it has ended."""
+    number: int
+    link: socket.socket
+    staging: Staging
+    agents: set[str] = field(default_factory=set)
+    """Names of agents that were added."""
+    is_ready: bool = False
+    is_gone: bool = False
+    heard: float = field(default_factory=time.monotonic)
+    when_ended: Callable[[], None] | None = None
+    """Set once it was killed: called when it has ended."""
 
     def send(self, message: ToSender) -> bool:
         """Whether the message was sent; else the sender is busy, or gone."""

@@ -34,9 +34,10 @@ from vitwire_server.process import preparing
 from vitwire_server.process.capturing import check_state_dir
 from vitwire_server.process.edge_front import EdgeFront
 from vitwire_server.process.front import LocalFront
+from vitwire_server.process.hanging_files import in_daemon_thread, read_at_start
 from vitwire_server.process.lifecycle import EngineThread, Lifecycle
 from vitwire_server.process.loading import LoadedModel, load_model
-from vitwire_server.process.system import in_daemon_thread, metrics_connections, on_signals, raise_limit, read_at_start
+from vitwire_server.process.system import metrics_connections, on_signals, raise_limit
 from vitwire_server.rpc.server import bracketed
 from vitwire_server.runtime.ladders.learning import LadderLearner
 from vitwire_server.runtime.memory.outbox import Outbox
