@@ -29,25 +29,23 @@ _STOP_SECONDS = 5.0
 _DRAIN_MARGIN = 5.0
 
 
+@dataclass(slots=True, eq=False)
 class _SupervisedEdge:
     """One edge, over all its restarts. The memory it uses is reclaimed only once its process has ended."""
 
-    def __init__(self, front: "EdgeFront", index: int) -> None:
-        self._front = front
-        self._index = index
-        self._pid = 0
-        self._link: Link[messages.ToEngine, messages.ToRpc] | None = None
-        self._host: SessionHost | None = None
-        self._connecting: asyncio.Task[None] | None = None
-        self.listening = asyncio.Event()
-        self.drained = asyncio.Event()
-        settings = front.settings
-        self.child = ChildProcess(
-            f"rpc-{index}",
-            self._launch,
-            unresponsive_seconds=settings.unresponsive_seconds,
-            json_lines=settings.log_format == "json",
-        )
+    front: "EdgeFront"
+    index: int
+    child: ChildProcess = field(init=False)
+    listening: asyncio.Event = field(default_factory=asyncio.Event)
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
+    _pid: int = 0
+    _link: Link[messages.ToEngine, messages.ToRpc] | None = None
+    _host: SessionHost | None = None
+    _connecting: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        seconds, json_lines = self.front.settings.unresponsive_seconds, self.front.settings.log_format == "json"
+        self.child = ChildProcess(f"rpc-{self.index}", self._launch, seconds, json_lines)
 
     def send(self, message: messages.ToRpc) -> None:
         """Send a message to the process, if there is one."""
@@ -56,18 +54,18 @@ class _SupervisedEdge:
 
     def serve(self) -> None:
         """The model is loaded."""
-        front = self._front
+        front = self.front
         if front.model and front.sessions and self._link:
             self._host = SessionHost(front.sessions, front.memory, self._link)
             self._link.send(front.model)
 
     def _launch(self) -> Launch:
-        front = self._front
+        front = self.front
         ours, theirs = socket.socketpair()
         link, arena = descriptors = (theirs.fileno(), front.memory.arena.descriptor)
         return Launch(
             (sys.executable, "-P", "-m", "vitwire_server", "edge"),
-            {VARIABLE: f"{link},{arena},{self._index}", **front.metrics.environment},
+            {VARIABLE: f"{link},{arena},{self.index}", **front.metrics.environment},
             descriptors,
             release=theirs.close,
             started=lambda pid: self._started(pid, ours),
@@ -76,15 +74,15 @@ class _SupervisedEdge:
 
     def _started(self, pid: int, end: socket.socket) -> None:
         self._pid = pid
-        self._front.processes.started(self.child.label, pid)
+        self.front.processes.started(self.child.label, pid)
         self._connecting = asyncio.create_task(self._connect(end))
 
     async def _connect(self, end: socket.socket) -> None:
-        front = self._front
+        front = self.front
         link: Link[messages.ToEngine, messages.ToRpc] = await Link.over(end, messages.FROM_RPC, self._receive)
         self._link = link
         settings = front.settings
-        if self._index:  # one process serves the socket: the kernel does not spread the connections of a path
+        if self.index:  # one process serves the socket: the kernel does not spread the connections of a path
             settings = settings.model_copy(update={"unix_socket": None})
         link.send(messages.Configure(pickle.dumps(settings), front.port, front.count))
         link.send(front.state())
@@ -104,15 +102,15 @@ class _SupervisedEdge:
         self._link = self._host = self._connecting = None
         self.drained.set()
         if self._pid:
-            self._front.metrics.edge_ended(self._pid)
-            self._front.processes.ended(self.child.label)
+            self.front.metrics.edge_ended(self._pid)
+            self.front.processes.ended(self.child.label)
             self._pid = 0
 
     def _receive(self, message: messages.ToEngine) -> None:
         match message:
             case messages.Started():
                 if message.fault:
-                    self._front.fault = message.fault
+                    self.front.fault = message.fault
                 else:
                     self.child.mark_ready()
                     self.listening.set()

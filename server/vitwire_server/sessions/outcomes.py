@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
 
@@ -113,21 +113,23 @@ class Held:
             self.permit.release()
 
 
+@dataclass(slots=True)
 class Outcomes:
     """The items that a session holds, and what becomes of their outcomes. Used on the session's event loop.
 
     Rows that arrive after the ticket was cancelled settle nothing.
     """
 
-    def __init__(
-        self, single_flight: SingleFlight, courier: Courier | None, mailbox: Mailbox, opening: Opening, settle: Settle
-    ) -> None:
-        self._single_flight = single_flight
-        self._courier = courier
-        self._mailbox = mailbox
-        self._consumer = opening.consumer
-        self._settle = settle
-        self.held: dict[int, Held] = {}
+    single_flight: SingleFlight
+    courier: Courier | None
+    mailbox: Mailbox
+    opening: Opening
+    settle: Settle
+    held: dict[int, Held] = field(default_factory=dict)
+    ticket: Ticket = field(init=False)
+
+    def __post_init__(self) -> None:
+        opening = self.opening
         self.ticket = Ticket(self._encoded, opening.deadline, opening.priority, request_id=opening.request_id)
 
     def raise_if_closed(self) -> None:
@@ -145,11 +147,11 @@ class Outcomes:
         """Settle an item, once its rows are in its region if it has one, else on the host if they are returned."""
         held = self.held.get(key)
         if held:
-            held.settled(self._single_flight, outcome if isinstance(outcome, EncoderError) else None)
+            held.settled(self.single_flight, outcome if isinstance(outcome, EncoderError) else None)
         if held is None or not isinstance(outcome, Encoded):
-            self._settle(key, outcome)
+            self.settle(key, outcome)
         elif held.store_only:
-            self._settle(key, _without_rows(replace(outcome, delivery=Stored())))
+            self.settle(key, _without_rows(replace(outcome, delivery=Stored())))
         else:
             self._hand_out(key, held.region, outcome)
 
@@ -157,34 +159,34 @@ class Outcomes:
         """All items leave single flight before a waiter of another session is promoted."""
         self.ticket.deliver = lambda *_: None
         held, self.held = self.held, {}
-        self._single_flight.leave([item.waiter for item in held.values() if item.waiter])
+        self.single_flight.leave([item.waiter for item in held.values() if item.waiter])
         for item in held.values():
             if item.joining:  # before any item of this session answers what waits for its name
-                self._single_flight.quit(item.joining)
+                self.single_flight.quit(item.joining)
         for item in held.values():
-            item.give_back(self._single_flight)
+            item.give_back(self.single_flight)
 
     def _encoded(self, key: int, outcome: Outcome) -> None:
         """Called by the engine's thread."""
-        self._mailbox.post(lambda: self._completed(key, outcome))
+        self.mailbox.post(lambda: self._completed(key, outcome))
 
     def _completed(self, key: int, outcome: Outcome) -> None:
         held = self.held.get(key)
         if held and held.waiter:
             waiter, held.waiter = held.waiter, None
-            self._single_flight.completed(waiter, outcome)
+            self.single_flight.completed(waiter, outcome)
         if not self.ticket.cancelled:
             self.deliver(key, outcome)
 
     def _hand_out(self, key: int, region: Region | None, outcome: Encoded) -> None:
         """Deliver the rows to the region, if there is one and that was not tried before, else settle the item."""
         embedding = outcome.embedding
-        consumer = self._consumer if region and outcome.delivery is None else None
+        consumer = self.opening.consumer if region and outcome.delivery is None else None
         if not embedding.is_on_host and (consumer is None or _from_device(embedding, consumer) is None):
             assert embedding.device, "else they are on the host"
-            self._single_flight.fetch(embedding.device, partial(self._fetched, key, region, outcome))
+            self.single_flight.fetch(embedding.device, partial(self._fetched, key, region, outcome))
         elif region is None or consumer is None:
-            self._settle(key, replace(outcome, embedding=replace(embedding, device=None)))
+            self.settle(key, replace(outcome, embedding=replace(embedding, device=None)))
         else:
             self._write(key, Placing(consumer, region), outcome)
 
@@ -192,7 +194,7 @@ class Outcomes:
         if self.ticket.cancelled:
             return
         if isinstance(found, EncodeFailed):
-            self._settle(key, found)
+            self.settle(key, found)
         else:
             embedding = replace(outcome.embedding, data=found, device=None)
             self._hand_out(key, region, replace(outcome, embedding=embedding))
@@ -203,18 +205,18 @@ class Outcomes:
 
         def done(delivery: Delivered | NotDelivered) -> None:
             """Called by any thread, or at once."""
-            self._mailbox.post(lambda: self._delivered(key, placing, replace(outcome, delivery=delivery)))
+            self.mailbox.post(lambda: self._delivered(key, placing, replace(outcome, delivery=delivery)))
 
-        if self._courier is None:
+        if self.courier is None:
             done(NotDelivered(Fallback.OFF))
         elif embedding.nbytes > placing.region.nbytes:
             done(NotDelivered(Fallback.TOO_SMALL))
         else:
             rows = _from_device(embedding, placing.consumer)
             if rows is None and placing.consumer.memory is MemoryKind.HOST:
-                self._courier.deliver(placing, SharedRows(embedding.data), done)
-            elif rows := rows or self._courier.upload(embedding.data):
-                self._courier.deliver(placing, SharedRows(rows), done)
+                self.courier.deliver(placing, SharedRows(embedding.data), done)
+            elif rows := rows or self.courier.upload(embedding.data):
+                self.courier.deliver(placing, SharedRows(rows), done)
             else:
                 done(NotDelivered(Fallback.BUSY))
 
@@ -223,8 +225,8 @@ class Outcomes:
             return
         if isinstance(outcome.delivery, Delivered):
             if outcome.report.path is Path.CACHE and _from_device(outcome.embedding, placing.consumer):
-                self._single_flight.served_from_device()
-            self._settle(key, _without_rows(outcome))
+                self.single_flight.served_from_device()
+            self.settle(key, _without_rows(outcome))
         else:
             self._hand_out(key, placing.region, outcome)
 
