@@ -71,7 +71,7 @@ def _open_closed_streams() -> None:
 
 def _serve(words: list[str]) -> int:
     """Settings and the model's directory are checked before torch is loaded and ports are announced."""
-    # gRPC reads it when it is imported; else its core writes lines of its own, in no format and without bound: for each
+    # gRPC reads it when it is imported; else its core writes lines in no format and without bound: for each
     # failed handshake, and even as ERROR for each compressed message.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import asyncio  # noqa: PLC0415 - each command loads only what it needs

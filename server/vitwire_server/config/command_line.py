@@ -16,7 +16,7 @@ _HEADINGS = {next(iter(each.__annotations__)): each.__doc__ for each in ServeSet
 
 
 def source_of(settings: type[ServeSettings]) -> CliSettingsSource[Any]:
-    """What reads these settings from flags. Parsing raises UsageError."""
+    """Reads these settings from flags. Parsing raises UsageError."""
     return CliSettingsSource(
         settings,
         root_parser=_Parser(),
@@ -66,7 +66,7 @@ class _Parser(ArgumentParser):
 
 
 def complete(words: Sequence[str]) -> int:
-    """Print a script by which a shell completes commands and flags; those of `serve`, which needs no name."""
+    """Print a script by which a shell completes commands and the flags of `serve`, which needs no name."""
     import shtab  # noqa: PLC0415 - each command loads what it needs
 
     parser = ArgumentParser("vitwire-server completion", description="Print a script for completion by a shell.")

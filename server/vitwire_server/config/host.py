@@ -46,8 +46,8 @@ def rpc_processes(wanted: int | None, *, cuda_devices: int, root: Path = _ROOT) 
         return wanted
     if not cuda_devices or sys.platform != "linux":
         return 1
-    own = cores(root) // cuda_devices
-    return max(1, min(_MOST_RPC_PROCESSES, own // _CORES_OF_PROCESS - 1))
+    available = cores(root) // cuda_devices
+    return max(1, min(_MOST_RPC_PROCESSES, available // _CORES_OF_PROCESS - 1))
 
 
 def decode_processes(wanted: int | None, *, devices: int, root: Path = _ROOT) -> int:
@@ -86,7 +86,10 @@ def _values(root: Path, controller: str, name: str, name_v1: str) -> Iterator[tu
         if controllers and controller not in controllers.split(","):
             continue
         top = root / "sys/fs/cgroup" / (controller if controllers else "")
-        own = top / path.strip("/")
-        for folder in (own, *(parent for parent in own.parents if parent.is_relative_to(top))):
+        innermost = top / path.strip("/")
+        for folder in (
+            innermost,
+            *(parent for parent in innermost.parents if parent.is_relative_to(top)),
+        ):
             with suppress(OSError):
                 yield folder, (folder / (name_v1 if controllers else name)).read_text().strip()

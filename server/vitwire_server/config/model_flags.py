@@ -1,6 +1,6 @@
 """Settings of the model: where it comes from, and how and on which devices it is computed.
 
-Each field is a flag, a variable, a TOML key and its help text; each class has a heading of its own in the help.
+Each field is a flag, a variable, a TOML key and its help text; each class is a heading of the help.
 """
 
 import json

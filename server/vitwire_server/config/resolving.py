@@ -24,7 +24,7 @@ FORMS = {
     "devices": "none, or devices such as cuda:0,cuda:1",
     "otlp_endpoint": "host:port, http://host:port or https://host:port",
 }
-"""What fields with a pattern take."""
+"""Values of fields with a pattern."""
 _EXPECTED = {
     "bool_parsing": "on or off",
     "bool_type": "true or false",
@@ -42,7 +42,7 @@ _EXPECTED = {
     "path_type": "a path",
     "string_type": "a string",
 }
-"""What is allowed, by pydantic's name of the error."""
+"""Allowed values, by pydantic's name of the error."""
 
 
 def resolve(arguments: Sequence[str]) -> ServeSettings:

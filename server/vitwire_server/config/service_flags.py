@@ -1,6 +1,6 @@
 """Settings of the service: its addresses, its limits, and who may use it.
 
-Each field is a flag, a variable, a TOML key and its help text; each class has a heading of its own in the help.
+Each field is a flag, a variable, a TOML key and its help text; each class is a heading of the help.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The courier: delivers rows in a thread of its own, so that neither the engine's thread nor an event loop waits."""
+"""The courier: delivers rows in a separate thread, so that neither the engine's thread nor an event loop waits."""
 
 import logging
 import time

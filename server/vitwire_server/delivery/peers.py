@@ -22,7 +22,7 @@ _TRIALS_PER_PRINCIPAL = 2
 
 
 class State(Enum):
-    """What may be sent to an agent."""
+    """Stage of an agent, which decides what may be sent to it."""
 
     NEW = auto()
     """One delivery at a time, by a sender that delivers nothing else."""
@@ -55,7 +55,7 @@ class Peer:
         return self.state is State.NEW and self.trial is None
 
     def refusal(self) -> Fallback | None:
-        """Why nothing can be sent; None if it can, perhaps later."""
+        """The reason for sending nothing; None if rows can be sent, perhaps later."""
         match self.state:
             case State.REFUSED:
                 return Fallback.REFUSED

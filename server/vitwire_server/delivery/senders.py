@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from selectors import EVENT_READ, DefaultSelector
 from socket import send_fds
 from weakref import finalize
@@ -71,19 +72,20 @@ class Delays:
         self._until = now + min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** (self._failures - 1))
 
 
+@dataclass(slots=True, eq=False)
 class Sender:
     """A delivery process as the server sees it."""
 
-    def __init__(self, number: int, link: socket.socket, staging: Staging) -> None:
-        self.number = number
-        self.link = link
-        self.staging = staging
-        self.agents: set[str] = set()
-        """Names of those that were added."""
-        self.is_ready = self.is_gone = False
-        self.heard = time.monotonic()
-        self.when_ended: Callable[[], None] | None = None
-        """Set once it was killed: called when it has ended."""
+    number: int
+    link: socket.socket
+    staging: Staging
+    agents: set[str] = field(default_factory=set)
+    """Names of agents that were added."""
+    is_ready: bool = False
+    is_gone: bool = False
+    heard: float = field(default_factory=time.monotonic)
+    when_ended: Callable[[], None] | None = None
+    """Set once it was killed: called when it has ended."""
 
     def send(self, message: ToSender) -> bool:
         """Whether the message was sent; else the sender is busy, or gone."""
@@ -94,7 +96,7 @@ class Sender:
         return True
 
     def received(self) -> list[FromSender] | None:
-        """What it sent; None if it is gone."""
+        """Messages of the sender; None if it is gone."""
         messages: list[FromSender] = []
         with suppress(BlockingIOError):
             while len(messages) < _MOST_MESSAGES:
@@ -237,21 +239,21 @@ class Senders:
     def _fork(self) -> None:
         """Start a sender. Raises AgentError."""
         link = self._factory()
-        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        own.setblocking(False)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
         self._started += 1
         try:
-            sender = Sender(self._started, own, Staging(self._staging_bytes))
+            sender = Sender(self._started, ours, Staging(self._staging_bytes))
             fork = msgpack.encode(Fork(sender.number))
-            send_fds(link, [fork], [other.fileno(), sender.staging.descriptor])
+            send_fds(link, [fork], [theirs.fileno(), sender.staging.descriptor])
         except OSError as error:
-            own.close()
+            ours.close()
             self._end_factory()
             raise AgentError(f"a process that delivers cannot be started: {error}") from error
         finally:
-            other.close()
+            theirs.close()
         sender.send(Setup(self._staging_bytes, self._outbox))
-        self._selector.register(own, EVENT_READ, sender)
+        self._selector.register(ours, EVENT_READ, sender)
         self._spares.append(sender)
 
     def _factory(self) -> socket.socket:
@@ -259,27 +261,27 @@ class Senders:
         if self._link and self.is_running:
             return self._link
         self._end_factory()
-        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        own.setblocking(False)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
         environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
         program = (sys.executable, "-P", "-m", "vitwire_server.delivery.factory")
         try:
             self._process = subprocess.Popen(  # noqa: S603 - this package
-                [*program, str(other.fileno()), str(os.getpid())],
+                [*program, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=environment | _SET_VARIABLES,
-                pass_fds=[other.fileno()],
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the server
             )
         except (OSError, subprocess.SubprocessError) as error:
-            own.close()
+            ours.close()
             raise AgentError(f"the process that delivers cannot be started: {error}") from error
         finally:
-            other.close()
-        self._link = own
-        return own
+            theirs.close()
+        self._link = ours
+        return ours
 
     def _end_factory(self) -> None:
         if self._process:

@@ -28,7 +28,7 @@ class Staging:
         self._regions = Regions(nbytes)
 
     def copied(self, rows: Rows) -> Region | None:
-        """Where rows on the host were copied to; None while there is no room."""
+        """Copy rows on the host; returns the region, or None while there is no room."""
         region = self._regions.take(rows.nbytes)
         if region:
             np.copyto(self._bytes[region.offset : region.offset + rows.nbytes], _view(rows))  # without the GIL

@@ -138,7 +138,7 @@ class Beginning:
     learned: Learned | None
 
     def learner(self, capture: LiveCapture, planner: Planner, monitor: LadderMonitor) -> LadderLearner | None:
-        """What follows the loads while `planner` is in use; None if nothing was captured that it could change."""
+        """Adapts the ladder of `planner` to the loads; None if no captured budget could be changed."""
         most = planner.ladder.largest.tokens if planner.ladder.largest else 0
         captured = Ladder(tuple(budget for budget in self.default if budget.tokens <= most))
         if captured.largest is None:
@@ -150,7 +150,7 @@ class Beginning:
 def beginning(
     settings: GraphSettings, bounds: Bounds, tower: Tower, folder: Path, fingerprint: str, default: Ladder
 ) -> Beginning | None:
-    """What was learned before, or else `default`; None if nothing can be learned.
+    """The ladder learned before, or else `default`; None if nothing can be learned.
 
     `folder` is the checkpoint's. Raises UsageError.
     """

@@ -67,32 +67,23 @@ def labelled(label: str, line: bytes, *, json_lines: bool) -> bytes:
     return b'{"process": "%s", %s' % (name, line[1:])
 
 
+@dataclass(slots=True, eq=False)
 class ChildProcess:
     """A child process, replaced by a new one when it dies. Used on one event loop."""
 
-    def __init__(
-        self,
-        label: str,
-        launch: Callable[[], Launch],
-        *,
-        unresponsive_seconds: float,
-        json_lines: bool,
-        on_stdout: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        """`launch` makes each start; `on_stdout` gets the message of each line that the child prints.
-
-        The child is killed after `unresponsive_seconds` without a heartbeat.
-        """
-        self.label = label
-        self._launch = launch
-        self._unresponsive_seconds = unresponsive_seconds
-        self._json_lines = json_lines
-        self._on_stdout = on_stdout
-        self._process: Process | None = None
-        self._ready_at: float | None = None
-        self._was_ever_ready = False
-        self._failures = 0
-        self._last_error = ""
+    label: str
+    launch: Callable[[], Launch]
+    """Makes each start."""
+    unresponsive_seconds: float
+    """The child is killed after this time without a heartbeat."""
+    json_lines: bool
+    on_stdout: Callable[[str], None] = lambda _: None
+    """Gets the message of each line that the child prints."""
+    _process: Process | None = None
+    _ready_at: float | None = None
+    _was_ever_ready: bool = False
+    _failures: int = 0
+    _last_error: str = ""
 
     @property
     def pid(self) -> int | None:
@@ -134,7 +125,7 @@ class ChildProcess:
     async def _run_once(self, stopping: asyncio.Event) -> int:
         """Start a process and wait for it to end, and for its output; returns its exit code."""
         self._ready_at = None
-        launch = self._launch()
+        launch = self.launch()
         tasks: list[asyncio.Task[None]] = []
         with ExitStack() as stack:
             stack.callback(launch.ended)
@@ -143,7 +134,7 @@ class ChildProcess:
                 self._process = process = await _start(launch, out_end, err_end, beats_end)
                 launch.started(process.pid)
                 watching = asyncio.create_task(self._kill_if_unresponsive(process, beats))
-                outputs = ((out, sys.stdout.buffer, self._on_stdout), (err, sys.stderr.buffer, self._on_stderr))
+                outputs = ((out, sys.stdout.buffer, self.on_stdout), (err, sys.stderr.buffer, self._on_stderr))
                 forwarding = [asyncio.create_task(self._forward(*each)) for each in outputs]
                 tasks = [watching, *forwarding]
                 if stopping.is_set():
@@ -165,8 +156,8 @@ class ChildProcess:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _kill_if_unresponsive(self, process: Process, beats: BinaryIO) -> None:
-        fault = await heartbeat.wait_for_silence(beats, process.pid, self._unresponsive_seconds)
-        _log.error("%s %s for %g s; killing it", self.label, fault, self._unresponsive_seconds)
+        fault = await heartbeat.wait_for_silence(beats, process.pid, self.unresponsive_seconds)
+        _log.error("%s %s for %g s; killing it", self.label, fault, self.unresponsive_seconds)
         self.kill()
 
     async def _forward(self, pipe: BinaryIO, out: BinaryIO, on_message: Callable[[str], None]) -> None:
@@ -185,7 +176,7 @@ class ChildProcess:
                 line = line.rstrip(b"\r\n")
                 on_message(message_of(line))
                 with suppress(OSError):  # nothing reads our output; keep draining the pipe
-                    out.write(labelled(self.label, line, json_lines=self._json_lines) + b"\n")
+                    out.write(labelled(self.label, line, json_lines=self.json_lines) + b"\n")
                     out.flush()
         finally:
             transport.close()

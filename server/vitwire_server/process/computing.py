@@ -1,4 +1,4 @@
-"""How a tower's blocks are computed: their attention, their precision, fused or compiled."""
+"""Computation of a tower's blocks: attention, precision, fused kernels, compiled shapes."""
 
 import hashlib
 import logging
@@ -105,7 +105,7 @@ def reduce_precision(
 
 
 def fingerprint(weights: str, precision: Precision | None) -> str:
-    """The fingerprint that clients and caches know embeddings by: those of another precision are not mixed."""
+    """The fingerprint of embeddings in clients and caches, which keeps precisions apart."""
     return hashlib.sha256(f"{weights} {precision.type}".encode()).hexdigest() if precision else weights
 
 

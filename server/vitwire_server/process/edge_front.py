@@ -7,6 +7,7 @@ import socket
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.core.footprints import Footprints
@@ -28,25 +29,23 @@ _STOP_SECONDS = 5.0
 _DRAIN_MARGIN = 5.0
 
 
+@dataclass(slots=True, eq=False)
 class _SupervisedEdge:
     """One edge, over all its restarts. The memory it uses is reclaimed only once its process has ended."""
 
-    def __init__(self, front: "EdgeFront", index: int) -> None:
-        self._front = front
-        self._index = index
-        self._pid = 0
-        self._link: Link[messages.ToEngine, messages.ToRpc] | None = None
-        self._host: SessionHost | None = None
-        self._connecting: asyncio.Task[None] | None = None
-        self.listening = asyncio.Event()
-        self.drained = asyncio.Event()
-        settings = front.settings
-        self.child = ChildProcess(
-            f"rpc-{index}",
-            self._launch,
-            unresponsive_seconds=settings.unresponsive_seconds,
-            json_lines=settings.log_format == "json",
-        )
+    front: "EdgeFront"
+    index: int
+    child: ChildProcess = field(init=False)
+    listening: asyncio.Event = field(default_factory=asyncio.Event)
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
+    _pid: int = 0
+    _link: Link[messages.ToEngine, messages.ToRpc] | None = None
+    _host: SessionHost | None = None
+    _connecting: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        seconds, json_lines = self.front.settings.unresponsive_seconds, self.front.settings.log_format == "json"
+        self.child = ChildProcess(f"rpc-{self.index}", self._launch, seconds, json_lines)
 
     def send(self, message: messages.ToRpc) -> None:
         """Send a message to the process, if there is one."""
@@ -55,35 +54,35 @@ class _SupervisedEdge:
 
     def serve(self) -> None:
         """The model is loaded."""
-        front = self._front
+        front = self.front
         if front.model and front.sessions and self._link:
             self._host = SessionHost(front.sessions, front.memory, self._link)
             self._link.send(front.model)
 
     def _launch(self) -> Launch:
-        front = self._front
-        own, other = socket.socketpair()
-        link, arena = descriptors = (other.fileno(), front.memory.arena.descriptor)
+        front = self.front
+        ours, theirs = socket.socketpair()
+        link, arena = descriptors = (theirs.fileno(), front.memory.arena.descriptor)
         return Launch(
             (sys.executable, "-P", "-m", "vitwire_server", "edge"),
-            {VARIABLE: f"{link},{arena},{self._index}", **front.metrics.environment},
+            {VARIABLE: f"{link},{arena},{self.index}", **front.metrics.environment},
             descriptors,
-            release=other.close,
-            started=lambda pid: self._started(pid, own),
-            ended=lambda: self._ended(own),
+            release=theirs.close,
+            started=lambda pid: self._started(pid, ours),
+            ended=lambda: self._ended(ours),
         )
 
     def _started(self, pid: int, end: socket.socket) -> None:
         self._pid = pid
-        self._front.processes.started(self.child.label, pid)
+        self.front.processes.started(self.child.label, pid)
         self._connecting = asyncio.create_task(self._connect(end))
 
     async def _connect(self, end: socket.socket) -> None:
-        front = self._front
+        front = self.front
         link: Link[messages.ToEngine, messages.ToRpc] = await Link.over(end, messages.FROM_RPC, self._receive)
         self._link = link
         settings = front.settings
-        if self._index:  # one process serves the socket: the kernel spreads no connections over those of a path
+        if self.index:  # one process serves the socket: the kernel does not spread the connections of a path
             settings = settings.model_copy(update={"unix_socket": None})
         link.send(messages.Configure(pickle.dumps(settings), front.port, front.count))
         link.send(front.state())
@@ -103,15 +102,15 @@ class _SupervisedEdge:
         self._link = self._host = self._connecting = None
         self.drained.set()
         if self._pid:
-            self._front.metrics.edge_ended(self._pid)
-            self._front.processes.ended(self.child.label)
+            self.front.metrics.edge_ended(self._pid)
+            self.front.processes.ended(self.child.label)
             self._pid = 0
 
     def _receive(self, message: messages.ToEngine) -> None:
         match message:
             case messages.Started():
                 if message.fault:
-                    self._front.fault = message.fault
+                    self.front.fault = message.fault
                 else:
                     self.child.mark_ready()
                     self.listening.set()
@@ -140,7 +139,7 @@ class EdgeFront:
     footprints: Footprints | None = None
     sessions: LocalSessions | None = None
     fault: str = ""
-    """Why an edge could not listen."""
+    """The reason of an edge that could not listen."""
     draining: messages.Drain | None = None
     """Sent to edges that are started during the drain as well."""
     _running: list[asyncio.Task[bool]] = field(default_factory=list)
@@ -162,8 +161,9 @@ class EdgeFront:
         self._beating = asyncio.create_task(self._beat())
         self.processes.expect(edge.child.label for edge in self.edges)
         self._running = [asyncio.create_task(edge.child.keep_running(self._stopping)) for edge in self.edges]
-        listening = asyncio.create_task(self._all_listening())
-        await asyncio.wait([listening, *self._running], return_when=asyncio.FIRST_COMPLETED)
+        listening = asyncio.gather(*(edge.listening.wait() for edge in self.edges))
+        awaited: list[asyncio.Future[Any]] = [listening, *self._running]
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         if not listening.done():
             listening.cancel()
             await self.stop()
@@ -175,11 +175,6 @@ class EdgeFront:
             await asyncio.sleep(messages.BEAT_SECONDS)
             for edge in self.edges:
                 edge.send(messages.Beat())
-
-    async def _all_listening(self) -> bool:
-        for edge in self.edges:
-            await edge.listening.wait()
-        return True
 
     def serve(self, card: ModelCard, footprints: Footprints, sessions: LocalSessions) -> None:
         """The model is loaded: accept RPCs."""

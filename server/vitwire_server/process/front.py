@@ -1,7 +1,7 @@
 """The gRPC side of a server, in this process."""
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,8 +10,9 @@ from vitwire_server.core.footprints import Footprints
 from vitwire_server.core.health import Health
 from vitwire_server.core.models import ModelCard
 from vitwire_server.observe.metrics.rpc import RpcMetrics
+from vitwire_server.process.hanging_files import read_at_start, refresh_for_ever
 from vitwire_server.process.preparing import decoding
-from vitwire_server.process.system import read_at_start, refresh_for_ever, rpc_connections
+from vitwire_server.process.system import rpc_connections
 from vitwire_server.rpc.calls import Serving
 from vitwire_server.rpc.codec import Codec
 from vitwire_server.rpc.credentials import Certificates, Tokens
@@ -28,38 +29,36 @@ _TLS = "--tls-cert, --tls-key, --tls-client-ca"
 _TOKENS = "--auth-tokens-file"
 
 
+@dataclass(slots=True)
 class LocalFront:
-    """Speaks gRPC for an engine of this process, or of the one that this edge serves. Used on the event loop."""
+    """Speaks gRPC for an engine of this process, or of the one that this edge serves. Used on the event loop.
 
-    def __init__(
-        self,
-        settings: ServeSettings,
-        metrics: RpcMetrics,
-        health: Health,
-        *,
-        processes: int = 1,
-        port: int | None = None,
-    ) -> None:
-        """One of `processes` that share `port`; None listens on the port of the settings alone."""
-        self._health = health
-        self._settings = settings
-        self._metrics = metrics
-        self._processes = processes
-        self._port = port
-        self._decoding: Decoding | None = None
-        slots = ReceiveSlots(settings.message_bytes, settings.max_queued_bytes // processes, settings.idle_seconds)
-        self._service = EncoderService(metrics, health, slots, settings.idle_seconds)
-        self._tracer: OtlpTracer | None = None
+    One of `processes` that share `port`; None listens on the port of the settings alone.
+    """
+
+    settings: ServeSettings
+    metrics: RpcMetrics
+    health: Health
+    processes: int = 1
+    port: int | None = None
+    _service: EncoderService = field(init=False)
+    _decoding: "Decoding | None" = None
+    _tracer: "OtlpTracer | None" = None
+    _rpc: RpcServer | None = None
+    _refreshing: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        settings, seconds = self.settings, self.settings.idle_seconds
+        slots = ReceiveSlots(settings.message_bytes, settings.max_queued_bytes // self.processes, seconds)
+        self._service = EncoderService(self.metrics, self.health, slots, seconds)
         if settings.otlp_endpoint:
             from vitwire_server.observe import otlp  # noqa: PLC0415 - slow import, needed only for tracing
 
             self._tracer = otlp.OtlpTracer(settings.otlp_endpoint)
-        self._rpc: RpcServer | None = None
-        self._refreshing: list[asyncio.Task[None]] = []
 
     def serve(self, card: ModelCard, footprints: Footprints, sessions: Sessions) -> None:
         """The model is loaded: accept RPCs."""
-        self._decoding = decoding(self._settings, card, self._metrics, self._processes)
+        self._decoding = decoding(self.settings, card, self.metrics, self.processes)
         self._service.serving = Serving(card, Codec(card, footprints), sessions, self._decoding)
 
     def describe(self, card: ModelCard) -> None:
@@ -69,8 +68,8 @@ class LocalFront:
 
     async def start(self) -> int:
         """Listen, alive but not ready; returns the port. Raises OSError or UsageError."""
-        settings = self._settings
-        listen = await _listen(settings, self._port, self._metrics)
+        settings = self.settings
+        listen = await _listen(settings, self.port, self.metrics)
         self._rpc = RpcServer(
             self._service,
             listen,
@@ -87,8 +86,8 @@ class LocalFront:
     async def show(self) -> None:
         """Let probes see the server's state."""
         assert self._rpc, "it was started"
-        self._rpc.set_ready(ready=self._health.is_ready)
-        self._rpc.set_alive(alive=self._health.is_alive)
+        self._rpc.set_ready(ready=self.health.is_ready)
+        self._rpc.set_alive(alive=self.health.is_alive)
 
     async def watch(self) -> None:
         """Wait until RPCs cannot be served any more; here that is forever."""
@@ -112,7 +111,7 @@ class LocalFront:
 
 
 async def _listen(settings: ServeSettings, shared_port: int | None, metrics: RpcMetrics) -> Listen:
-    """Where and how to listen. Raises UsageError for unusable certificate or token files."""
+    """Addresses, certificates and tokens. Raises UsageError for unusable certificate or token files."""
     cert, key, tokens = settings.tls_cert, settings.tls_key, settings.auth_tokens_file
     certificates = gate = None
     if cert and key:

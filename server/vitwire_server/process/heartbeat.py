@@ -1,6 +1,6 @@
 """Heartbeats: one byte a second from the event loop of a child process to its supervisor, through an inherited pipe.
 
-The supervisor is the process that started it: that of `--devices`, or the engine process of an RPC process.
+The supervisor is the process that started it: the server with `--devices`, or the engine process of an RPC process.
 
 They need no port, certificate or output, and stop when the process is stopped or its event loop is blocked.
 """

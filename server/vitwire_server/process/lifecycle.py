@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from threading import Thread
 
 from vitwire.shared.allocator import trim
@@ -37,19 +38,19 @@ class EngineThread(Thread):
                 self._loop.call_soon_threadsafe(self.ended.set)
 
 
+@dataclass(frozen=True, slots=True)
 class Lifecycle:
     """Changes the server's state and with it the health service; event loop only, but for `_threadsafe` methods."""
 
-    def __init__(self, health: Health, show: Callable[[], Awaitable[None]]) -> None:
-        """`show` lets probes see the state."""
-        self._health = health
-        self._show = show
-        self._loop = asyncio.get_running_loop()
+    health: Health
+    show: Callable[[], Awaitable[None]]
+    """Lets probes see the state."""
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     async def set_state(self, state: State, reason: str = "") -> None:
         """Change the state. Raises ValueError if the current state does not allow it."""
-        self._health.change(state, reason)
-        await self._show()
+        self.health.change(state, reason)
+        await self.show()
 
     def weights_loaded_threadsafe(self) -> None:
         """Go from STARTING to WARMING; called on the loading thread. Probes see no difference."""
@@ -57,12 +58,12 @@ class Lifecycle:
             self._loop.call_soon_threadsafe(self._weights_loaded)
 
     def _weights_loaded(self) -> None:
-        if self._health.state is State.STARTING:
-            self._health.change(State.WARMING)
+        if self.health.state is State.STARTING:
+            self.health.change(State.WARMING)
 
     async def start_draining(self) -> None:
         """Turn readiness off. A failed server stays FAILED."""
-        if self._health.is_alive:
+        if self.health.is_alive:
             await self.set_state(State.DRAINING)
 
     async def watch_engine(self, scheduler: Scheduler, wedge_seconds: float) -> None:
@@ -82,9 +83,9 @@ class Lifecycle:
                 trim()
 
     async def _follow_engine(self, fault: str) -> None:
-        if fault and self._health.is_alive:
+        if fault and self.health.is_alive:
             _log.error("engine failed: %s", fault)
             await self.set_state(State.FAILED, fault)
-        elif not fault and not self._health.is_alive:
+        elif not fault and not self.health.is_alive:
             _log.warning("engine recovered")
             await self.set_state(State.SERVING)

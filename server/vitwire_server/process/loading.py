@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from vitwire_server.config.service_flags import MAX_MESSAGE_BYTES
+from vitwire_server.config.service_flags import MAX_MESSAGE_BYTES, DeliverySettings
 from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.core.budgets import Budget, Ladder, with_shorter
 from vitwire_server.core.costs import ASSUMED, ASSUMED_ON_HOST
@@ -238,14 +238,14 @@ def _limits(settings: ServeSettings, tower: Tower) -> Limits:
     )
 
 
-def _outbox(settings: ServeSettings, device: torch.device) -> Outbox | None:
+def _outbox(settings: DeliverySettings, device: torch.device) -> Outbox | None:
     """Memory that rows are delivered from; None if there is nothing to deliver from there. Raises UsageError."""
     if not settings.nixl or (device.type == "cpu" and not settings.stored_bytes):
         return None
     nbytes = _PASSING_BYTES + settings.stored_bytes
     try:
         return Outbox(device, nbytes)
-    except RuntimeError as error:  # of the CPU's allocator; that of CUDA is one of them
+    except RuntimeError as error:  # of the allocators of CPU and CUDA
         text = f"{nbytes} bytes of {device} for NIXL cannot be allocated: {str(error).partition(chr(10))[0]}"
         raise UsageError(f"--store-bytes: {text}") from None
 

@@ -1,4 +1,4 @@
-"""What a server process prepares with, and what it offers."""
+"""Preparation in a server process: decoders, and the files and pictures it offers to prepare."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 _IMAGES = (Encoding.JPEG, Encoding.PNG, Encoding.WEBP, Encoding.GIF, Encoding.BMP)
 _CLIPS = (Encoding.MP4, Encoding.WEBM)
 _BYTES_PER_PIXEL = 32
-"""What Pillow needs for the largest images: coefficients of progressive JPEGs, and copies in other modes."""
+"""Memory of Pillow for the largest images: coefficients of progressive JPEGs, and copies in other modes."""
 _BASE_BYTES = 512 << 20
 _COPIES = 3
 """Of a file and of the prepared pixels in a decoder."""
@@ -36,7 +36,7 @@ _CHECK_SECONDS = 120.0
 
 
 async def decoded_on(settings: ServeSettings, device: str) -> Preparation:
-    """Where JPEG files are decoded. A process of its own compares drawn pictures with Pillow's on the device."""
+    """Choose where JPEG files are decoded. A child process compares drawn pictures on the device with Pillow's."""
     if settings.decode == "cpu":
         return Preparation(Place.CPU, NotOnDevice.ASKED)
     if not _processes(settings) or (settings.decode == "auto" and device == "cpu"):
@@ -108,5 +108,4 @@ def _fingerprint(recipes: Mapping[Modality, Recipe], jpegs: Preparation, *, clip
 
 def _processes(settings: ServeSettings) -> int:
     """Decoders per device."""
-    wanted = settings.decode_process_count
-    return decode_processes(wanted, devices=len(settings.device_list)) if sys.platform == "linux" else 0
+    return decode_processes(settings.decode_process_count, devices=len(settings.device_list))

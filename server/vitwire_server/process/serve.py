@@ -34,9 +34,10 @@ from vitwire_server.process import preparing
 from vitwire_server.process.capturing import check_state_dir
 from vitwire_server.process.edge_front import EdgeFront
 from vitwire_server.process.front import LocalFront
+from vitwire_server.process.hanging_files import in_daemon_thread, read_at_start
 from vitwire_server.process.lifecycle import EngineThread, Lifecycle
 from vitwire_server.process.loading import LoadedModel, load_model
-from vitwire_server.process.system import in_daemon_thread, metrics_connections, on_signals, raise_limit, read_at_start
+from vitwire_server.process.system import metrics_connections, on_signals, raise_limit
 from vitwire_server.rpc.server import bracketed
 from vitwire_server.runtime.ladders.learning import LadderLearner
 from vitwire_server.runtime.memory.outbox import Outbox
@@ -44,7 +45,7 @@ from vitwire_server.scheduling.admission import Admission
 from vitwire_server.scheduling.canary import Canary
 from vitwire_server.scheduling.intake import Intake
 from vitwire_server.scheduling.scheduler import Scheduler
-from vitwire_server.sessions.arena import Arena, ArenaMemory
+from vitwire_server.sessions.arena import Arena, ArenaMemory, PrivateMemory
 from vitwire_server.sessions.local import LocalSessions
 from vitwire_server.towers.files import CheckpointError
 
@@ -209,8 +210,8 @@ class _Server:
             max_stored=settings.stored_bytes,
             download=Downloads(metrics.cache.downloaded).start,
         )
-        engine = card, intake, admission, SingleFlight(cache, metrics.cache)
-        return LocalSessions(*engine, metrics.admission, memory=self.memory, trace=self.trace, courier=courier)
+        engine = card, intake, admission, SingleFlight(cache, metrics.cache), metrics.admission
+        return LocalSessions(*engine, self.memory or PrivateMemory(), self.trace, courier)
 
 
 def _add_outbox(courier: Courier, outbox: Outbox, *, keep: bool) -> None:

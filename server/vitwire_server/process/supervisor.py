@@ -87,11 +87,6 @@ def _device_process(
         elif message.startswith("ready: "):
             process.mark_ready()
 
-    process = ChildProcess(
-        label,
-        launch,
-        unresponsive_seconds=settings.unresponsive_seconds,
-        json_lines=settings.log_format == "json",
-        on_stdout=on_stdout,
-    )
+    json_lines = settings.log_format == "json"
+    process = ChildProcess(label, launch, settings.unresponsive_seconds, json_lines, on_stdout)
     return process

@@ -1,1 +1,1 @@
-"""What the engine does for each RPC: admission, cache, queue. The seam between RPCs and the engine."""
+"""Sessions, the seam between RPCs and the engine: admission, cache and queue for each RPC."""

@@ -46,7 +46,7 @@ class Arena:
         return np.frombuffer(self._map, np.uint8, nbytes, offset)
 
     def offset_of(self, data: memoryview) -> int | None:
-        """Where bytes lie in the arena; None if they lie elsewhere."""
+        """The offset of bytes in the arena; None if they lie elsewhere."""
         offset: int = np.frombuffer(data, np.uint8).ctypes.data - self.address
         return offset if 0 <= offset <= self.size - len(data) else None
 

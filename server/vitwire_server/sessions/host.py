@@ -59,20 +59,18 @@ class _Open:
         self.session.close()
 
 
+@dataclass(slots=True)
 class SessionHost:
     """Runs the sessions of one process of RPCs. `close` ends all of them, which gives back what they hold."""
 
-    def __init__(
-        self, engine: LocalSessions, memory: ArenaMemory, link: Link[messages.ToEngine, messages.ToRpc]
-    ) -> None:
-        self._engine = engine
-        self._memory = memory
-        self._link = link
-        self._sessions: dict[int, _Open] = {}
-        self._spares: dict[int, memoryview] = {}
-        """Blocks that the process may write into, by their offset."""
-        self._copies: WeakValueDictionary[int, _Copy] = WeakValueDictionary()
-        """Copies that are being read, by the identity of their source."""
+    engine: LocalSessions
+    memory: ArenaMemory
+    link: Link[messages.ToEngine, messages.ToRpc]
+    _sessions: dict[int, _Open] = field(default_factory=dict)
+    _spares: dict[int, memoryview] = field(default_factory=dict)
+    """Blocks that the process may write into, by their offset."""
+    _copies: WeakValueDictionary[int, _Copy] = field(default_factory=WeakValueDictionary)
+    """Copies that are being read, by the identity of their source."""
 
     def receive(self, message: messages.OfSession) -> None:
         """Handle a message of the process."""
@@ -102,14 +100,14 @@ class SessionHost:
         def settle(key: int, outcome: Outcome) -> None:
             if isinstance(outcome, Encoded):
                 try:
-                    self._link.send(self._done(number, key, outcome))
+                    self.link.send(self._done(number, key, outcome))
                     return
                 except EncoderError as error:
                     outcome = error
-            self._link.send(messages.Fault(number, key, pickle.dumps(outcome)))
+            self.link.send(messages.Fault(number, key, pickle.dumps(outcome)))
 
         opening = message.opening
-        self._sessions[number] = _Open(self._engine.open(opening, settle, fail=lambda _: None), opening.priority)
+        self._sessions[number] = _Open(self.engine.open(opening, settle, fail=lambda _: None), opening.priority)
         self._grant()
 
     def _attempt(self, opened: _Open, message: messages.Requests) -> Callable[[], list[int] | None]:
@@ -134,19 +132,19 @@ class SessionHost:
                     submitted[key] = item.filled(block[: item.nbytes])
                 return lambda: _submit(opened, submitted, digests)
             case messages.Ask(tokens=tokens):
-                return lambda: [int(1e6 * self._engine.intake.forecast(opened.priority, tokens))]
+                return lambda: [int(1e6 * self.engine.intake.forecast(opened.priority, tokens))]
 
     def _reply(self, opened: _Open, number: int, attempt: Callable[[], list[int] | None]) -> None:
         """Reply with what `attempt` returns; while that is None, try again after each release of the session."""
         try:
             offsets = attempt()
         except EncoderError as error:
-            self._link.send(messages.Reply(number, [], pickle.dumps(error)))
+            self.link.send(messages.Reply(number, [], pickle.dumps(error)))
             return
         if offsets is None:
             opened.waiting.append(lambda: self._reply(opened, number, attempt))
         else:
-            self._link.send(messages.Reply(number, offsets))
+            self.link.send(messages.Reply(number, offsets))
 
     def _reserve(self, opened: _Open, key: int, item: Item) -> list[int] | None:
         memory = opened.session.try_reserve(key, item)
@@ -156,7 +154,7 @@ class SessionHost:
         if not opened.session.try_admit(items):
             return None
         work = {key: item for key, item in items.items() if isinstance(item, Item)}
-        memory = {key: self._memory.allocate(item.nbytes) for key, item in work.items()}
+        memory = {key: self.memory.allocate(item.nbytes) for key, item in work.items()}
         return [self._unfilled(opened, key, item, memory[key]) for key, item in work.items()]
 
     def _unfilled(self, opened: _Open, key: int, item: Item, memory: memoryview) -> int:
@@ -165,18 +163,18 @@ class SessionHost:
         return self._offset(memory)
 
     def _offset(self, memory: memoryview) -> int:
-        offset = self._memory.arena.offset_of(memory)
+        offset = self.memory.arena.offset_of(memory)
         assert offset is not None, "it is in the arena"
         return offset
 
     def _grant(self) -> None:
         """Keep the process supplied with spare blocks while there is memory: they save small requests a round trip."""
         with suppress(Overloaded):
-            while len(self._spares) < _SPARES and self._memory.free > self._memory.arena.size // 2:
-                block = self._memory.allocate(_SPARE_BYTES)
+            while len(self._spares) < _SPARES and self.memory.free > self.memory.arena.size // 2:
+                block = self.memory.allocate(_SPARE_BYTES)
                 offset = self._offset(block)
                 self._spares[offset] = block
-                self._link.send(messages.Spare(offset, _SPARE_BYTES))
+                self.link.send(messages.Spare(offset, _SPARE_BYTES))
 
     def _done(self, number: int, key: int, outcome: Encoded) -> messages.Done:
         """With the place of rows that are returned. Cached ones lie elsewhere: all readers share one copy.
@@ -189,7 +187,7 @@ class SessionHost:
             delivered = delivery if isinstance(delivery, Delivered) else None
             return messages.Done(*about, delivered=delivered, is_stored=delivered is None)
         read: memoryview | _Copy = embedding.data
-        offset = self._memory.arena.offset_of(embedding.data)
+        offset = self.memory.arena.offset_of(embedding.data)
         if offset is None:
             read = self._copied(embedding.data)
             offset = self._offset(read.data)
@@ -199,7 +197,7 @@ class SessionHost:
     def _copied(self, source: memoryview) -> _Copy:
         copy = self._copies.get(id(source))
         if copy is None:
-            copy = _Copy(source, self._memory.allocate(len(source)))
+            copy = _Copy(source, self.memory.allocate(len(source)))
             np.frombuffer(copy.data, np.uint8)[:] = np.frombuffer(source, np.uint8)
             self._copies[id(source)] = copy
         return copy

@@ -18,7 +18,7 @@ _HEAD = 4
 
 
 class Link(asyncio.Protocol, Generic[In, Out]):
-    """Sends messages of one type and receives those of another, in order. Used on one event loop."""
+    """Sends messages of one type and receives messages of another, in order. Used on one event loop."""
 
     def __init__(self, decoder: Decoder[In], receive: Callable[[In], None]) -> None:
         """`receive` is called for each message."""
@@ -40,7 +40,7 @@ class Link(asyncio.Protocol, Generic[In, Out]):
         return link
 
     def send(self, message: Out) -> None:
-        """Send a message; those of one turn of the loop are written together. Does nothing once the link is lost."""
+        """Send a message, together with others of one turn of the loop. Does nothing once the link is lost."""
         if self.lost.is_set():
             return
         body = self._encoder.encode(message)

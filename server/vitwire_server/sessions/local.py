@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from secrets import randbits
 from typing import TypeVar
@@ -26,33 +27,27 @@ from vitwire_server.sessions.session import Fail, Opening, Settle
 T = TypeVar("T")
 
 
+@dataclass(slots=True)
 class LocalSessions:
     """The engine's admission, cache and queue. Create it on the event loop that uses it."""
 
-    def __init__(
-        self,
-        card: ModelCard,
-        intake: Intake,
-        admission: Admission,
-        single_flight: SingleFlight,
-        monitor: AdmissionMetrics,
-        *,
-        memory: Memory | None = None,
-        trace: TraceWriter | None = None,
-        courier: Courier | None = None,
-    ) -> None:
-        self.card = card
-        self.width = card.geometry.width
-        """Columns of an embedding."""
-        self.intake = intake
-        self.admission = admission
-        self.single_flight = single_flight
-        self.monitor = monitor
-        self.memory = memory or PrivateMemory()
-        self.trace = trace
-        self.courier = courier
-        self.mailbox = Mailbox()
-        self.digest_seed = randbits(64) if single_flight.is_on else None
+    card: ModelCard
+    intake: Intake
+    admission: Admission
+    single_flight: SingleFlight
+    monitor: AdmissionMetrics
+    memory: Memory = field(default_factory=PrivateMemory)
+    trace: TraceWriter | None = None
+    courier: Courier | None = None
+    mailbox: Mailbox = field(init=False, default_factory=Mailbox)
+    digest_seed: int | None = field(init=False)
+    """See Sessions."""
+    width: int = field(init=False)
+    """Columns of an embedding."""
+
+    def __post_init__(self) -> None:
+        self.digest_seed = randbits(64) if self.single_flight.is_on else None
+        self.width = self.card.geometry.width
 
     def open(self, opening: Opening, settle: Settle, fail: Fail) -> "LocalSession":
         """See Sessions. An engine that ends settles all items first, so `fail` is not called."""
@@ -74,7 +69,7 @@ class LocalSessions:
 class LocalSession:
     """See Session. Owns the ticket and the permits; `close` gives back both, whatever happened before.
 
-    Its `try_` methods do as those of Session, but return None, or False, if this session itself holds what is missing.
+    Its `try_` methods return None, or False, if the session must release an item first.
     """
 
     def __init__(self, engine: LocalSessions, opening: Opening, settle: Settle) -> None:
@@ -151,7 +146,7 @@ class LocalSession:
         found = {
             key: self._found.get(key) or self._engine.find(self._name(item), item) for key, item in lookups.items()
         }
-        # Only those of `items`: an earlier attempt may have failed.
+        # Only answers to `items`: an earlier attempt may have failed.
         self._found = {key: answer for key, answer in found.items() if answer}
         nbytes = {key: item.weight(width) for key, item in work.items() if not held[key].permit}
         for key, known in self._found.items():
@@ -210,14 +205,14 @@ class LocalSession:
         self._engine.monitor.session_closed()
 
     async def _when_released(self, attempt: Callable[[], T | None]) -> T:
-        """What `attempt` returns; while that is None, it is repeated after each release."""
+        """The result of `attempt`, which is repeated after each release while it is None."""
         while (result := attempt()) is None:
             self._released.clear()
             await self._released.wait()
         return result
 
     def _permits(self, admit: Callable[[], Sequence[Permit]]) -> Sequence[Permit] | None:
-        """What `admit` returns; None if this session itself holds what is missing. Raises Overloaded."""
+        """The result of `admit`; None if the session must release an item first. Raises Overloaded."""
         try:
             return admit()
         except Overloaded as error:

@@ -1,4 +1,4 @@
-"""Messages between the engine's process and those of RPCs. Both are of one release, so nothing is versioned."""
+"""Messages between the engine's process and RPC processes. All are of one release, so nothing is versioned."""
 
 import pickle
 from typing import TypeAlias, TypeVar
@@ -19,7 +19,7 @@ Tensor: TypeAlias = tuple[str, tuple[int, ...]]
 
 
 class Message(Struct, array_like=True):
-    """What is sent."""
+    """Base of all messages."""
 
 
 class ItemForm(Message):
@@ -149,7 +149,7 @@ class Done(Message, tag=1):
     delivered: Delivered | None = None
     is_stored: bool = False
     fallback: str = ""
-    """Why the rows of an item with a region were not delivered."""
+    """The reason for not delivering the rows of an item with a region."""
 
 
 class Fault(Message, tag=2):
@@ -261,7 +261,7 @@ def encoded_of(message: Done, data: memoryview) -> Encoded:
 
 
 def unpickled(raw: bytes, kind: type[T]) -> T:
-    """What the other process pickled; both trust each other, as one started the other."""
+    """Unpickle a message of the other process; both trust each other, as one started the other."""
     value = pickle.loads(raw)  # noqa: S301 - see above
     assert isinstance(value, kind)
     return value

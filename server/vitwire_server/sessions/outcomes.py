@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
 
@@ -31,32 +31,20 @@ from vitwire_server.scheduling.tickets import Ticket
 from vitwire_server.sessions.session import Opening, Settle
 
 
-class _HostRows:
-    """The rows of an embedding on the host, kept until they are not read any more."""
-
-    device = None
-
-    def __init__(self, data: memoryview) -> None:
-        self._array = np.frombuffer(data, np.uint8)
-        self.address: int = self._array.ctypes.data
-        self.nbytes = len(self._array)
-
-    def is_ready(self) -> bool:
-        return True
-
-    def release(self) -> None:
-        self._array = np.empty(0, np.uint8)
-
-
 class SharedRows:
-    """Rows on the device that others may hold as well, kept until they are not read any more."""
+    """Rows that others may hold as well, kept until they are not read any more: on the device, or bytes of the host."""
 
-    def __init__(self, rows: DeviceRows) -> None:
-        self.address, self.nbytes, self.device = rows.address, rows.nbytes, rows.device
-        self._rows: DeviceRows | None = rows
+    def __init__(self, rows: DeviceRows | memoryview) -> None:
+        self._rows: DeviceRows | np.ndarray[tuple[int], np.dtype[np.uint8]] | None
+        if isinstance(rows, memoryview):
+            self._rows = array = np.frombuffer(rows, np.uint8)
+            self.address, self.nbytes, self.device = array.ctypes.data, len(array), None
+        else:
+            self._rows = rows
+            self.address, self.nbytes, self.device = rows.address, rows.nbytes, rows.device
 
     def is_ready(self) -> bool:
-        return self._rows is not None and self._rows.is_ready()
+        return isinstance(self._rows, np.ndarray) or (self._rows is not None and self._rows.is_ready())
 
     def release(self) -> None:
         self._rows = None
@@ -91,7 +79,7 @@ class Mailbox:
 
 @dataclass(slots=True)
 class Held:
-    """What a session holds for one item, from its admission until its release."""
+    """State of one item in a session, from its admission until its release."""
 
     permit: Permit | None = None
     waiter: Waiter | None = None
@@ -125,25 +113,27 @@ class Held:
             self.permit.release()
 
 
+@dataclass(slots=True)
 class Outcomes:
     """The items that a session holds, and what becomes of their outcomes. Used on the session's event loop.
 
     Rows that arrive after the ticket was cancelled settle nothing.
     """
 
-    def __init__(
-        self, single_flight: SingleFlight, courier: Courier | None, mailbox: Mailbox, opening: Opening, settle: Settle
-    ) -> None:
-        self._single_flight = single_flight
-        self._courier = courier
-        self._mailbox = mailbox
-        self._consumer = opening.consumer
-        self._settle = settle
-        self.held: dict[int, Held] = {}
+    single_flight: SingleFlight
+    courier: Courier | None
+    mailbox: Mailbox
+    opening: Opening
+    settle: Settle
+    held: dict[int, Held] = field(default_factory=dict)
+    ticket: Ticket = field(init=False)
+
+    def __post_init__(self) -> None:
+        opening = self.opening
         self.ticket = Ticket(self._encoded, opening.deadline, opening.priority, request_id=opening.request_id)
 
     def raise_if_closed(self) -> None:
-        """What came after `close` would never be given back. Raises Unavailable."""
+        """Raises Unavailable after `close`: nothing taken from then on would be given back."""
         if self.ticket.cancelled:
             raise Unavailable("the RPC has ended")
 
@@ -157,11 +147,11 @@ class Outcomes:
         """Settle an item, once its rows are in its region if it has one, else on the host if they are returned."""
         held = self.held.get(key)
         if held:
-            held.settled(self._single_flight, outcome if isinstance(outcome, EncoderError) else None)
+            held.settled(self.single_flight, outcome if isinstance(outcome, EncoderError) else None)
         if held is None or not isinstance(outcome, Encoded):
-            self._settle(key, outcome)
+            self.settle(key, outcome)
         elif held.store_only:
-            self._settle(key, _without_rows(replace(outcome, delivery=Stored())))
+            self.settle(key, _without_rows(replace(outcome, delivery=Stored())))
         else:
             self._hand_out(key, held.region, outcome)
 
@@ -169,34 +159,34 @@ class Outcomes:
         """All items leave single flight before a waiter of another session is promoted."""
         self.ticket.deliver = lambda *_: None
         held, self.held = self.held, {}
-        self._single_flight.leave([item.waiter for item in held.values() if item.waiter])
+        self.single_flight.leave([item.waiter for item in held.values() if item.waiter])
         for item in held.values():
             if item.joining:  # before any item of this session answers what waits for its name
-                self._single_flight.quit(item.joining)
+                self.single_flight.quit(item.joining)
         for item in held.values():
-            item.give_back(self._single_flight)
+            item.give_back(self.single_flight)
 
     def _encoded(self, key: int, outcome: Outcome) -> None:
         """Called by the engine's thread."""
-        self._mailbox.post(lambda: self._completed(key, outcome))
+        self.mailbox.post(lambda: self._completed(key, outcome))
 
     def _completed(self, key: int, outcome: Outcome) -> None:
         held = self.held.get(key)
         if held and held.waiter:
             waiter, held.waiter = held.waiter, None
-            self._single_flight.completed(waiter, outcome)
+            self.single_flight.completed(waiter, outcome)
         if not self.ticket.cancelled:
             self.deliver(key, outcome)
 
     def _hand_out(self, key: int, region: Region | None, outcome: Encoded) -> None:
         """Deliver the rows to the region, if there is one and that was not tried before, else settle the item."""
         embedding = outcome.embedding
-        consumer = self._consumer if region and outcome.delivery is None else None
+        consumer = self.opening.consumer if region and outcome.delivery is None else None
         if not embedding.is_on_host and (consumer is None or _from_device(embedding, consumer) is None):
             assert embedding.device, "else they are on the host"
-            self._single_flight.fetch(embedding.device, partial(self._fetched, key, region, outcome))
+            self.single_flight.fetch(embedding.device, partial(self._fetched, key, region, outcome))
         elif region is None or consumer is None:
-            self._settle(key, replace(outcome, embedding=replace(embedding, device=None)))
+            self.settle(key, replace(outcome, embedding=replace(embedding, device=None)))
         else:
             self._write(key, Placing(consumer, region), outcome)
 
@@ -204,39 +194,39 @@ class Outcomes:
         if self.ticket.cancelled:
             return
         if isinstance(found, EncodeFailed):
-            self._settle(key, found)
+            self.settle(key, found)
         else:
             embedding = replace(outcome.embedding, data=found, device=None)
             self._hand_out(key, region, replace(outcome, embedding=embedding))
 
     def _write(self, key: int, placing: Placing, outcome: Encoded) -> None:
         """Have rows written from the kind of memory that the consumer has: between kinds, NIXL is very slow."""
-        embedding, on_host = outcome.embedding, placing.consumer.memory is MemoryKind.HOST
+        embedding = outcome.embedding
 
         def done(delivery: Delivered | NotDelivered) -> None:
             """Called by any thread, or at once."""
-            self._mailbox.post(lambda: self._delivered(key, placing, replace(outcome, delivery=delivery)))
+            self.mailbox.post(lambda: self._delivered(key, placing, replace(outcome, delivery=delivery)))
 
-        if self._courier is None:
+        if self.courier is None:
             done(NotDelivered(Fallback.OFF))
         elif embedding.nbytes > placing.region.nbytes:
             done(NotDelivered(Fallback.TOO_SMALL))
-        elif rows := _from_device(embedding, placing.consumer):
-            self._courier.deliver(placing, SharedRows(rows), done)
-        elif on_host:
-            self._courier.deliver(placing, _HostRows(embedding.data), done)
-        elif rows := self._courier.upload(embedding.data):
-            self._courier.deliver(placing, SharedRows(rows), done)
         else:
-            done(NotDelivered(Fallback.BUSY))
+            rows = _from_device(embedding, placing.consumer)
+            if rows is None and placing.consumer.memory is MemoryKind.HOST:
+                self.courier.deliver(placing, SharedRows(embedding.data), done)
+            elif rows := rows or self.courier.upload(embedding.data):
+                self.courier.deliver(placing, SharedRows(rows), done)
+            else:
+                done(NotDelivered(Fallback.BUSY))
 
     def _delivered(self, key: int, placing: Placing, outcome: Encoded) -> None:
         if self.ticket.cancelled:
             return
         if isinstance(outcome.delivery, Delivered):
             if outcome.report.path is Path.CACHE and _from_device(outcome.embedding, placing.consumer):
-                self._single_flight.served_from_device()
-            self._settle(key, _without_rows(outcome))
+                self.single_flight.served_from_device()
+            self.settle(key, _without_rows(outcome))
         else:
             self._hand_out(key, placing.region, outcome)
 

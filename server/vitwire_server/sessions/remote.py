@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
@@ -19,19 +20,19 @@ _COPIED_BYTES = 4 << 20
 """Bytes that are copied before other RPCs get their turn."""
 
 
+@dataclass(slots=True)
 class RemoteSessions:
     """See Sessions. Receives what the engine's process sends of sessions."""
 
-    def __init__(self, link: Link[messages.ToRpc, messages.ToEngine], arena: Arena, digest_seed: int | None) -> None:
-        self.link = link
-        self.arena = arena
-        self.digest_seed = digest_seed
-        self._numbers = count()
-        self._open: dict[int, tuple[Settle, Fail]] = {}
-        self._replies: dict[int, asyncio.Future[list[int]]] = {}
-        self._spares: list[messages.Spare] = []
-        self._fault: Exception | None = None
-        """Why requests fail at once; None while the engine's process responds."""
+    link: Link[messages.ToRpc, messages.ToEngine]
+    arena: Arena
+    digest_seed: int | None
+    _numbers: Iterator[int] = field(default_factory=count)
+    _open: dict[int, tuple[Settle, Fail]] = field(default_factory=dict)
+    _replies: dict[int, asyncio.Future[list[int]]] = field(default_factory=dict)
+    _spares: list[messages.Spare] = field(default_factory=list)
+    _fault: Exception | None = None
+    """The error of every request; None while the engine's process responds."""
 
     def open(self, opening: Opening, settle: Settle, fail: Fail) -> "RemoteSession":
         """See Sessions."""

@@ -20,7 +20,7 @@ class Opening:
     """Who calls, and how urgent it is."""
 
     principal: str
-    """What one principal sent is not visible to others."""
+    """Others cannot see its items."""
     caller: str
     """Charged for uploads that are reserved."""
     deadline: float | None

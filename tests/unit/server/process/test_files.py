@@ -11,8 +11,8 @@ import pytest
 
 from vitwire_server.config.settings import UsageError
 from vitwire_server.core.files import append_regular, read_regular
-from vitwire_server.process import system
-from vitwire_server.process.system import read_at_start, refresh_for_ever
+from vitwire_server.process import hanging_files
+from vitwire_server.process.hanging_files import read_at_start, refresh_for_ever
 
 
 def pipe(path: Path) -> None:
@@ -65,7 +65,7 @@ def hanging(tmp_path: Path) -> Iterator[Path]:
 
 
 async def test_a_start_does_not_wait_for_ever(hanging: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "_SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(hanging_files, "_SILENT_SECONDS", 0.2)
     with pytest.raises(UsageError, match=r"^--tokens: no answer from the file system for 0\.2 s$"):
         await read_at_start("--tokens", hanging.read_bytes)
     with pytest.raises(UsageError, match=r"^--tokens: .*No such file or directory: .*nothing"):
@@ -75,8 +75,8 @@ async def test_a_start_does_not_wait_for_ever(hanging: Path, monkeypatch: pytest
 async def test_a_file_that_hangs_is_reported_and_read_again_when_it_answers(
     hanging: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(system, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(system, "_SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(hanging_files, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(hanging_files, "_SILENT_SECONDS", 0.1)
     caplog.set_level(logging.WARNING)
     read: list[bytes] = []
     following = asyncio.create_task(refresh_for_ever("--tokens", lambda: read.append(hanging.read_bytes())))
