@@ -100,9 +100,8 @@ def test_the_planner_takes_the_one_for_short_segments_where_it_is_cheaper(rig: R
         planner = Planner(ladder, bounds, without_graph=Fallback.GRAPHS_OFF, costs=costs)
         assert [batch.budget for batch in planner.plan([small] * 4).batches] == [short]
         assert [batch.budget for batch in planner.plan([large, small]).batches] == [longer]
-        assert planner.predict(longer, [small]).forward - planner.predict(short, [small]).forward == pytest.approx(
-            saved
-        )
+        alone = [planner.predict(budget, [small]).work.alone for budget in (longer, short)]
+        assert alone[0] - alone[1] == pytest.approx(saved)
 
 
 def test_samples_fill_a_budget_that_holds_them(rig: Rig) -> None:

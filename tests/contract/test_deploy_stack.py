@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from vitwire_gateway.openai.settings import Settings
 
 from manifests import ROUTER, STACK, UID, Document, documents_of, found_under, quantity
+from vitwire_gateway.gateway_settings import RouterSettings
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_connector_and_router_ask_the_encoder(stack: dict[tuple[str, str], Docum
     }
     assert transfer["ec_connector_extra_config"]["target"] == router["target"] == target
     assert router["mode"] == "reference"
-    assert "mode" in Settings.__annotations__
+    assert "mode" in RouterSettings.__dataclass_fields__
     assert router["engine_url"] == f"http://vllm:{stack['Service', 'vllm']['spec']['ports'][0]['port']}"
     assert int(stack["ConfigMap", "vitwire"]["data"]["VITWIRE_CACHE_BYTES"]) > 0
 

@@ -7,7 +7,6 @@ import socket
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.core.footprints import Footprints
@@ -161,14 +160,17 @@ class EdgeFront:
         self._beating = asyncio.create_task(self._beat())
         self.processes.expect(edge.child.label for edge in self.edges)
         self._running = [asyncio.create_task(edge.child.keep_running(self._stopping)) for edge in self.edges]
-        listening = asyncio.gather(*(edge.listening.wait() for edge in self.edges))
-        awaited: list[asyncio.Future[Any]] = [listening, *self._running]
-        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        listening = asyncio.create_task(self._all_listening())
+        await asyncio.wait([listening, *self._running], return_when=asyncio.FIRST_COMPLETED)
         if not listening.done():
             listening.cancel()
             await self.stop()
             raise OSError(self.fault or "the processes that speak gRPC cannot be started")
         return self.port
+
+    async def _all_listening(self) -> None:
+        for edge in self.edges:
+            await edge.listening.wait()
 
     async def _beat(self) -> None:
         while True:
