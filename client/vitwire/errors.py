@@ -150,7 +150,7 @@ def from_rpc(error: grpc.RpcError, indices: Sequence[int] = ()) -> VitwireError:
     code = "UNAVAILABLE" if _is_reset(error) else error.code().name
     message = error.details() or ""
     if code == "UNIMPLEMENTED" and not is_from_server(error):
-        message = f"the target is no Vitwire server, or one of another version: {message}"
+        message = f"the target is not a Vitwire server, or has another version: {message}"
     translated = _error(code, message, details, indices=indices)
     if isinstance(translated, Overloaded) and translated.retry_after is None:
         translated.retry_after = _milliseconds(metadata.get(_PUSHBACK_KEY, ""))

@@ -164,7 +164,7 @@ class Item:
         shape = tuple(pixels.shape)
         if type_name(pixels) != "uint8" or len(shape) != axes or shape[-1] not in (3, 4) or not all(shape):
             got = f"{type_name(pixels)} of shape {shape}"
-            yield Violation("grid", f"is missing: only a picture has none, uint8 of shape {layout}; pixels are {got}")
+            yield Violation("grid", f"is missing: only pictures have none, uint8 of shape {layout}; got pixels {got}")
         if self.crops is not None:
             yield Violation("crops", "must be absent: the server makes the crops of a picture")
 

@@ -130,7 +130,7 @@ def accepted_of(message: pb.Accepted, expected: Expected) -> Accepted:
 def stored_of(message: pb.EmbeddingStored, report: Report, expected: Expected) -> Stored:
     """Raises ValueError for what cannot be."""
     if message.data_type not in DTYPES or len(message.shape) != 2:
-        raise ValueError(f"the server stored rows of type {message.data_type} and shape {list(message.shape)}")
+        raise ValueError(f"the server stored an embedding of type {message.data_type} and shape {list(message.shape)}")
     tokens, width = message.shape
     if problem := expected.shape_problem((tokens, width)) or report_problem(report, tokens):
         raise ValueError(f"the server stored {problem}")
@@ -142,7 +142,7 @@ def storable(items: Sequence[Item]) -> Mapping[int, Item]:
     known = numbered(items)
     for index, item in known.items():
         if not item.content_id:
-            text = "is missing: the rows of an item that is stored are cached under it"
+            text = "is missing: the embedding of a stored item is cached under it"
             violation = Violation(f"items[{index}].content_id", text)
             raise InvalidItem(f"{violation.field}: {text}", violations=[violation], item=index)
     return known

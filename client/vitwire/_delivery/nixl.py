@@ -45,7 +45,7 @@ class Nixl:
         if device is not None and not device.startswith("cuda"):
             raise ValueError(f"device must be None or a CUDA device such as 'cuda:0', got {device!r}")
         if device is not None and delivery == "stream":
-            raise ValueError("device needs delivery='nixl' or 'auto': rows in a stream arrive on the host")
+            raise ValueError("device needs delivery='nixl' or 'auto': embeddings in a stream arrive on the host")
         self.is_required = delivery == "nixl"
         self._is_wanted = self.is_required or (delivery == "auto" and device is not None)  # to the host, streams win
         self._device = device

@@ -17,9 +17,9 @@ _ADDRESS = re.compile(r"(?:ipv4|ipv6):(\[.*?\]|[^\s:]+):(\d+)")
 _NO_CONNECTION = ("failed to connect to all addresses", "connections to all backends failing")
 _CLOSED = ("Socket closed", "Connection reset", "Broken pipe")
 
-_WRONG_NAME = "the server's certificate is for other names than the target's"
+_WRONG_NAME = "the server's certificate does not cover the target's name"
 _NO_CERTIFICATE = (
-    "the server accepts only clients with a certificate of an authority that it trusts: "
+    "the server accepts only clients with a certificate from a CA that it trusts: "
     "set tls=grpc.ssl_channel_credentials(root, key, certificate) (--cert and --key)"
 )
 _SYMPTOMS = {
@@ -28,7 +28,7 @@ _SYMPTOMS = {
     "http1.x server": "the server does not speak gRPC: check the port, which may be the metrics port",
     "missing selected ALPN": "the server speaks TLS but not gRPC: check the port",
     "CERTIFICATE_VERIFY_FAILED": (
-        "the server's certificate is not trusted ({reason}): set tls= (--ca) to the file of its authority's certificate"
+        "the server's certificate is not trusted ({reason}): set tls= (--ca) to a file with its CA's certificate"
     ),
     "Hostname Verification Check failed": _WRONG_NAME,
     "is not in peer certificate": _WRONG_NAME,
@@ -100,4 +100,4 @@ def _meaning(failure: Unavailable, text: str, *, is_permanent: bool = True) -> U
 def _reason(text: str) -> str:
     """Why a certificate was not verified, in OpenSSL's words."""
     found = re.search(r"CERTIFICATE_VERIFY_FAILED: (.+?)(?:: OK|$)", text)
-    return found[1] if found else "its authority is unknown"
+    return found[1] if found else "its CA is unknown"

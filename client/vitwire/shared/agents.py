@@ -59,7 +59,7 @@ def problem_of(name: str, metadata: bytes) -> str | None:
     if len(metadata) > _MAX_METADATA:
         return f"its metadata has {len(metadata)} bytes, at most {_MAX_METADATA} are accepted"
     if not metadata.startswith(b"nixlSerDes|Agent" + len(name).to_bytes(8, "little") + name.encode() + b"|"):
-        return "its metadata is not that of a NIXL agent of this name"
+        return "its metadata does not belong to a NIXL agent of this name"
     return None
 
 
