@@ -56,7 +56,7 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class TileShapes:
-    """What a processor returns for a model that takes tiles."""
+    """Format of a processor's output for a model that takes tiles."""
 
     tile: tuple[int, int]
     """Height and width of a tile: pixels are `(tiles, 3, H, W)`."""
@@ -97,7 +97,7 @@ class Model:
     device: str
     server_version: str
     deliveries: tuple[str, ...] = ()
-    """How embeddings can be delivered: stream, nixl."""
+    """Supported deliveries of embeddings: stream, nixl."""
     encodings: tuple[str, ...] = ()
     """Files that the server decodes: jpeg, png, webp, mp4, webm."""
     precision: Precision | None = None
@@ -105,7 +105,7 @@ class Model:
     pooling: str = "none"
     """none: an image has a row for each token; cls, mean or attention: one row, and a clip one for each frame."""
     available_poolings: tuple[str, ...] = ("none",)
-    """What the server could be started with for this model (`--pooling`)."""
+    """Poolings that the server offers for this model (`--pooling`)."""
     prepared: tuple[str, ...] = ()
     """Modalities of which the server prepares pictures and files: image, video."""
     preparation_fingerprint: str = ""

@@ -1,4 +1,4 @@
-"""What the server answers to each item of a request, and checks of it against what item and model lead to expect."""
+"""The server's answers to the items of a request, checked against what item and model lead to expect."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ class Expected:
         return cls(item.grid, model.embedding_width, max(rows // t, int(rows * ratio)), exact=True)
 
     def shape_problem(self, shape: tuple[int, ...]) -> str | None:
-        """What is wrong with the shape of an embedding; None if it is as expected."""
+        """The problem with the shape of an embedding; None if it is as expected."""
         if self.width and shape[-1] != self.width:
             return f"rows of width {shape[-1]}, expected {self.width}"
         if self.rows and (shape[0] != self.rows if self.exact else not 0 < shape[0] <= self.rows):
@@ -98,7 +98,7 @@ def grid_of(expected: Expected, report: Report) -> tuple[int, int, int]:
 
 
 def report_problem(report: Report, rows: int) -> str | None:
-    """What is wrong with the report of an embedding of `rows`; None if they are consistent."""
+    """The problem with the report of an embedding of `rows`; None if they are consistent."""
     if report.tokens and report.tokens != rows:
         return f"{rows} rows with a report of {report.tokens} tokens"
     kept = report.kept

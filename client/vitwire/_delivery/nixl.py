@@ -59,7 +59,7 @@ class Nixl:
         self._logged = ""
 
     def leasing(self, model: Model, output_type: "pb.DataType.ValueType") -> "Leasing | None":
-        """How a request to this server leases memory; None if its rows come in the response. Raises EncodeFailed."""
+        """Leasing for a request to this server; None if its embeddings come in the response. Raises EncodeFailed."""
         if not self._is_wanted:
             return None
         reason = None if "nixl" in model.deliveries else "the server does not offer it (start it with --nixl)"
@@ -213,7 +213,7 @@ class Leases:
             self._changed.notify_all()
 
     def next_region(self, sent: int, *, wait: int | None = None) -> pb.EncodeStreamRegion | None:
-        """What to send about an item's memory, in the order in which the server announced their rows.
+        """The messages about items' memory, in the order in which the server announced their embeddings.
 
         sent: number of items of which headers were sent.
         wait: until fewer than this number of them are undecided; by default not at all.

@@ -1,4 +1,4 @@
-"""What callers pass as an image or a clip: files, and pictures in memory."""
+"""Sources of images and clips: files, and pictures in memory."""
 
 import base64
 import binascii

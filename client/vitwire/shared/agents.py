@@ -50,7 +50,7 @@ def is_installed() -> bool:
 
 
 def problem_of(name: str, metadata: bytes) -> str | None:
-    """What is wrong with the metadata of an agent that claims to be `name`; None if they agree.
+    """The problem with the metadata of an agent that claims to be `name`; None if they agree.
 
     NIXL loads metadata under the name inside it, so it must be known before.
     """
@@ -107,7 +107,7 @@ class Agent:
 
     @property
     def metadata(self) -> bytes:
-        """What other agents need in order to write into this agent's registered memory."""
+        """Metadata with which other agents can write into this agent's registered memory."""
         return bytes(self._agent.get_agent_metadata())
 
     def register(self, memory: Memory) -> None:

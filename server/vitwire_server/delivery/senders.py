@@ -88,7 +88,7 @@ class Sender:
     """Set once it was killed: called when it has ended."""
 
     def send(self, message: ToSender) -> bool:
-        """Whether the message was sent; else the sender is busy, or gone."""
+        """Send a message; False if the sender is busy or gone."""
         try:
             self.link.send(msgpack.encode(message))
         except OSError:
@@ -129,7 +129,7 @@ class Senders:
 
     @property
     def is_running(self) -> bool:
-        """Whether a sender that ends does so by itself: a factory's socket is closed before its senders end with it."""
+        """Whether the factory runs; its socket is closed before its senders end with it."""
         try:
             return self._link is not None and bool(self._link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
         except BlockingIOError:

@@ -92,7 +92,7 @@ class Served:
     holds: Callable[[Any, Config], bool]
     """From the field's value and the module's configuration; may raise ArithmeticError or TypeError for False."""
     accepted: str
-    """What the value must be, in words."""
+    """The accepted values, in words."""
 
     def problem(self, config: Config) -> str | None:
         """The problem with the value; None if there is none."""

@@ -1,4 +1,4 @@
-"""How models take pixels and arrange rows, as parts of their layouts."""
+"""Parts of models' layouts: forms of pixels and arrangements of rows."""
 
 import math
 from collections.abc import Callable, Mapping

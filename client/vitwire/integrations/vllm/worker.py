@@ -23,7 +23,7 @@ _PAUSE_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the language model takes."""
+    """Input of the language model."""
 
     width: int
     """Columns of an embedding, including deepstack levels."""
