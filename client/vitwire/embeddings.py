@@ -45,7 +45,7 @@ class Report:
     queued: float = 0.0
     """From admission to the start of the item's batch."""
     encoded: float = 0.0
-    """From the start of the item's batch to its rows on the host."""
+    """From the start of the item's batch until its embedding is on the host."""
     kept: tuple[int, ...] = ()
     """Indices of the tokens that pruning kept; empty when pruning was off."""
     delivery_fallback: str = ""
@@ -53,7 +53,7 @@ class Report:
     request_id: str = ""
     """Id of the request in the server's logs and traces."""
     grid: tuple[int, int, int] = (0, 0, 0)
-    """Grid that the server chose for an encoded item, or of rows from the cache; zeros for other items."""
+    """Grid that the server chose for a file or picture, or grid of a cached embedding; zeros for other items."""
     frame_seconds: tuple[float, ...] = ()
     """Seconds from the start of an encoded clip to each frame that was used; empty if only its content_id was sent."""
 
