@@ -120,7 +120,7 @@ def _check_prepared(model: Model, modality: Modality) -> None:
     if modality not in model.prepared:
         raise EncodeFailed(
             f"the server prepares no {modality}s for {model.model_type}: it runs with --decode-processes 0, or the "
-            "model takes none, or only as its own processor returns them (encode_batch)",
+            "model takes none, or takes only its processor's output (encode_batch)",
             code="UNIMPLEMENTED",
         )
 

@@ -104,9 +104,9 @@ class Call:
     deadline: Deadline
     options: Options
     looks_up: bool = False
-    """Whether the content of items with a content_id is sent only if the cache has no rows of them."""
+    """Whether items with a content_id are sent with their content only if they are not cached."""
     shares: Sequence[Share] | None = None
-    """How the items are split into RPCs, if that is known beforehand."""
+    """The split of the items into RPCs, if it is known beforehand."""
 
     def for_request(self) -> "Call":
         """The same for one of many requests."""
@@ -115,7 +115,7 @@ class Call:
 
 @dataclass(slots=True)
 class Shared(Generic[T]):
-    """What clients that were made by `with_options` share with the first one."""
+    """State that clients made by `with_options` share with the first one."""
 
     transport: T
     nixl: Nixl
@@ -247,7 +247,7 @@ class BaseClient(Generic[T]):
             self._shared.model = None
 
     def _end(self) -> bool:
-        """Whether to close what this client shares with those derived from it."""
+        """Mark the shared state as closed; False for a derived client, which closes nothing."""
         if self._is_derived:
             return False
         self._shared.is_closed = True

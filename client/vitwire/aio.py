@@ -132,7 +132,7 @@ class AsyncClient(BaseClient[AsyncTransport]):
             return await self._shared.transport.health(service, self._deadline(timeout, HEALTH_SECONDS), context)
 
     async def close(self) -> None:
-        """Close the connections and cancel requests in flight. Of no effect on a client made by `with_options`."""
+        """Close the connections and cancel requests in flight. Has no effect on a client made by `with_options`."""
         if self._end():
             await self._shared.transport.close()
             await asyncio.to_thread(self._shared.nixl.close)

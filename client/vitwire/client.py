@@ -43,19 +43,19 @@ class Client(BaseClient[Transport]):
     token: bearer token, sent with every request, or a function that returns it, called for each request.
     timeout: default seconds per call. None depends on the work: 60 s plus 25 ms per patch, with 10 minutes instead of
         60 s for priority "batch" or `wait_for_ready`. float("inf") waits without limit.
-    output_type: default type of the rows: float32, float16 or bfloat16. None is the server's dtype.
-    priority: default priority of requests: "interactive", or "batch" for those that may wait behind others.
+    output_type: default type of embeddings: float32, float16 or bfloat16. None is the server's dtype.
+    priority: default priority of requests: "interactive", or "batch" for requests that may wait behind others.
     spread: maximum RPCs that a request is split into, by tokens, to share it between replicas. "auto": one for each
         budget's worth of tokens, at most one per replica that answered within the last minute.
     affinity: send items with equal content ids to the same replica, whose cache may have them: each content id of a
-        request is an RPC of its own, sent to one of the target's addresses by the hash of the content id.
+        request becomes a separate RPC, sent to one of the target's addresses by the hash of the content id.
     connections: maximum connections for requests of one message, and for streams; opened when requests overlap.
     max_in_flight: maximum requests in flight; further ones wait in the client, within an explicit timeout.
-    max_retries: how often an RPC is sent again, within the timeout, when no server is ready, a server stops or does not
+    max_retries: maximum retries of an RPC, within the timeout, if no server is ready, a server stops or does not
         answer, or a full server says when to retry; the count restarts whenever an item is answered.
     wait_for_ready: wait, within the timeout, for a server that is starting or loading its model.
-    metadata: sent with every request, in addition to the client's own; keys are not case-sensitive.
-    channel_options: gRPC channel arguments in addition to the client's own, or in place of them.
+    metadata: sent with every request, in addition to the client's headers; keys are not case-sensitive.
+    channel_options: gRPC channel arguments that add to or replace the client's.
     delivery: "stream": embeddings come in responses. "nixl": the server writes them into memory of this process
         through NIXL; a call fails if that is not possible. "auto": NIXL to a `device` if possible, else a stream.
     device: CUDA device, such as "cuda:0", that NIXL delivers to; None for host memory.
@@ -72,7 +72,7 @@ class Client(BaseClient[Transport]):
         """Encode items; returns their embeddings in the same order.
 
         timeout: seconds for the whole call, including preparation; default: the client's.
-        output_type: type of the rows; default: the client's, else the server's dtype.
+        output_type: type of the embeddings; default: the client's, else the server's dtype.
         priority: "interactive" or "batch"; default: the client's.
         Raises the error of the first item that failed, with its position as `.item`, or the error of the request.
         """
@@ -124,10 +124,10 @@ class Client(BaseClient[Transport]):
         return self._encode(items, self._call(options, looks_up=True))
 
     def store(self, items: Sequence[Item], **options: Unpack[CallOptions]) -> list[Stored]:
-        """Encode items into the server's cache, without returning rows; arguments as for `encode`.
+        """Encode items into the server's cache without returning embeddings; arguments as for `encode`.
 
-        Each item needs a `content_id`: who sends an item with this `content_id` and without pixels, with the same
-        token and `output_type`, gets the rows. An item without pixels asks whether it is cached already. Raises the
+        Each item needs a `content_id`: a client that sends this `content_id` without pixels, with the same
+        token and `output_type`, gets the embedding. An item without pixels only checks the cache. Raises the
         error of the first item that failed: NotCached for one without pixels, InvalidItem if the server has no cache.
         """
         return in_order(dict(self._answers(storable(items), self._call(options, store_only=True))))
@@ -143,7 +143,7 @@ class Client(BaseClient[Transport]):
     def encode_batch(
         self, pixel_values: object, grid_thw: object = None, **options: Unpack[BatchOptions]
     ) -> list[Embedding]:
-        """Encode what a Hugging Face processor returned; returns the embeddings of its images or clips, in order.
+        """Encode a Hugging Face processor's output; returns the embeddings of its images or clips, in order.
 
         pixel_values: `pixel_values`, or `pixel_values_videos` with modality="video" (default: "image"): a numpy array,
             a torch tensor of any floating type on any device, or a list of them. Or all outputs of the processor, as a
@@ -176,7 +176,7 @@ class Client(BaseClient[Transport]):
         """Encode clips, which the server prepares for its model; arguments and errors as for `encode`.
 
         clips: the chosen frames of each clip: a uint8 array `(F, H, W, 3)` or a sequence of Pillow images or arrays of
-            one size. For the file of a clip, of which the server chooses the frames, use `Item.from_file`.
+            one size. For a clip's file, whose frames the server chooses, use `Item.from_file`.
         content_ids, keep_ratio: as for `encode_batch`.
         """
         call = self._call(options, ClipOptions)
@@ -202,7 +202,7 @@ class Client(BaseClient[Transport]):
             return self._shared.transport.health(service, self._deadline(timeout, HEALTH_SECONDS), context)
 
     def close(self) -> None:
-        """Close the connections and cancel requests in flight. Of no effect on a client made by `with_options`."""
+        """Close the connections and cancel requests in flight. Has no effect on a client made by `with_options`."""
         if self._end():
             self._shared.transport.close()
             self._shared.nixl.close()

@@ -33,27 +33,27 @@ before it; the versioned struct has version (8), context (8), deleter (8) and fl
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How the server encoded an item; `queued` and `encoded` are in seconds."""
+    """The server's report on one item; `queued` and `encoded` are in seconds."""
 
     path: str = "unspecified"
     """graph, eager or cache."""
     fallback_reason: str = ""
-    """Why no graph was used; empty otherwise."""
+    """Reason for which no graph was used; empty otherwise."""
     budget_tokens: int = 0
     """Capacity of the replayed graph; 0 when eager."""
     tokens: int = 0
     queued: float = 0.0
     """From admission to the start of the item's batch."""
     encoded: float = 0.0
-    """From the start of the item's batch to its rows on the host."""
+    """From the start of the item's batch until its embedding is on the host."""
     kept: tuple[int, ...] = ()
     """Indices of the tokens that pruning kept; empty when pruning was off."""
     delivery_fallback: str = ""
-    """Why NIXL was not used for this item; empty if it was, or was not asked for."""
+    """Reason for which NIXL was not used for this item; empty if it was used or not requested."""
     request_id: str = ""
     """Id of the request in the server's logs and traces."""
     grid: tuple[int, int, int] = (0, 0, 0)
-    """Grid that the server chose for an encoded item, or of rows from the cache; zeros for other items."""
+    """Grid that the server chose for a file or picture, or grid of a cached embedding; zeros for other items."""
     frame_seconds: tuple[float, ...] = ()
     """Seconds from the start of an encoded clip to each frame that was used; empty if only its content_id was sent."""
 

@@ -25,7 +25,7 @@ M = TypeVar("M", BadRequest, RetryInfo)
 _STATUS_KEY = "grpc-status-details-bin"
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
 REQUEST_ID_KEY = "x-request-id"
-"""Of the id of a request in its metadata, and, as the server has it, in the trailers."""
+"""Key of the request id in the metadata of a request and in the trailers of its response."""
 
 
 class Violation(NamedTuple):
@@ -106,9 +106,9 @@ class DeadlineExceeded(VitwireError):
 
 
 class Unavailable(VitwireError):
-    """No server answers, or it is starting or draining; no retries are left by `max_retries` or the timeout.
+    """No server answers, or it is starting or draining; `max_retries` or the timeout allows no further retry.
 
-    `is_permanent` is True if no attempt can succeed, so that there were no retries: the port is not of a gRPC server,
+    `is_permanent` is True if no attempt can succeed, so there were no retries: the port is not a gRPC server's,
     or client and server do not agree about TLS.
     """
 
@@ -150,7 +150,7 @@ def from_rpc(error: grpc.RpcError, indices: Sequence[int] = ()) -> VitwireError:
     code = "UNAVAILABLE" if _is_reset(error) else error.code().name
     message = error.details() or ""
     if code == "UNIMPLEMENTED" and not is_from_server(error):
-        message = f"the target is no Vitwire server, or one of another version: {message}"
+        message = f"the target is not a Vitwire server, or has another version: {message}"
     translated = _error(code, message, details, indices=indices)
     if isinstance(translated, Overloaded) and translated.retry_after is None:
         translated.retry_after = _milliseconds(metadata.get(_PUSHBACK_KEY, ""))

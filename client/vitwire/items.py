@@ -37,11 +37,11 @@ class Item:
         omitted. Without a grid, a picture that the server prepares: uint8 `(H, W, 3)` in RGB or `(H, W, 4)` with
         alpha, for a clip `(F, H, W, 3 or 4)`. None requests the embedding cached under `content_id`.
     grid: `(t, h, w)` in patches; `(tiles, rows, cols)` for tile towers, `(tiles, 1, 1)` if only
-        the number of tiles is known. Of a picture or file, the server chooses it.
+        the number of tiles is known. Leave it out for a picture or file: the server chooses the grid.
     modality: "image" or "video".
     content_id: key of the content in the server's embedding cache.
     keep_ratio: share of a video's tokens to keep, in (0, 1); 0 and 1 disable pruning.
-    crops: of towers that take crops, of the same types as `pixels`.
+    crops: for towers that take crops; the same types as `pixels`.
     encoded: a file, which the server decodes and prepares; without `pixels`, `crops` and `grid`.
         `Model.encodings` lists the formats: JPEG, PNG, WebP, GIF, BMP, MP4, WebM.
 
@@ -107,10 +107,10 @@ class Item:
 
         outputs: the BatchFeature or dict, with tensors of numpy or torch, on any device; `pixel_values` and
             `pixel_values_videos` are used, with the keys that belong to them.
-        model: `client.model()`; needed if outputs do not say enough (Pixtral, Mistral 3, DeepSeek-VL).
+        model: `client.model()`; needed if the outputs alone are ambiguous (Pixtral, Mistral 3, DeepSeek-VL).
         grid_thw: grids of the images, or their numbers of tiles, if the outputs have none (InternVL, Llama 4).
-        content_ids: one for each item; None for an item without.
-        keep_ratio: of videos; see `Item`.
+        content_ids: one per item; None for an item without one.
+        keep_ratio: for videos; see `Item`.
 
         Raises InvalidItem, naming the field, if outputs are not consistent.
         """
@@ -164,7 +164,7 @@ class Item:
         shape = tuple(pixels.shape)
         if type_name(pixels) != "uint8" or len(shape) != axes or shape[-1] not in (3, 4) or not all(shape):
             got = f"{type_name(pixels)} of shape {shape}"
-            yield Violation("grid", f"is missing: only a picture has none, uint8 of shape {layout}; pixels are {got}")
+            yield Violation("grid", f"is missing: only pictures have none, uint8 of shape {layout}; got pixels {got}")
         if self.crops is not None:
             yield Violation("crops", "must be absent: the server makes the crops of a picture")
 

@@ -50,20 +50,20 @@ class Precision:
     """Type of their weights and inputs: float8_e4m3fn."""
     layers: int
     similarity: float
-    """Cosine similarity of the least similar row of the server's test pictures to the row without it."""
+    """Lowest cosine similarity of the server's test pictures' vectors to those computed without it."""
     median_similarity: float
 
 
 @dataclass(frozen=True, slots=True)
 class TileShapes:
-    """What a processor returns for a model that takes tiles."""
+    """Format of a processor's output for a model that takes tiles."""
 
     tile: tuple[int, int]
     """Height and width of a tile: pixels are `(tiles, 3, H, W)`."""
     crop: tuple[int, int] | None
     """Height and width of a crop; None if the model takes none."""
     patch: int
-    """Side of a patch, where grids are `(1, rows, columns)` of the patches that show the image; 0: they count tiles."""
+    """Side of a patch, if grids are `(1, rows, columns)` of the patches that show the image; 0: grids count tiles."""
     single: bool
     """Whether every image is one tile."""
     layouts: tuple[tuple[int, int], ...]
@@ -97,23 +97,23 @@ class Model:
     device: str
     server_version: str
     deliveries: tuple[str, ...] = ()
-    """How embeddings can be delivered: stream, nixl."""
+    """Supported deliveries of embeddings: stream, nixl."""
     encodings: tuple[str, ...] = ()
     """Files that the server decodes: jpeg, png, webp, mp4, webm."""
     precision: Precision | None = None
     """None if all layers are computed in `dtype`."""
     pooling: str = "none"
-    """none: an image has a row for each token; cls, mean or attention: one row, and a clip one for each frame."""
+    """none: one vector per token; cls, mean or attention: one vector per image, or per frame of a clip."""
     available_poolings: tuple[str, ...] = ("none",)
-    """What the server could be started with for this model (`--pooling`)."""
+    """Poolings that the server offers for this model (`--pooling`)."""
     prepared: tuple[str, ...] = ()
-    """Modalities of which the server prepares pictures and files: image, video."""
+    """Modalities whose pictures and files the server prepares: image, video."""
     preparation_fingerprint: str = ""
-    """SHA-256 over all that decides how the server prepares these, in hex."""
+    """SHA-256 over all that affects this preparation, in hex."""
     tiles: TileShapes | None = None
     """None if the model takes patches."""
     rows_by_grid: tuple[str, ...] = ()
-    """Modalities of which an item of grid (t, h, w) has t*h*w / merge_size**2 rows."""
+    """Modalities whose items of grid (t, h, w) have t*h*w / merge_size**2 vectors."""
 
     @classmethod
     def from_message(cls, message: pb.GetModelResponse) -> "Model":

@@ -38,7 +38,9 @@ async def read_body(request: Request, holding: Holding, max_bytes: int, seconds:
         if holding.is_lost:
             text = "the body arrived too slowly while others waited: send at least 64 KiB/s"
         else:
-            text = f"the body did not arrive within {seconds:g} s, or too slowly while the router ends"
+            text = (
+                f"the body did not arrive within {seconds:g} s, or came too slowly while the router was shutting down"
+            )
         raise ApiError(408, text, "request_timeout") from error
     return bytes(body)
 

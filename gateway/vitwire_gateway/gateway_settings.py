@@ -39,11 +39,11 @@ class GatewaySettings:
         Flag("host that image URLs may name: host, host:port or *.domain; repeatable; without it URLs are refused"),
     ] = ()
     allow_image_network: Annotated[
-        tuple[str, ...], Flag("network (CIDR) that image hosts may be in although it is not public; repeatable")
+        tuple[str, ...], Flag("non-public network (CIDR) that image hosts may be in; repeatable")
     ] = ()
     fetch_seconds: Annotated[float, Flag("seconds to fetch one image URL, with redirects", 0.001)] = 10.0
     max_requests: Annotated[
-        int, Flag("maximum number of requests in flight, 3/4 of them of one caller; more are refused", 1)
+        int, Flag("maximum requests in flight, at most 3/4 of them from one caller; further ones are refused", 1)
     ] = 256
     max_images: Annotated[int, Flag("maximum number of images per request", 0)] = 64
     max_image_bytes: Annotated[int, Flag("maximum bytes of one image file", 1)] = 20 * MIB
@@ -87,7 +87,8 @@ class RouterSettings(GatewaySettings):
     ] = None
     max_header_bytes: Annotated[int, Flag("maximum bytes of a request's path and headers", 1024)] = 32768
     max_buffered_bytes: Annotated[
-        int, Flag("maximum bytes of requests and images held, 3/4 of them of one caller; more get 429", 1024)
+        int,
+        Flag("maximum bytes of requests and images held, at most 3/4 from one caller; further requests get 429", 1024),
     ] = 2048 * MIB
     max_encoding: Annotated[int, Flag("maximum number of images being read and encoded at a time", 1)] = 32
     encoder_retries: Annotated[int, Flag("number of retries when the encoder is unavailable or overloaded", 0)] = 3
@@ -105,7 +106,7 @@ class RouterSettings(GatewaySettings):
     encode_seconds: Annotated[float, Flag("seconds to fetch and encode the images of a request", 0.001)] = 60.0
     engine_connect_seconds: Annotated[float, Flag("seconds to connect to the engine", 0.001)] = 5.0
     engine_seconds: Annotated[float, Flag("seconds without a byte from the engine", 0.001)] = 600.0
-    stall_seconds: Annotated[float, Flag("seconds before a caller that does not read is dropped", 0.001)] = 60.0
+    stall_seconds: Annotated[float, Flag("seconds before a stalled caller is dropped", 0.001)] = 60.0
     lame_duck_seconds: Annotated[
         float, Flag("seconds from SIGTERM, with /health failing, until connections are refused", 0)
     ] = 0.0
@@ -115,7 +116,7 @@ class RouterSettings(GatewaySettings):
         GatewaySettings.__post_init__(self)
         _check_url(self.engine_url)
         if self.engine_url.rstrip("/").endswith("/v1"):
-            raise ValueError(f"--engine-url {self.engine_url!r} ends in /v1: leave that out, requests carry it")
+            raise ValueError(f"--engine-url {self.engine_url!r} ends in /v1: leave that out, request paths include it")
         if self.max_image_bytes > self.max_body_bytes:
             raise ValueError("--max-image-bytes exceeds --max-body-bytes")
 

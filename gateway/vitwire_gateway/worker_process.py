@@ -45,7 +45,7 @@ def main() -> NoReturn:
             except ApiError as error:
                 answer = error
             except MemoryError:
-                answer = ApiError(400, "it takes more memory to read than it may", "too_costly")
+                answer = ApiError(400, "reading it takes more memory than allowed", "too_costly")
             signal.setitimer(signal.ITIMER_PROF, 0)
             _send(link, answer)
     sys.exit(0)

@@ -126,9 +126,9 @@ class _Worker:
     def _reason(self) -> ApiError:
         number = -(self.process.returncode or 0)
         if number == signal.SIGPROF:
-            return ApiError(400, f"it takes more than {_WORK_SECONDS:g} s of processor time to read", "too_costly")
+            return ApiError(400, f"reading it takes more than {_WORK_SECONDS:g} s of processor time", "too_costly")
         if number in _FAULTS:
-            return ApiError(400, "it ended the process that reads it", "too_costly")
+            return ApiError(400, "reading it crashed the process that reads requests", "too_costly")
         return _gone(f"it ended unexpectedly (exit {self.process.returncode})")
 
     @property

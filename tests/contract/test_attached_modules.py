@@ -47,7 +47,7 @@ def test_prompts_with_fewer_images_than_others_are_refused(checkpoints: Checkpoi
     inputs["aspect_ratio_ids"][1, 1] = 0
     attach(model, TowerEncoder(checkpoints("mllama")))
     with pytest.raises(
-        ValueError, match=r"aspect_ratio_ids\[1\]\[1\]: the prompts of a batch must have as many images"
+        ValueError, match=r"aspect_ratio_ids\[1\]\[1\]: the prompts of a batch must all have the same number"
     ):
         model(**inputs)
 

@@ -68,7 +68,7 @@ class TestRefusals:
         def lose() -> None:
             rig.tower.blocks[0].get_buffer("attn.qkv.scales")[5] = torch.nan
 
-        assert "the worst row to bfloat16 is nan" in self.refused(rig, lose)
+        assert "the lowest cosine similarity to bfloat16 is nan" in self.refused(rig, lose)
 
     def test_nothing_to_reduce_is_an_error(self, checkpoints: Checkpoints) -> None:
         rig = Rig.of(checkpoints("qwen3_vl"), torch.bfloat16, CPU, sizes=())

@@ -190,7 +190,7 @@ def twice(folder: Path) -> None:
         (set_config(lora_alpha=float("nan")), "adapter_config.json: lora_alpha is nan, but must be"),
         (set_config(lora_alpha=10**400), "adapter_config.json: lora_alpha is 10+, but must be"),
         (set_config(alpha_pattern={"qkv": "4"}), "adapter_config.json: alpha_pattern.qkv is '4', but must be"),
-        (set_config(alpha_pattern=[1]), "adapter_config.json: alpha_pattern is no object"),
+        (set_config(alpha_pattern=[1]), "adapter_config.json: alpha_pattern must be an object"),
         (set_config(alpha_pattern={"(": 4}), "adapter_config.json: alpha_pattern cannot be used: .*unterminated"),
         (
             set_config(alpha_pattern={r"([a-z0-9.]+)+x$": 4}),

@@ -142,12 +142,12 @@ def test_a_file_that_is_damaged_or_no_state_dict_is_named(
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (5, "is no tensor, but a int"),
+        (5, "must be a tensor, but is of type int"),
         (torch.zeros(64, dtype=torch.complex64), "must be a dense tensor of real numbers, but is torch.complex64"),
         (torch.zeros(64, 64).to_sparse(), "must be a dense tensor"),
         (torch.zeros(64, device="meta"), "must be a dense tensor"),
         (torch.zeros(64, dtype=torch.int8), "is quantised"),
-        (torch.zeros(1).expand(1 << 40), "has fewer numbers than its shape says"),
+        (torch.zeros(1).expand(1 << 40), "has fewer values than its shape needs"),
         (torch.zeros(64, dtype=torch.int64), "is of type torch.int64, but must be floating point"),
     ],
     ids=["number", "complex", "sparse", "meta", "int8", "expanded", "int64"],

@@ -199,7 +199,7 @@ def test_wrong_deliveries_are_refused_by_field(server: ServerProcess) -> None:
     wrong = {
         "items[0].region: 4096 bytes at": outside,
         "items[0].region: has 3 bytes": small,
-        "items[0].region: needs the delivery": alone,
+        "items[0].region: needs a delivery": alone,
         "delivery.agent: its metadata": leased(agent="bob"),
         "delivery.memory: must be": leased(memory=7),
         "delivery.address: 8192 bytes": leased(address=(1 << 64) - 1),

@@ -397,7 +397,7 @@ def test_wrong_regions_fail_their_item(plain_server: ServerProcess, consumer: Co
 def test_wrong_headers_and_numbers(plain_server: ServerProcess, consumer: ConsumerProcess) -> None:
     file, area = png(64, 64), pb.Region(offset=0, bytes=ROWS)
     for messages, reason in (
-        (opened(0, file), "needs the delivery"),
+        (opened(0, file), "needs a delivery"),
         ([delivery(consumer), *opened(0, file, region=area)], "an item with a region"),
         ([delivery(consumer), *opened(0, file, content_id="a", store_only=True)], "only stored"),
         ([delivery(consumer), *opened(0, b"", content_id="a")[:1]], "without content"),

@@ -68,7 +68,7 @@ def test_photographs_are_embedded_as_transformers_does(
     np.testing.assert_allclose(clip.numpy(), np.concatenate([each.numpy() for each in alone]), atol=1e-6)
     assert clip.report.tokens == len(frames), "a row for each frame"
     blank = np.zeros((3, 3, 56, 56), np.float32)
-    with pytest.raises(InvalidItem, match=r"keep_ratio: must be 0: each frame has one row, .* --pooling cls"):
+    with pytest.raises(InvalidItem, match=r"keep_ratio: must be 0: each frame has one vector, .* --pooling cls"):
         client.encode([Item(blank, (3, 1, 1), modality="video", keep_ratio=0.5)])
 
 

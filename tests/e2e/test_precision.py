@@ -96,7 +96,7 @@ def test_a_floor_that_is_not_reached_is_an_error(checkpoints: Checkpoints) -> No
     with serving(checkpoints("qwen3_vl"), *FP8, "--precision-floor", "0.99999", wait=False) as server:
         assert server.process.wait(60) == 2
         assert re.search(
-            r"--precision-floor 0\.99999: with --precision fp8, the cosine similarity of the worst row to bfloat16 is "
+            r"--precision-floor 0\.99999: with --precision fp8, the lowest cosine similarity to bfloat16 is "
             r"0\.99\d+ .*lower the floor",
             server.log(),
         )

@@ -152,7 +152,7 @@ class TestWrongConnections:
         elsewhere = Authority(authority.folder.parent / "elsewhere", authority.ca).issue("elsewhere.example")
         flags = ("--tls-cert", str(elsewhere.cert), "--tls-key", str(elsewhere.key))
         with serving(checkpoints("qwen2_vl"), *flags) as server:
-            fails_at_once(server.target, authority.root, "is for other names than the target's")
+            fails_at_once(server.target, authority.root, "does not cover the target's name")
 
     def test_tls_with_a_server_that_has_none(self, plain: ServerProcess, authority: Authority) -> None:
         fails_at_once(plain.target, authority.root, "the server does not speak TLS: leave out tls=")
@@ -188,7 +188,7 @@ class TestWrongConnections:
             port = other.add_insecure_port("127.0.0.1:0")
             other.start()
             async with AsyncClient(f"127.0.0.1:{port}", timeout=60) as client:
-                with pytest.raises(EncodeFailed, match="the target is no Vitwire server"):
+                with pytest.raises(EncodeFailed, match="the target is not a Vitwire server"):
                     await client.model()
             other.stop(None).wait()
 

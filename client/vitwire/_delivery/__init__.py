@@ -1,1 +1,1 @@
-"""How embeddings arrive: assembled from messages, or written into leased memory by NIXL."""
+"""Embeddings as they arrive: assembled from messages, or written into leased memory by NIXL."""

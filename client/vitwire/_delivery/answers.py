@@ -1,4 +1,4 @@
-"""What the server answers to each item of a request, and checks of it against what item and model lead to expect."""
+"""The server's answers to the items of a request, checked against what item and model lead to expect."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ class Expected:
         return cls(item.grid, model.embedding_width, max(rows // t, int(rows * ratio)), exact=True)
 
     def shape_problem(self, shape: tuple[int, ...]) -> str | None:
-        """What is wrong with the shape of an embedding; None if it is as expected."""
+        """The problem with the shape of an embedding; None if it is as expected."""
         if self.width and shape[-1] != self.width:
             return f"rows of width {shape[-1]}, expected {self.width}"
         if self.rows and (shape[0] != self.rows if self.exact else not 0 < shape[0] <= self.rows):
@@ -98,7 +98,7 @@ def grid_of(expected: Expected, report: Report) -> tuple[int, int, int]:
 
 
 def report_problem(report: Report, rows: int) -> str | None:
-    """What is wrong with the report of an embedding of `rows`; None if they are consistent."""
+    """The problem with the report of an embedding of `rows`; None if they are consistent."""
     if report.tokens and report.tokens != rows:
         return f"{rows} rows with a report of {report.tokens} tokens"
     kept = report.kept
@@ -130,7 +130,7 @@ def accepted_of(message: pb.Accepted, expected: Expected) -> Accepted:
 def stored_of(message: pb.EmbeddingStored, report: Report, expected: Expected) -> Stored:
     """Raises ValueError for what cannot be."""
     if message.data_type not in DTYPES or len(message.shape) != 2:
-        raise ValueError(f"the server stored rows of type {message.data_type} and shape {list(message.shape)}")
+        raise ValueError(f"the server stored an embedding of type {message.data_type} and shape {list(message.shape)}")
     tokens, width = message.shape
     if problem := expected.shape_problem((tokens, width)) or report_problem(report, tokens):
         raise ValueError(f"the server stored {problem}")
@@ -142,7 +142,7 @@ def storable(items: Sequence[Item]) -> Mapping[int, Item]:
     known = numbered(items)
     for index, item in known.items():
         if not item.content_id:
-            text = "is missing: the rows of an item that is stored are cached under it"
+            text = "is missing: the embedding of a stored item is cached under it"
             violation = Violation(f"items[{index}].content_id", text)
             raise InvalidItem(f"{violation.field}: {text}", violations=[violation], item=index)
     return known

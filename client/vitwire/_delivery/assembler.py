@@ -100,12 +100,12 @@ class Assembler:
                 report = Report.from_message(message.report, self._request_id)
                 return stored_of(message.stored, report, expected)
             case "placement" | "chunk" if self._store_only:
-                raise ValueError("the server returned rows that it was to store: it is older than this client")
+                raise ValueError("the server returned an embedding instead of storing it: it is older than this client")
             case "placement":
                 return self._placement(index, message, expected)
             case "chunk":
                 return self._chunk(index, message, expected, data)
-        raise ValueError("the server sent neither rows nor an error")
+        raise ValueError("the server sent neither an embedding nor an error")
 
     def _report(self, message: Message, rows: int) -> Report:
         report = Report.from_message(message.report, self._request_id)
@@ -117,14 +117,14 @@ class Assembler:
         """The embedding that the server wrote into the lease of its item."""
         lease, placement = self._leases.delivered(message.item) if self._leases else None, message.placement
         if lease is None:
-            raise ValueError("the server delivered rows of an item without a region")
+            raise ValueError("the server delivered the embedding of an item without a region")
         shape, dtype, size = _shape_of(placement, self._levels, expected)
         if placement.offset != lease.region.offset or placement.bytes != size or size > lease.region.nbytes:
             raise ValueError(f"the server delivered {placement.bytes} bytes at {placement.offset}, not in the region")
         report = self._report(message, shape[0])
         rows = lease.rows(shape, STORAGE[dtype])
         if isinstance(rows, np.ndarray) and not is_finite(rows, dtype):  # on a device, a check would wait for it
-            return EncodeFailed(f"items[{index}]: the server wrote rows with NaN or infinite values", item=index)
+            return EncodeFailed(f"items[{index}]: the server wrote NaN or infinite values", item=index)
         return Embedding(rows, dtype, self._levels, report, grid_of(expected, report))
 
     def _chunk(self, index: int, message: Message, expected: Expected, data: Buffer) -> Embedding | EncodeFailed | None:
@@ -138,7 +138,7 @@ class Assembler:
         if self._leases:
             self._leases.returned(message.item, report.delivery_fallback)
         if not rows.finite:
-            return EncodeFailed(f"items[{index}]: the server sent rows with NaN or infinite values", item=index)
+            return EncodeFailed(f"items[{index}]: the server sent NaN or infinite values", item=index)
         return Embedding(rows.array, rows.dtype, self._levels, report, grid_of(expected, report))
 
 
@@ -178,7 +178,7 @@ def _shape_of(
 ) -> tuple[tuple[int, ...], DType, int]:
     """Shape, type and bytes of an embedding. Raises ValueError for those that cannot be, or are not as expected."""
     if message.data_type not in DTYPES:
-        raise ValueError(f"the server sent rows of the unknown type {message.data_type}")
+        raise ValueError(f"the server sent an embedding of unknown type {message.data_type}")
     dtype = DTYPES[message.data_type]
     shape = tuple(message.shape)
     if not 2 <= len(shape) <= _MAX_DIMENSIONS or min(shape[1:]) == 0 or shape[-1] % (1 + levels):

@@ -186,7 +186,7 @@ class Pool:
         """Raises EncodeFailed if the pool cannot hold the rows of one request at a time."""
         if sum(map(rounded, sizes)) > self.size:
             raise EncodeFailed(
-                f"delivery='nixl': the rows of one request need {sum(sizes)} bytes, delivery_bytes is {self.size}",
+                f"delivery='nixl': a request's embeddings need {sum(sizes)} bytes, but delivery_bytes is {self.size}",
                 code="RESOURCE_EXHAUSTED",
             )
 

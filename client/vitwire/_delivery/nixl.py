@@ -45,7 +45,7 @@ class Nixl:
         if device is not None and not device.startswith("cuda"):
             raise ValueError(f"device must be None or a CUDA device such as 'cuda:0', got {device!r}")
         if device is not None and delivery == "stream":
-            raise ValueError("device needs delivery='nixl' or 'auto': rows in a stream arrive on the host")
+            raise ValueError("device needs delivery='nixl' or 'auto': embeddings in a stream arrive on the host")
         self.is_required = delivery == "nixl"
         self._is_wanted = self.is_required or (delivery == "auto" and device is not None)  # to the host, streams win
         self._device = device
@@ -59,7 +59,7 @@ class Nixl:
         self._logged = ""
 
     def leasing(self, model: Model, output_type: "pb.DataType.ValueType") -> "Leasing | None":
-        """How a request to this server leases memory; None if its rows come in the response. Raises EncodeFailed."""
+        """Leasing for a request to this server; None if its embeddings come in the response. Raises EncodeFailed."""
         if not self._is_wanted:
             return None
         reason = None if "nixl" in model.deliveries else "the server does not offer it (start it with --nixl)"
@@ -213,7 +213,7 @@ class Leases:
             self._changed.notify_all()
 
     def next_region(self, sent: int, *, wait: int | None = None) -> pb.EncodeStreamRegion | None:
-        """What to send about an item's memory, in the order in which the server announced their rows.
+        """The messages about items' memory, in the order in which the server announced their embeddings.
 
         sent: number of items of which headers were sent.
         wait: until fewer than this number of them are undecided; by default not at all.

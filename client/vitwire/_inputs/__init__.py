@@ -1,1 +1,1 @@
-"""What users pass, as items: outputs of processors, pictures, files."""
+"""Users' inputs as items: outputs of processors, pictures, files."""

@@ -22,7 +22,7 @@ class Cut(NamedTuple):
 
 
 class Grids(NamedTuple):
-    """What a processor says about the size of each item, and the field it comes from."""
+    """The size of each item by a processor's output, and the field it comes from."""
 
     field: str
     entries: list[tuple[int, ...]]

@@ -1,4 +1,4 @@
-"""What callers pass as an image or a clip: files, and pictures in memory."""
+"""Sources of images and clips: files, and pictures in memory."""
 
 import base64
 import binascii
@@ -65,8 +65,9 @@ def loaded(source: ImageLike) -> Loaded:
         return _of_data_uri(source)
     if isinstance(source, str | os.PathLike) and is_url(source):
         raise ValueError(
-            f"{str(source)[:_SHOWN]} is a URL. The client fetches none, else whoever names an image would decide what "
-            "this host connects to. Fetch it with httpx or requests and pass the bytes, or use `vitwire router`."
+            f"{str(source)[:_SHOWN]} is a URL. The client fetches none: otherwise anyone who names an image could "
+            "choose what this host connects to. Fetch it with httpx or requests and pass the bytes, or use "
+            "`vitwire router`."
         )
     if isinstance(source, FileObject):
         return _of_file_object(source)

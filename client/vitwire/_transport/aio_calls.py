@@ -146,7 +146,7 @@ class AsyncTransport:
 
 
 async def _accepted(call: grpc.aio.Call, timeout: float | None) -> bool:  # noqa: ASYNC109  # shorter than the call's
-    """Whether the server accepted or ended the call within `timeout`."""
+    """Wait until the server accepts or ends the call; False if `timeout` passed first."""
     if timeout is None:
         return True
     try:

@@ -1,4 +1,4 @@
-"""How a request is shared between replicas: by tokens, and by content for the sake of their caches."""
+"""Splits requests between replicas: by tokens, and by content for the sake of their caches."""
 
 import hashlib
 import math
@@ -24,7 +24,7 @@ _HINT_BYTES = 16
 _LARGE_TOKENS = 4096
 """Tokens that are worth another replica, if the server has no budgets."""
 _KNOWN_SECONDS = 60.0
-"""How long a replica counts after its last response."""
+"""Seconds that a replica counts after its last response."""
 
 
 class Share(NamedTuple):
@@ -38,7 +38,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Balancing:
-    """How requests are split into RPCs. Raises ValueError for an invalid spread."""
+    """The rule by which requests are split into RPCs. Raises ValueError for an invalid spread."""
 
     spread: Spread = 1
     affinity: bool = False
@@ -84,7 +84,7 @@ class Replicas:
             self._seen.update(dict.fromkeys(names, time.monotonic()))
 
     def count(self) -> int:
-        """How many replicas are known."""
+        """The number of known replicas."""
         oldest = time.monotonic() - _KNOWN_SECONDS
         with self._lock:
             self._seen = {name: at for name, at in self._seen.items() if at > oldest}

@@ -166,7 +166,7 @@ class Transport:
         return stream(part.uploads(), timeout=timeout, metadata=metadata)
 
     def _accepted(self, call: StreamCall, timeout: float | None) -> bool:
-        """Whether the server accepted or ended the call within `timeout`; otherwise the call is cancelled."""
+        """Wait until the server accepts or ends the call; if `timeout` passes first, cancel it: False."""
         if timeout is None:
             return True
         accepted = False
@@ -204,7 +204,7 @@ class Timers:
         return timer
 
     def cancel(self, timer: object) -> bool:
-        """Whether the timer was cancelled before it was due."""
+        """Cancel the timer; False if it was due before."""
         with self._changed:
             return self._set.pop(timer, None) is not None
 

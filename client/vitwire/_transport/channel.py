@@ -1,4 +1,4 @@
-"""What both clients pass to gRPC: target, options, credentials, methods and health messages."""
+"""Arguments of both clients for gRPC: target, options, credentials, methods and health messages."""
 
 import json
 import os
@@ -31,7 +31,7 @@ _MAX_PORT = 65535
 _FORMS = "expected host:port, dns:///name:port, ipv4:address:port,address:port or unix:path"
 
 REASON_SECONDS = 1.0
-"""How long to ask why no server is ready."""
+"""Seconds to find out why no server is ready."""
 _RING_HASH_HEADER = "GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY"
 """Environment variable that enables gRPC's ring hash on a header (gRFC A76), which 1.85 does not do by default."""
 
@@ -89,7 +89,7 @@ class StreamCall(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """What the channels of a client have in common."""
+    """Settings that the channels of a client have in common."""
 
     target: str
     credentials: grpc.ChannelCredentials | None = field(repr=False)

@@ -16,7 +16,7 @@ C = TypeVar("C")
 CONNECTIONS = 4
 """Default number of connections of each kind."""
 _AVOIDED_SECONDS = 1.0
-"""How long calls prefer other connections after one failed."""
+"""Seconds that calls avoid a connection after it failed."""
 _CALL_BYTES = 64 << 10
 """Counted for each call besides its tensors, so that small calls are spread as well."""
 

@@ -1,4 +1,4 @@
-"""What the RPCs of one request have in common: its id, metadata and retry policy."""
+"""Properties that the RPCs of one request have in common: its id, metadata and retry policy."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""Why no connection can be made, as a sentence: gRPC describes the symptoms of a wrong port or of wrong TLS."""
+"""Explains in a sentence why a connection fails: gRPC describes only the symptoms of a wrong port or wrong TLS."""
 
 import re
 import socket
@@ -10,16 +10,16 @@ from vitwire.errors import Unavailable, VitwireError
 _SECONDS = 1.0
 """For each step of a probe, which is made once gRPC could not connect to any address."""
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""What a gRPC client sends first: the preface of HTTP/2 and empty SETTINGS."""
+"""The first bytes that a gRPC client sends: the preface of HTTP/2 and empty SETTINGS."""
 _CERTIFICATE_REQUEST = 13
 """Type of the TLS message in which a server asks for a client certificate (RFC 8446, RFC 5246)."""
 _ADDRESS = re.compile(r"(?:ipv4|ipv6):(\[.*?\]|[^\s:]+):(\d+)")
 _NO_CONNECTION = ("failed to connect to all addresses", "connections to all backends failing")
 _CLOSED = ("Socket closed", "Connection reset", "Broken pipe")
 
-_WRONG_NAME = "the server's certificate is for other names than the target's"
+_WRONG_NAME = "the server's certificate does not cover the target's name"
 _NO_CERTIFICATE = (
-    "the server accepts only clients with a certificate of an authority that it trusts: "
+    "the server accepts only clients with a certificate from a CA that it trusts: "
     "set tls=grpc.ssl_channel_credentials(root, key, certificate) (--cert and --key)"
 )
 _SYMPTOMS = {
@@ -28,7 +28,7 @@ _SYMPTOMS = {
     "http1.x server": "the server does not speak gRPC: check the port, which may be the metrics port",
     "missing selected ALPN": "the server speaks TLS but not gRPC: check the port",
     "CERTIFICATE_VERIFY_FAILED": (
-        "the server's certificate is not trusted ({reason}): set tls= (--ca) to the file of its authority's certificate"
+        "the server's certificate is not trusted ({reason}): set tls= (--ca) to a file with its CA's certificate"
     ),
     "Hostname Verification Check failed": _WRONG_NAME,
     "is not in peer certificate": _WRONG_NAME,
@@ -38,7 +38,7 @@ _SYMPTOMS = {
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """How a client connects."""
+    """TLS settings of a client."""
 
     uses_tls: bool
     may_have_certificate: bool
@@ -67,7 +67,7 @@ def diagnosed(failure: VitwireError, security: Security) -> VitwireError:
 
 
 def _probed(host: str, port: int) -> tuple[bool, bool]:
-    """Whether a server speaks TLS, and whether it asked for a certificate and closed a connection without one."""
+    """Two facts about a server: it speaks TLS; it asked for a certificate and closed a connection without one."""
     speaks_tls = asked = False
 
     def saw(*message: object) -> None:
@@ -98,6 +98,6 @@ def _meaning(failure: Unavailable, text: str, *, is_permanent: bool = True) -> U
 
 
 def _reason(text: str) -> str:
-    """Why a certificate was not verified, in OpenSSL's words."""
+    """The reason, in OpenSSL's words, for which a certificate was not verified."""
     found = re.search(r"CERTIFICATE_VERIFY_FAILED: (.+?)(?:: OK|$)", text)
-    return found[1] if found else "its authority is unknown"
+    return found[1] if found else "its CA is unknown"

@@ -21,7 +21,7 @@ ONE_MESSAGE_BYTES = 4 << 20
 """Larger requests are sent as a stream; gRPC's default limit of a message."""
 CHUNK_BYTES = 1 << 20
 _WINDOW_BYTES = 64 << 10
-"""What HTTP/2 delivers of a message before the server asks for it."""
+"""Bytes of a message that HTTP/2 delivers before the server asks for it."""
 _ROW_VALUE_BYTES = 2
 """Of float16 and bfloat16, the usual types of a server."""
 _DELIVERY_BYTES = 8 << 10

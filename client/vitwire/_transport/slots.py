@@ -1,4 +1,4 @@
-"""How many requests of a client may be in flight at a time."""
+"""A limit on a client's requests in flight."""
 
 import asyncio
 import threading

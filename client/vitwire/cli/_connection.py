@@ -38,7 +38,7 @@ _NOTICE_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """How to reach the service: the options of every command, and settings of those that set them."""
+    """The connection to the service: options of every command, and settings of the commands that have them."""
 
     target: Target = DEFAULT_TARGET
     token: Token = field(default=None, repr=False)

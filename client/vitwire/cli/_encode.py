@@ -37,22 +37,22 @@ def encode(
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="Images and clips that the server decodes (JPEG, PNG, WebP, GIF, BMP; MP4, WebM), and folders, whose "
-            "files are taken with those of their folders."
+            help="Images and clips that the server decodes (JPEG, PNG, WebP, GIF, BMP; MP4, WebM), and folders, "
+            "which are searched recursively."
         ),
     ],
     out: Annotated[
         Path | None,
         typer.Option(
             help="Where to write embeddings (float32): NAME.safetensors, NAME.npy for a single image, or a folder; "
-            "files in different folders keep these in their names. Without it, nothing is written."
+            "files from different folders have the folder in their names. Without it, nothing is written."
         ),
     ] = None,
     *,
     connection: _Connection = _CONNECTION,
     as_json: Json = False,
 ) -> None:
-    """Encode files of images and clips and write their embeddings. Files that fail are listed, and the exit code is 1.
+    """Encode image and clip files and write their embeddings. If files fail, they are listed and the exit code is 1.
 
     After Ctrl-C or a failure of the service, finished embeddings are still written and the other files are listed.
     """

@@ -74,7 +74,7 @@ def check_decodes(model: Model) -> None:
     """Raises ValueError for a server that takes no files."""
     if not model.encodings:
         raise ValueError(
-            f"this server decodes no files: {model.model_type} takes only pixels as its own processor returns them, or "
+            f"this server decodes no files: {model.model_type} takes only its processor's output, or "
             "the server runs with --decode-processes 0"
         )
 

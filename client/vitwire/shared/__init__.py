@@ -1,1 +1,1 @@
-"""What client and server both use: NIXL agents, regions of memory, the allocator's setting."""
+"""Shared by client and server: NIXL agents, regions of memory, the allocator's setting."""

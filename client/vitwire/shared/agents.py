@@ -50,7 +50,7 @@ def is_installed() -> bool:
 
 
 def problem_of(name: str, metadata: bytes) -> str | None:
-    """What is wrong with the metadata of an agent that claims to be `name`; None if they agree.
+    """The problem with the metadata of an agent that claims to be `name`; None if they agree.
 
     NIXL loads metadata under the name inside it, so it must be known before.
     """
@@ -59,7 +59,7 @@ def problem_of(name: str, metadata: bytes) -> str | None:
     if len(metadata) > _MAX_METADATA:
         return f"its metadata has {len(metadata)} bytes, at most {_MAX_METADATA} are accepted"
     if not metadata.startswith(b"nixlSerDes|Agent" + len(name).to_bytes(8, "little") + name.encode() + b"|"):
-        return "its metadata is not that of a NIXL agent of this name"
+        return "its metadata does not belong to a NIXL agent of this name"
     return None
 
 
@@ -107,7 +107,7 @@ class Agent:
 
     @property
     def metadata(self) -> bytes:
-        """What other agents need in order to write into this agent's registered memory."""
+        """Metadata with which other agents can write into this agent's registered memory."""
         return bytes(self._agent.get_agent_metadata())
 
     def register(self, memory: Memory) -> None:

@@ -1,4 +1,4 @@
-"""How packages of an extra are installed, for messages about one that is missing."""
+"""Installation commands for extras, for messages about missing packages."""
 
 
 def remedy(extra: str) -> str:

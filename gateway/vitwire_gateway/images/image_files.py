@@ -43,7 +43,7 @@ def header_of(content: bytes, max_pixels: int) -> Header:
     except UnidentifiedImageError as error:
         raise ApiError(400, "not a JPEG, PNG, WebP, GIF or BMP image") from error
     except MemoryError as error:
-        raise ApiError(400, "needs more memory than it may take") from error
+        raise ApiError(400, "reading it takes more memory than allowed") from error
     except Exception as error:  # libraries raise anything over broken files
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ApiError(400, f"cannot be read as an image: {reason}") from error

@@ -1,4 +1,4 @@
-"""Which hosts may be named in image URLs, and which addresses may be connected to. Pure rules."""
+"""Rules for the hosts that image URLs may name and the addresses that may be connected to. Pure."""
 
 import ipaddress
 from collections.abc import Iterable

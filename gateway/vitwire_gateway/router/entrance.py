@@ -1,4 +1,4 @@
-"""Which requests are let in: by their key, and by how many there are and how many bytes they hold."""
+"""Admission of requests: by their key, their number and their bytes."""
 
 import hashlib
 import hmac

@@ -127,7 +127,7 @@ def _parsed(message: M, body: bytes) -> M:
     try:
         message.ParseFromString(body)
     except DecodeError as error:
-        raise refused(f"the request is no {message.DESCRIPTOR.name}") from error
+        raise refused(f"the request is not a valid {message.DESCRIPTOR.name}") from error
     return message
 
 

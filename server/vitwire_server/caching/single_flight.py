@@ -142,7 +142,7 @@ class SingleFlight:
         return self.is_cached(waiter) or (flight is not None and flight.serves(waiter))
 
     def enter(self, waiter: Waiter) -> bool:
-        """Whether the item must be queued; if not, it was answered from the cache or waits for one in flight."""
+        """Answer from the cache or join an item in flight; True if the item must be queued instead."""
         if found := self.cached(waiter):
             waiter.settle(found)
             return False

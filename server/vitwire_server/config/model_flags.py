@@ -119,8 +119,8 @@ class DeviceSettings(SourcedSettings):
     )
     pooling: Literal["none", "cls", "mean", "attention"] = Field(
         default="none",
-        description="one row per image, or per frame of a clip, instead of rows of its patches: cls, the class token; "
-        "mean, the mean of those rows; attention, the model's own pooling head; docs/models.md says what models offer",
+        description="one vector per image, or per frame of a clip, instead of one per patch: cls, the class token; "
+        "mean, the mean over the patches; attention, the model's pooling head; docs/models.md lists what models offer",
     )
     precision: Literal["auto", "fp8"] = Field(
         default="auto",
@@ -131,7 +131,7 @@ class DeviceSettings(SourcedSettings):
         default=0.999,
         ge=0,
         le=1,
-        description="with --precision fp8: minimum cosine similarity of each row of the test pictures to bfloat16; "
+        description="with --precision fp8: minimum cosine similarity to bfloat16 of each vector of the test pictures; "
         "below it the server does not start",
     )
 
@@ -156,11 +156,11 @@ class GraphSettings(SourcedSettings):
     budgets: Annotated[List, AfterValidator(_checked_budgets)] = Field(
         default="auto",
         description="token counts of the budgets (64,256,1024), a file written by vitwire-server budgets, auto: the "
-        "model's default ladder, or learn: begin with that and follow the loads",
+        "model's default ladder, or learn: start with that and adapt to traffic",
     )
     state_dir: Path | None = Field(
         default=None,
-        description="directory that --budgets learn keeps its ladders in; none: the checkpoint's directory",
+        description="state directory for --budgets learn; none: the checkpoint's directory",
     )
     graph_memory: Bytes = Field(
         default=4096 * MIB, description="estimated bytes that automatically chosen budgets may use"
@@ -196,5 +196,5 @@ class GraphSettings(SourcedSettings):
 
     @property
     def learns(self) -> bool:
-        """Whether budgets follow the loads."""
+        """Whether budgets adapt to traffic."""
         return self.budgets == "learn"

@@ -79,13 +79,13 @@ class FileSettings(SourcedSettings):
     )
     prepare: Literal["auto", "device", "cpu"] = Field(
         default="auto",
-        description="where pictures, and files once they are decoded, are resized and cut: in the decoders, or on the "
-        "model's device; auto: on a GPU, if drawn pictures have the pixels there that Pillow gives",
+        description="where pictures and decoded files are resized and tiled: cpu, in the decoders; device, on the "
+        "model's device; auto: on a GPU, if generated pictures get the same pixels there as from Pillow",
     )
     decode: Literal["auto", "device", "cpu"] = Field(
         default="auto",
-        description="where JPEG files are decoded: in the decoders, or by one more for each RPC process on the model's "
-        "device, for which vitwire[jpeg] must be installed; auto: on a GPU, if drawn pictures are within 1 of Pillow's",
+        description="where JPEG files are decoded: cpu, in the decoders; device, by one more decoder per RPC process "
+        "on the model's device (needs vitwire[jpeg]); auto: on a GPU, if generated pictures are within 1 of Pillow's",
     )
     max_encoded_bytes: int = Field(
         default=32 * MIB, ge=1, le=1 << 30, description="maximum bytes of an item that is sent as a file"
@@ -145,7 +145,7 @@ class TimeoutSettings(SourcedSettings):
     )
     lame_duck_seconds: Seconds = Field(
         default=5.0,
-        description="seconds to keep serving at shutdown after the server turns not ready",
+        description="seconds to keep serving at shutdown after the server stops reporting ready",
     )
 
 

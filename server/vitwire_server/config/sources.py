@@ -1,4 +1,4 @@
-"""Where settings come from: flags, environment variables, a TOML file.
+"""Sources of settings: flags, environment variables, a TOML file.
 
 `VITWIRE_` variables that are not settings are misspelt, or injected by Kubernetes for a Service named vitwire.
 """

@@ -1,4 +1,4 @@
-"""Which budgets a tower can have: of any tokens, of whole tiles, or of overviews and crops."""
+"""Budgets that a tower can have: of any tokens, of whole tiles, or of overviews and crops."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

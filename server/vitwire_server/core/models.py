@@ -168,7 +168,7 @@ class TileGeometry(Geometry):
             if tiles != 1:
                 yield "", f"of a clip is (frames, 1, 1), got {grid}"
             elif self.crops_replace and grid.t > 1:
-                yield "t", f"must be 1, as this model takes frames as items of their own, got {grid.t}"
+                yield "t", f"must be 1, as this model takes each frame as a separate item, got {grid.t}"
         elif tiles > 1 and grid.t not in ((tiles + 1,) if self.crops_replace else (tiles, tiles + 1)):
             fitting = f"{tiles + 1}" if self.crops_replace else f"{tiles} or {tiles + 1}"
             yield (

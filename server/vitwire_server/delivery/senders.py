@@ -88,7 +88,7 @@ class Sender:
     """Set once it was killed: called when it has ended."""
 
     def send(self, message: ToSender) -> bool:
-        """Whether the message was sent; else the sender is busy, or gone."""
+        """Send a message; False if the sender is busy or gone."""
         try:
             self.link.send(msgpack.encode(message))
         except OSError:
@@ -129,7 +129,7 @@ class Senders:
 
     @property
     def is_running(self) -> bool:
-        """Whether a sender that ends does so by itself: a factory's socket is closed before its senders end with it."""
+        """Whether the factory runs; its socket is closed before its senders end with it."""
         try:
             return self._link is not None and bool(self._link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
         except BlockingIOError:
@@ -147,7 +147,7 @@ class Senders:
             deadline = time.monotonic() + _START_SECONDS
             while not any(each.is_ready for each in self._spares):
                 if time.monotonic() > deadline:
-                    raise AgentError("the process that delivers does not start")
+                    raise AgentError("the sender does not start")
                 for sender, messages in self.wait(0.1):
                     self.started(sender, messages)
         except AgentError:
@@ -165,7 +165,7 @@ class Senders:
         else:
             self.end(sender)
             self._delays.failed()
-            raise AgentError(f"the process that delivers cannot start: {fault}")
+            raise AgentError(f"the sender cannot start: {fault}")
 
     def is_spare(self, sender: Sender) -> bool:
         """Whether it was not taken."""
@@ -175,7 +175,7 @@ class Senders:
         """Start spares until there are `count`, in place of those that hang."""
         late = time.monotonic() - _START_SECONDS
         for spare in [each for each in self._spares if not each.is_ready and each.heard < late]:
-            _log.warning("a process that delivers does not start and is replaced")
+            _log.warning("a sender does not start and is replaced")
             self.end(spare)
         while len(self._spares) < count and self._delays.is_over:
             try:
@@ -249,7 +249,7 @@ class Senders:
         except OSError as error:
             ours.close()
             self._end_factory()
-            raise AgentError(f"a process that delivers cannot be started: {error}") from error
+            raise AgentError(f"a sender cannot be started: {error}") from error
         finally:
             theirs.close()
         sender.send(Setup(self._staging_bytes, self._outbox))
@@ -277,7 +277,7 @@ class Senders:
             )
         except (OSError, subprocess.SubprocessError) as error:
             ours.close()
-            raise AgentError(f"the process that delivers cannot be started: {error}") from error
+            raise AgentError(f"the sender cannot be started: {error}") from error
         finally:
             theirs.close()
         self._link = ours

@@ -128,7 +128,7 @@ class Transfers:
                 if job and job.sender is sender:
                     self._ended(message.number, job, message)
         if messages is None:
-            _log.warning("a process that delivers has ended: embeddings under way are sent in responses")
+            _log.warning("a sender has ended: embeddings under way are sent in responses")
             self._lose(sender, is_to_blame=self.senders.is_running)
 
     def advance(self) -> bool:
@@ -207,7 +207,7 @@ class Transfers:
         failure: Fallback | None = None
         if message.fault:
             failure = Fallback.REFUSED if message.refused else Fallback.FAILED
-            _log.info("a transfer to a NIXL agent failed, which is not used any more: %s", message.fault)
+            _log.info("a transfer to a NIXL agent failed, and the agent is no longer used: %s", message.fault)
             if peer.state is not State.REFUSED:
                 peer.state = State.REFUSED if message.refused else State.BROKEN
         if job.copy:
@@ -256,7 +256,7 @@ class Transfers:
             nbytes = sum(job.rows.nbytes for job in jobs)
             is_too_much = len(jobs) >= self._bounds.overdue or nbytes > self._bounds.overdue_bytes
             if hangs or is_too_much or self._assignments.is_trial(sender):
-                _log.warning("a process that delivers is replaced: %d transfers do not end", len(jobs))
+                _log.warning("a sender is replaced: %d of its transfers do not end", len(jobs))
                 self._lose(sender, is_to_blame=hangs)
 
     def _can_send(self, rows: Rows) -> bool:

@@ -41,7 +41,7 @@ def write_demo_checkpoint(model_type: str, out: Path, *, seed: int = 0) -> None:
     the umask gives. Raises ValueError if there is no tiny model of this type.
     """
     if model_type not in DEMO_MODELS:
-        raise ValueError(f"no demo checkpoint of model_type {model_type!r}; there are: {', '.join(DEMO_MODELS)}")
+        raise ValueError(f"no demo checkpoint of model_type {model_type!r}; choose from {', '.join(DEMO_MODELS)}")
     demo = DEMO_MODELS[model_type]
     out.mkdir(parents=True, exist_ok=True)
     demo.save(random_model(model_type, seed), out)

@@ -98,7 +98,7 @@ def reduce_precision(
     _log.info("%d linear layers in %s; %s", layers, _TYPE, rows)
     if not least >= floor:  # also for NaN
         raise UsageError(
-            f"--precision-floor {floor}: with --precision fp8, the cosine similarity of the worst row to bfloat16 is "
+            f"--precision-floor {floor}: with --precision fp8, the lowest cosine similarity to bfloat16 is "
             f"{least:.5f} (median {median:.5f}); serve without --precision fp8, or lower the floor if this is enough"
         )
     return Precision(_TYPE, layers, least, median)

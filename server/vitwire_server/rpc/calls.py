@@ -58,7 +58,7 @@ class Call:
             return
         unclaim = self.serving.claims.take(self.consumer, region)
         if unclaim is None:
-            reason = "overlaps with the region of another item in flight: lease each item a region of its own"
+            reason = "overlaps with the region of another item in flight: lease a separate region to each item"
             raise InvalidRequest([Violation(f"items[{index}].region", reason)])
         self.answers.item(index).unclaim = unclaim
 

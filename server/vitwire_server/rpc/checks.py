@@ -68,12 +68,16 @@ def wrong_extras(item: pb.Item, card: ModelCard) -> Iterator[Violation]:
         yield Violation("keep_ratio", "must be 0 for an image: only videos are pruned")
     elif item.keep_ratio and not card.geometry.prunes:
         several = f"tokens of {card.model_type} span several frames"
-        pooled = f"each frame has one row, as the server runs with --pooling {card.pooling}"
+        pooled = f"each frame has one vector, as the server runs with --pooling {card.pooling}"
         yield Violation("keep_ratio", f"must be 0: {pooled if card.geometry.one_row else several}")
     store, cache = item.store_only, card.limits.cached_bytes
     yield from violations(
         ("content_id", f"must have at most {_MAX_CONTENT_ID} characters", len(item.content_id) > _MAX_CONTENT_ID),
-        ("content_id", "is missing: the rows of a store_only item are cached under it", store and not item.content_id),
+        (
+            "content_id",
+            "is missing: the embedding of a store_only item is cached under it",
+            store and not item.content_id,
+        ),
         ("store_only", "must be false: the server has no cache (--cache-bytes)", store and not cache),
         ("store_only", "must be false for an item with a region", store and item.HasField("region")),
     )
@@ -146,9 +150,9 @@ def wrong_picture(item: pb.Item, modality: Modality, card: ModelCard) -> Iterato
     elif len(shape) != axes or shape[-1] not in (RGB, RGBA) or item.pixels.data_type != pb.DATA_TYPE_UINT8:
         layout = "(frames, height, width, 3 or 4)" if modality is Modality.VIDEO else "(height, width, 3 or 4)"
         given = f"{list(shape[:4])}" + ("..." if len(shape) > 4 else "")
-        yield Violation("grid", f"is missing: only a picture has none, {layout} in UINT8; pixels are {given}")
+        yield Violation("grid", f"is missing: only pictures have none, UINT8 of shape {layout}; got pixels {given}")
     elif min(shape) < 1:
-        yield Violation("pixels.shape", f"must be of at least one pixel, got {list(shape)}")
+        yield Violation("pixels.shape", f"must have at least one pixel, got {list(shape)}")
     elif shape[-3] * shape[-2] > limits.encoded_pixels:
         size = f"{shape[-2]}x{shape[-3]}"
         yield Violation("pixels.shape", f"is a picture of {size}, the limit is {limits.encoded_pixels} pixels")
@@ -189,5 +193,5 @@ def wrong_region(region: Region | None, consumer: Consumer | None, needed: int) 
     """The region of an item whose rows have `needed` bytes."""
     if region is None:
         return []
-    reason = region.problem(consumer, needed) if consumer else "needs the delivery of the request"
+    reason = region.problem(consumer, needed) if consumer else "needs a delivery in the request"
     return [Violation("region", reason)] if reason else []

@@ -1,4 +1,4 @@
-"""Who callers are: by tokens and certificates, in files that are read again while the server runs."""
+"""Authentication of callers: by tokens and certificates, in files that are read again while the server runs."""
 
 import hashlib
 import logging

@@ -174,7 +174,7 @@ class Uploads:
         item, answers = message.header, self._call.answers
         has_content = message.encoded_bytes or item.HasField("pixels")
         wrong = violations(
-            ("region_follows", "needs the delivery of the request", self._call.consumer is None),
+            ("region_follows", "needs a delivery in the request", self._call.consumer is None),
             ("region_follows", "must be false for an item with a region", item.HasField("region")),
             ("region_follows", "must be false for an item whose rows are only stored", item.store_only),
             ("region_follows", "must be false for an item without content", not has_content),

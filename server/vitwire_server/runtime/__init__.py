@@ -1,1 +1,1 @@
-"""What runs on the device: the engine, graphs, streams, staging, attention backends and kernels."""
+"""Code that runs on the device: the engine, graphs, streams, staging, attention backends and kernels."""

@@ -73,7 +73,7 @@ def memory(device: torch.device, graphs: int) -> dict[str, int]:
 
 
 def unavailable(device: torch.device, backends: Mapping[str, str], *, graphs: bool) -> dict[str, str]:
-    """What a CUDA device or the installation lacks of attention `backends`, graphs and fused blocks, and why."""
+    """Attention `backends`, graphs and fused blocks that the device or installation lacks, each with the reason."""
     if device.type != "cuda":
         return {}
     kernels = kernel_fault(device)

@@ -237,7 +237,7 @@ class _Staged:
 
 
 def _form(item: Item) -> tuple[Modality, DType, tuple[int, ...], int]:
-    """What staging depends on: items that agree in it are staged as one; a picture always alone."""
+    """The key of staging: items with equal keys are staged as one; a picture always alone."""
     return item.modality, item.pixels.dtype, item.pixels.shape[1:], id(item) if item.is_picture else 0
 
 

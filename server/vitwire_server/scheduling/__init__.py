@@ -1,1 +1,1 @@
-"""When items run and in which batches. Knows neither torch nor grpc."""
+"""Decides when items run and in which batches. Imports neither torch nor grpc."""

@@ -80,7 +80,7 @@ def last_layer(config: Config) -> None:
     """Raises ValueError unless rows are those of the last layer."""
     layer = getattr(config, "vision_feature_layer", -1)
     if layer != -1:
-        raise ValueError(f"vision_feature_layer {layer} is not served, only -1, the last one, is")
+        raise ValueError(f"unsupported vision_feature_layer {layer}; supported: -1, the last layer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Served:
     holds: Callable[[Any, Config], bool]
     """From the field's value and the module's configuration; may raise ArithmeticError or TypeError for False."""
     accepted: str
-    """What the value must be, in words."""
+    """The accepted values, in words."""
 
     def problem(self, config: Config) -> str | None:
         """The problem with the value; None if there is none."""

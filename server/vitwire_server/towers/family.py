@@ -158,7 +158,7 @@ def of_transformers(folder: Path, _: Mapping[str, Any]) -> Config:
 
 
 class Accepts(StrEnum):
-    """What clients may send of a modality, in the words of the table of models."""
+    """Forms in which clients may send a modality, in the words of the table of models."""
 
     PICTURES = "yes"
     """Images or frames, which are prepared as the model's processor does."""

@@ -283,5 +283,5 @@ def test_values_that_are_not_finite_fail_their_item_only(value: float, kind: Any
             assert isinstance(result[1], Embedding)
         else:
             assert isinstance(result[1], EncodeFailed)
-            assert "items[3]: the server sent rows with NaN" in str(result[1])
+            assert "items[3]: the server sent NaN" in str(result[1])
     assembler.finish()

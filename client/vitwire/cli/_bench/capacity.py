@@ -138,7 +138,7 @@ class Finding:
     rate: float | None = None
     """Requests per second; None if no rate was confirmed."""
     limited_by: str | None = None
-    """What limited the lowest rate that failed."""
+    """The limit that the lowest failed rate met."""
     trials: list[Verdict] = field(default_factory=list)
     last: Run | None = None
     """The last trial that held."""

@@ -17,9 +17,9 @@ NOT_SENT = "NOT_SENT"
 """Error of a request that was due, but for which no thread was free until after the end."""
 _STAMP_BYTES = 8
 _GRACE_SECONDS = 1.0
-"""How long after the end requests that were due before it are still sent."""
+"""Seconds after the end in which requests that were due before it are still sent."""
 _BEHIND_SECONDS = 5.0
-"""How long after the end requests that were due before it are still counted."""
+"""Seconds after the end in which requests that were due before it are still counted."""
 _MAX_BACKLOG = 500_000
 """Requests that may be due and not yet answered; each takes about 1 KB."""
 
@@ -51,7 +51,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How many requests to send, and when."""
+    """The number of requests to send, and their times."""
 
     concurrency: int
     """Maximum requests in flight; a thread each, started when needed."""

@@ -127,7 +127,7 @@ class Options:
 
     @cached_property
     def recording(self) -> Trace | None:
-        """What the trace holds. Raises OSError and ValueError."""
+        """The content of the trace. Raises OSError and ValueError."""
         return None if self.trace is None else Trace.read(self.trace)
 
     @property

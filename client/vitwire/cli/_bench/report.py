@@ -1,4 +1,4 @@
-"""How the benchmark shows its results: a table, and plots."""
+"""Results of the benchmark as a table and plots."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,7 +51,7 @@ def trials_table(trials: Sequence[Verdict]) -> Table:
 
 
 def shapes_table(shapes: Sequence[Shape]) -> Table:
-    """What the model makes of each size, one a row."""
+    """A table of what the model makes of each size."""
     shown = Table("size", "resized to", "grid", "tokens")
     for shape in shapes:
         shown.add_row(shape.size, shape.resized_to or "", "x".join(map(str, shape.grid)), str(shape.tokens))

@@ -1,4 +1,4 @@
-"""What a load measured, its statistics, and what the service reports about itself."""
+"""Measurements of a load, their statistics, and the service's reports about itself."""
 
 import sys
 from collections import Counter
@@ -71,7 +71,7 @@ class Run:
         return sum(bool(sample.error) or sample.latency * 1e3 > limit_ms for sample in self.samples)
 
     def limited_by(self, limit_ms: float | None = None) -> str | None:
-        """What limited the run, as far as can be seen from here; None if nothing did.
+        """The limit of the run, as far as the client can see; None if there was none.
 
         limit_ms: of a trial that failed, which always has a cause.
         """
@@ -115,7 +115,7 @@ class Run:
         }
 
     def generator(self) -> dict[str, object]:
-        """How the generator itself did."""
+        """Statistics of the generator itself."""
         late, waited = (np.array([getattr(each, name) for each in self.samples]) for name in ("late", "waited"))
         return {
             "kept_pace": self.kept_pace(),

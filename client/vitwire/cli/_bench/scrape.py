@@ -1,4 +1,4 @@
-"""What servers report on their metrics pages, as differences over a load."""
+"""Metrics of servers, as differences over a load."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -62,7 +62,7 @@ def parse(text: str) -> Readings:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How metrics of `pages` servers changed within `seconds`."""
+    """Changes in the metrics of `pages` servers within `seconds`."""
 
     before: Readings
     after: Readings
@@ -93,7 +93,7 @@ class Usage:
 
     @property
     def bound(self) -> str | None:
-        """What is used up: the device, or processes that are near one core each; None if neither is."""
+        """The saturated part: the device, or processes that use nearly one core each; None if neither is."""
         if self.device_busy >= _BUSY:
             return "device"
         full = [name for name, cores in self.cores().items() if name != "server" and cores / self.pages >= _BUSY]

@@ -1,4 +1,4 @@
-"""What the benchmark sends: random items of sizes or of a trace, and which of them each request holds."""
+"""The benchmark's requests: random items of given sizes or of a trace."""
 
 import io
 import json
@@ -134,7 +134,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the model makes of a size."""
+    """A size as the model resizes and cuts it."""
 
     size: str
     resized_to: str | None

@@ -1,4 +1,4 @@
-"""How models take pixels and arrange rows, as parts of their layouts."""
+"""Parts of models' layouts: forms of pixels and arrangements of rows."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -223,7 +223,7 @@ def projected_states(call: Call, rows: list[Tensor]) -> Any:  # noqa: ANN401  # 
     if len(rows) != prompts * images:
         prompt, place = (call.arguments["aspect_ratio_ids"] == 0).nonzero()[0].tolist()
         field = f"aspect_ratio_ids[{prompt}][{place}]"
-        raise ValueError(f"{field}: the prompts of a batch must have as many images each, got padding (0)")
+        raise ValueError(f"{field}: the prompts of a batch must all have the same number of images, got padding (0)")
     states = torch.stack(rows)
     return BaseModelOutput(last_hidden_state=states.view(prompts, images, tiles, -1, states.shape[-1]))
 

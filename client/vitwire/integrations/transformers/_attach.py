@@ -188,7 +188,7 @@ class _Original:
         self, owner: PreTrainedModel, methods: Mapping[str, object], client: Client | None, *, keep: bool
     ) -> None:
         self.methods = methods
-        """What the owner itself, rather than its class, had under the names of its methods; None if nothing."""
+        """Attributes that the owner itself, rather than its class, had under the methods' names; None if none."""
         self.client = client
         """The client, if `attach` made it."""
         self._owner = owner

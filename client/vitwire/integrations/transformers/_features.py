@@ -46,13 +46,13 @@ class Layout:
     """One way of taking pixels."""
 
     arguments: Callable[[Call], Mapping[str, Any]] = lambda call: call.arguments
-    """What the items are made of, in the form of a processor's output."""
+    """Content of the items, in the form of a processor's output."""
     tiles: Callable[[Call], list[int] | list[tuple[int, int, int]] | None] = lambda _: None
     """Numbers of tiles of each item, or its grid, if the arguments do not say them."""
     features: Callable[[Call, list[Tensor]], Any] = lambda _, rows: rows
     """From the rows of each item to `pooler_output` of what the model's method returns, or to what a module returns."""
     deepstack_output: Callable[..., BaseModelOutputWithPooling] = BaseModelOutputWithDeepstackFeatures
-    """What holds the features of several layers, which are fields of it by name."""
+    """Class with the features of several layers as named fields."""
     added: Callable[[Any], Mapping[str, Tensor]] = lambda _: {}
     """From the model, while it has its tower, to rows of that tower that do not depend on the pixels."""
     before_projector: bool = False
@@ -63,7 +63,7 @@ class Layout:
     replaces: str = ""
     """Path of the module whose `forward` is replaced, in models without feature methods."""
     attributes: tuple[str, ...] = ()
-    """What the model reads of that module."""
+    """Attributes that the model reads from that module."""
     cut: Callable[[Mapping[str, Any]], list[Item]] | None = None
     """From the arguments to items, if these differ from those of other clients."""
 

@@ -1,4 +1,4 @@
-"""How each model takes pixels."""
+"""The form of pixels that each model takes."""
 
 from collections.abc import Mapping
 from dataclasses import replace

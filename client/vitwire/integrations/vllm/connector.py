@@ -208,7 +208,7 @@ def _expected(vllm_config: VllmConfig) -> Expected:
 
 
 def _content(request: "Request", index: int) -> Content | None:
-    """What has to be fetched for a feature; None if vLLM encodes it itself."""
+    """The content to fetch for a feature; None if vLLM encodes it itself."""
     feature: MultiModalFeatureSpec = request.mm_features[index]
     grid = f"{feature.modality}_grid_thw"
     if feature.modality not in _MODALITIES or not feature.data or grid not in feature.data:

@@ -160,7 +160,7 @@ def _check(embedding: Embedding, model: Model, modality: Modality, field: str) -
         raise ValueError(f"{field}: its tokens were pruned, and vLLM expects all of them; encode without keep_ratio")
     rows, width = embedding.shape
     if width != model.embedding_width:
-        raise ValueError(f"{field}: rows are {width} wide, those of {model.model_id} are {model.embedding_width}")
+        raise ValueError(f"{field} is {width} wide, but {model.model_id} has width {model.embedding_width}")
     if model.model_type in _WITH_GRIDS:
         tokens = _tokens(embedding.grid, model, modality, f"{field}.grid")
         if rows != tokens:

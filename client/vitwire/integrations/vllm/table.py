@@ -36,7 +36,7 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a fetch ended on a worker."""
+    """The outcome of a fetch on a worker."""
 
     error: str = ""
     missing: bool = False
@@ -99,7 +99,7 @@ class Table:
         self._counts: dict[str, float] = dict.fromkeys(COUNTED, 0)
 
     def ensure(self, request: str, contents: Sequence[Content], now: float, *, urgent: bool) -> bool:
-        """Whether all contents can be loaded; orders the fetches of the others.
+        """Order fetches of missing contents; True if all contents can be loaded.
 
         urgent: the request holds KV blocks, which others may wait for: admit it without regard to room.
         """
@@ -168,7 +168,7 @@ class Table:
         return failed
 
     def take_counts(self) -> dict[str, float]:
-        """What happened since the last call, by the names in `COUNTED`."""
+        """Counts of events since the last call, by the names in `COUNTED`."""
         counts, self._counts = self._counts, dict.fromkeys(COUNTED, 0)
         return counts
 

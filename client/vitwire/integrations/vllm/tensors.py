@@ -66,7 +66,7 @@ def torch_base64(array: npt.NDArray[np.generic], dtype: str) -> str:
 
 
 def _archive(pickled: bytes, values: Buffer) -> tuple[bytes, bytes]:
-    """What precedes and follows the values in the file; a multiple of `_ALIGNMENT` bytes precedes them."""
+    """The bytes before and after the values in the file; a multiple of `_ALIGNMENT` bytes precedes them."""
     head, directory = bytearray(), bytearray()
     members: dict[str, Buffer] = {"data.pkl": pickled, "byteorder": b"little", "version": b"3\n", "data/0": values}
     for name, content in members.items():

@@ -23,7 +23,7 @@ _PAUSE_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the language model takes."""
+    """Input of the language model."""
 
     width: int
     """Columns of an embedding, including deepstack levels."""
@@ -76,7 +76,7 @@ class Fetcher:
         try:
             rows = held.result()
         except Exception as error:
-            raise RuntimeError(f"{_named(order.content)} was ordered to be loaded, but has gone: {error}") from error
+            raise RuntimeError(f"{_named(order.content)} was to be loaded, but is gone: {error}") from error
         return rows.to(self._expected.device, self._expected.dtype, non_blocking=True, copy=True)
 
     def _release(self, number: int) -> None:

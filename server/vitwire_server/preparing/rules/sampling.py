@@ -1,4 +1,4 @@
-"""Which frames of a clip a model's Hugging Face processor uses."""
+"""The frames of a clip that a model's Hugging Face processor uses."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -36,7 +36,7 @@ class Layout(Struct, array_like=True, frozen=True):
 
 
 class Factory(Struct, array_like=True, frozen=True):
-    """How a process makes the tower without its weights."""
+    """A function by which a process makes the tower without its weights."""
 
     function: str
     """`module:function`, which takes the arguments and returns a Tower whose tensors may hold anything."""

@@ -34,7 +34,7 @@ class NotFusable(Exception):
 
 
 class Shared:
-    """What the layers of a tower share: their products, and what each forward computes once."""
+    """State that the layers of a tower share: products, and values computed once per forward."""
 
     def __init__(self) -> None:
         self.products = Products()
@@ -45,7 +45,7 @@ class Shared:
         self._made.clear()
 
     def of(self, source: Tensor, make: Callable[[], Made]) -> Made:
-        """What `make` returned for this tensor, which must stay alive during the forward."""
+        """The value `make` returned for this tensor, which must stay alive during the forward."""
         if id(source) not in self._made:
             self._made[id(source)] = make()
         made: Made = self._made[id(source)]
@@ -57,7 +57,7 @@ class Layer(ABC):
 
     forms: ClassVar[Sequence[Form]]
     known_arguments: Set[str] | None
-    """What attention may take in addition to rows and mask: what is compared, or never given; None if anything."""
+    """Arguments that attention may take besides rows and mask, compared or never given; None: any."""
 
     def __init__(self, stock: nn.Module, shared: Shared, *, first: bool, reduced: bool = False) -> None:
         """`first` starts a forward; `reduced`: its linear layers are in float8. Raises NotFusable."""
@@ -78,7 +78,7 @@ class Layer(ABC):
 
     @abstractmethod
     def compared(self, stock: nn.Module, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """What the stock layer and this one make of rows `(units, tokens, hidden)`, in each way it is computed."""
+        """Outputs of the stock layer and this one for rows `(units, tokens, hidden)`, for each way it is computed."""
 
     def _computed(self, rows: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
         """The forward on `rows (count, hidden)`, which are not written to: towers keep those of several layers.
@@ -194,7 +194,7 @@ class PackedLayer(Layer):
     def _both(
         self, stock: nn.Module, rows: Tensor, ends: Tensor, longest: int, rotary: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """What the stock layer and this one make of packed rows."""
+        """Outputs of the stock layer and this one for packed rows."""
         packed = rows[None]
         arguments: dict[str, Any] = {
             "cu_seq_lens_q": ends,

@@ -150,7 +150,7 @@ class Float8:
     """
 
     _entered: tuple[Tensor, Scaled] | None = None
-    """What the layer before left: the residual stream, and its first norm."""
+    """The previous layer's output: the residual stream, and its first norm."""
 
     def __init__(self, form: Form, stock: nn.Module) -> None:
         """Raises ValueError, AttributeError."""

@@ -1,4 +1,4 @@
-"""What a tower computes outside of its blocks: learned positions in one kernel, mergers beside the blocks.
+"""Computations of a tower outside its blocks: learned positions in one kernel, mergers concurrently with the blocks.
 
 transformers gathers four positions for each patch in float32 before it sums them. With few rows a merger reads far more
 weights than it computes with, and the blocks leave most of the memory's bandwidth unused: a recorded forward runs

@@ -1,4 +1,4 @@
-"""What kernels work on: packed segments, rows in float8, and the tiles of attention. Imports no Triton."""
+"""Operands of kernels: packed segments, rows in float8, and the tiles of attention. Imports no Triton."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ Returns rows like `q`; those behind the last boundary are undefined."""
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """What one program of the attention kernel works on at a time."""
+    """The tile that one program of the attention kernel works on at a time."""
 
     rows: int
     keys: int
@@ -86,7 +86,7 @@ class AttentionTile:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How attention divides its rows among programs."""
+    """The division of attention's rows among programs."""
 
     rows: int
     """Of a tile."""

@@ -18,12 +18,12 @@ from vitwire_server.runtime.kernels.dependent import begin, end, is_dependent
 _ALIGNMENT = 16
 """Bytes to which the copy engine needs rows to be aligned."""
 _BARRIER_BYTES = 1024
-"""What the compiler adds, at most."""
+"""Most that the compiler adds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What a program computes: a tile of the result, from one of `splits` parts of the inner dimension."""
+    """The work of a program: a tile of the result, from one of `splits` parts of the inner dimension."""
 
     rows: int
     columns: int

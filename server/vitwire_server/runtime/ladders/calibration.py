@@ -20,7 +20,7 @@ _REPEATS = 5
 _GAIN = 0.02
 """Share of a replay that a budget for short segments saves at least."""
 _MARGIN = 1.5
-"""How much longer the device is busy with replays than launching an eager forward takes."""
+"""Ratio of the device's time for the replays to the launch time of an eager forward."""
 _SHORTEST = 1e-3
 """A replay's seconds are counted as at least these, so that few go ahead."""
 _EAGER_TOKENS = (16, 64, 256, 1024, 4096)

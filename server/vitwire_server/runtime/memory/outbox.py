@@ -98,7 +98,7 @@ class Outbox:
         return rows
 
     def exported(self) -> Exported:
-        """What senders map the memory by. Raises CudaError."""
+        """The handle by which senders map the memory. Raises CudaError."""
         device = self._tensor.device.index
         cuda.make_current(device)  # torch sets it only once it differs
         handle, offset = cuda.exported(self.memory.address)

@@ -24,7 +24,7 @@ _SMALLEST, _LARGEST = 0.025, 0.4
 """Radii, as shares of the longer side."""
 _NOISE = 4.0
 _GREY = 0.6
-"""How much of a colour is its brightness."""
+"""Share of brightness in a colour."""
 
 
 class Comparison:

@@ -33,7 +33,7 @@ class Choices:
         return cls(path)
 
     def get(self, name: str) -> str | None:
-        """What was chosen; None if it was not measured yet."""
+        """The choice; None if it was not measured yet."""
         return self.made.get(name)
 
     def put(self, name: str, choice: str) -> None:

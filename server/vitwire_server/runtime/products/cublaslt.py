@@ -30,7 +30,7 @@ _PROPOSALS = 5
 
 
 class Epilogue(IntEnum):
-    """What follows the sums in the same kernel: values of cublasLtEpilogue_t."""
+    """Steps after the sums in the same kernel: values of cublasLtEpilogue_t."""
 
     NONE = 1
     BIAS = 4
@@ -49,7 +49,7 @@ class Algorithm:
     layouts: tuple[c_void_p, c_void_p, c_void_p]
     """Of weight, rows and result."""
     state: bytes
-    """What cuBLASLt knows it by; valid for this version of the library on this device."""
+    """cuBLASLt's identifier of the algorithm; valid for this version of the library on this device."""
     accumulates: bool
 
 
@@ -74,7 +74,7 @@ class CublasLt:
     def proposals(
         self, rows: int, weight: Tensor, epilogue: Epilogue = Epilogue.NONE, *, accumulates: bool = False
     ) -> list[Algorithm]:
-        """What the library proposes for `rows` by `weight (columns, depth)`, best first. Raises CublasLtError.
+        """The library's proposals for `rows` by `weight (columns, depth)`, best first. Raises CublasLtError.
 
         The result is rounded once; `accumulates` adds what was in it.
         """

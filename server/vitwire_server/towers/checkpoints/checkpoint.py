@@ -175,7 +175,7 @@ def _other_form(module: Module, config: Config, weights: Weights) -> str | None:
     for name in sorted(held.keys() & weights.keys()):
         given = weights[name]
         if tuple(given.shape) != held[name]:
-            return f"{name} is of shape {tuple(given.shape)}, and config.json asks for {held[name]}"
+            return f"{name} is of shape {tuple(given.shape)}, but config.json asks for {held[name]}"
         if not given.is_floating_point():
             return f"{name} is of type {given.dtype}, but must be floating point"
     return None

@@ -17,7 +17,7 @@ RECORD = ".vitwire-download.json"
 """The file that says which commit of which model the directory holds; written when all files have arrived."""
 _SETTINGS = "*.json"
 _FAULTS = (HTTPError, OSError, ValueError)
-"""What the Hub's client raises; ValueError over ids that are not of the form owner/name."""
+"""Errors of the Hub's client; ValueError for ids that are not of the form owner/name."""
 Say = Callable[[str], object]
 
 

@@ -55,7 +55,7 @@ try:
     compiled = [re.compile(rf"(.*\\.)?({{pattern}})$") for pattern in patterns]
     found = [next((at for at, each in enumerate(compiled) if each.match(name)), None) for name in names]
 except (re.error, MemoryError, RecursionError, OverflowError) as error:
-    sys.exit(f"it is no regular expression that can be matched ({{type(error).__name__}}: {{error}})")
+    sys.exit(f"it is not a regular expression that can be matched ({{type(error).__name__}}: {{error}})")
 json.dump(found, sys.stdout)
 """
 
@@ -82,7 +82,7 @@ class Adapter:
             raise CheckpointError(f"{folder} trained biases (bias={config['bias']!r}): only plain LoRA can be merged")
         start = config.get("init_lora_weights", True)
         if isinstance(start, str) and start not in _PLAIN_STARTS:
-            raise CheckpointError(f"{folder} was initialised by {start!r}, which changes the base's own weights")
+            raise CheckpointError(f"{folder} was initialised by {start!r}, which changes the base weights")
         return cls(name, folder, config)
 
     def merge(self, family: Family, config: Config, weights: Mapping[str, Weights]) -> None:
@@ -146,7 +146,7 @@ class Adapter:
         down, up = (own[side] for side in sorted(own))
         rank = len(down)
         if up.flatten(1).shape[1] != rank:
-            raise CheckpointError(f"{self.folder}: the factors of {module} are of different ranks")
+            raise CheckpointError(f"{self.folder}: the factors of {module} have different ranks")
         scale = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
         product = up.flatten(1) @ down.flatten(1) * scale
         if not product.isfinite().all():
@@ -159,7 +159,7 @@ class Adapter:
         """The scale of each module's factors, before their rank divides it. Raises CheckpointError."""
         patterns = self.config.get("alpha_pattern") or {}
         if not isinstance(patterns, dict):
-            raise CheckpointError(f"{self.folder / _CONFIG}: alpha_pattern is no object of names and numbers")
+            raise CheckpointError(f"{self.folder / _CONFIG}: alpha_pattern must be an object of names and numbers")
         found: list[int | None] = [None] * len(modules)
         if patterns:
             with refused(f"{self.folder / _CONFIG}: alpha_pattern cannot be used", ValueError):

@@ -86,7 +86,7 @@ def read_weights(
         for part, name, key in shards[shard]:
             before = weights[part].setdefault(name, tensors[key])
             if before is not tensors[key] and not torch.equal(before, tensors[key]):
-                raise CheckpointError(f"{path}: {key} differs from another weight that stands for {name} too")
+                raise CheckpointError(f"{path}: {key} differs from another weight that also maps to {name}")
     for name, module in modules.items():
         with refused(f"{folder}: the weights do not fit the vision {name}", *BROKEN):
             weights[name] = module.convert(weights[name], module.configuration(config))
@@ -179,7 +179,7 @@ def _unpickled(path: Path) -> dict[str, Any]:
     except (*BROKEN, OSError, EOFError, struct.error) as error:
         raise CheckpointError(f"{path} is not a whole file of torch.save: {_reason(error)}") from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds no names of tensors, but a {type(found).__name__}")
+        raise CheckpointError(f"{path} must hold tensors by name, but holds a {type(found).__name__}")
     return {name: value for name, value in found.items() if isinstance(name, str)}
 
 
@@ -193,14 +193,14 @@ def _reason(error: Exception) -> str:
 def _usable(tensor: Any, name: str, path: Path) -> Tensor:  # noqa: ANN401 - whatever a file holds
     """A weight that a tower can compute with. Raises CheckpointError."""
     if not isinstance(tensor, Tensor):
-        raise CheckpointError(f"{path}: {name} is no tensor, but a {type(tensor).__name__}")
+        raise CheckpointError(f"{path}: {name} must be a tensor, but is of type {type(tensor).__name__}")
     if tensor.element_size() == 1:
         raise CheckpointError(f"{path}: {name} is quantised ({tensor.dtype}); only 16 and 32 bits are supported")
     if tensor.is_complex() or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         kind = f"{tensor.dtype}, {tensor.layout}, {tensor.device}"
         raise CheckpointError(f"{path}: {name} must be a dense tensor of real numbers, but is {kind}")
     if tensor.untyped_storage().nbytes() < tensor.nbytes:
-        raise CheckpointError(f"{path}: {name} of shape {tuple(tensor.shape)} has fewer numbers than its shape says")
+        raise CheckpointError(f"{path}: {name} of shape {tuple(tensor.shape)} has fewer values than its shape needs")
     return tensor.detach().contiguous()
 
 

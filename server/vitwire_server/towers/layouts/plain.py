@@ -47,7 +47,7 @@ class PlainFamily(Family):
         if not self.resizes and tiling.tile != (size, size):
             name, found = files.image_path.name, f"makes tiles of {tiling.tile}"
             if not files.image:
-                found = f"is missing, without which {self.processor}'s processor {found}: add that of the model"
+                found = f"is missing, and {self.processor}'s processor then {found}: add the model's file"
             raise CheckpointError(f"{folder}: image_size is {size}, but {name} {found}")
         if min(tiling.tile) < side(vision.patch_size):
             raise ValueError(f"{files.image_path.name} makes tiles of {tiling.tile}, which hold no patch of patch_size")

@@ -82,7 +82,7 @@ def test_offline_data() -> None:
     ("wrong", "message"),
     [
         (embedding(rows=3), r"embedding: 3 rows, its grid \(1, 4, 4\) has 4"),
-        (embedding(width=8), "embedding: rows are 8 wide, those of tiny are 12"),
+        (embedding(width=8), "embedding is 8 wide, but tiny has width 12"),
         (embedding(grid=(0, 0, 0)), r"embedding.grid: \(0, 0, 0\) is not"),
         (embedding((2, 4, 4), 8), r"embedding.grid: \(2, 4, 4\) is the grid of a clip"),
         (embedding(kept=(0, 1)), "embedding: its tokens were pruned"),
