@@ -11,7 +11,6 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from vitwire._delivery.answers import Accepted, Result, Stored
-from vitwire._transport.protocol import Priority
 from vitwire.aio import AsyncClient
 from vitwire.client import Client
 from vitwire.embeddings import DType, Embedding, Report
@@ -26,7 +25,7 @@ from vitwire.errors import (
     Violation,
     VitwireError,
 )
-from vitwire.items import Item, Modality
+from vitwire.items import Item, Modality, Priority
 from vitwire.model import Budget, Limits, Model, Precision, TileShapes
 
 __all__ = [

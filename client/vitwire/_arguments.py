@@ -21,10 +21,9 @@ from vitwire._inputs.sources import (
     pixels_of_frames,
 )
 from vitwire._inputs.tensors import invalid
-from vitwire._transport.protocol import Priority
 from vitwire.embeddings import DType
 from vitwire.errors import EncodeFailed, InvalidItem
-from vitwire.items import Item, Modality, ids_of, items_of
+from vitwire.items import Item, Modality, Priority, ids_of, items_of
 from vitwire.model import Model
 
 S = TypeVar("S")

@@ -21,10 +21,10 @@ from vitwire._transport.channel import Channels, Tls, checked_target
 from vitwire._transport.connections import CONNECTIONS
 from vitwire._transport.context import Context, Token, checked_metadata, checked_token, log
 from vitwire._transport.exchange import may_mean_other_model
-from vitwire._transport.protocol import Options, Part, Priority, parts_of
+from vitwire._transport.protocol import Options, Part, parts_of
 from vitwire.embeddings import DType
 from vitwire.errors import VitwireError
-from vitwire.items import Item
+from vitwire.items import Item, Priority
 from vitwire.model import Model
 
 P = ParamSpec("P")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vitwire.model import Model
 
 Modality = Literal["image", "video"]
+Priority = Literal["interactive", "batch"]
 
 
 MODALITIES: dict[str, "pb.Modality.ValueType"] = {"image": pb.MODALITY_IMAGE, "video": pb.MODALITY_VIDEO}

@@ -102,7 +102,7 @@ def _serve(words: list[str]) -> int:
         return _fail(error, 1, settings.log_format)
     if not settings.device_list:
         return _serve_device(settings, heartbeat)
-    from vitwire_server.process.supervisor import supervise  # noqa: PLC0415 - as above
+    from vitwire_server.process.device_supervisor import supervise  # noqa: PLC0415 - as above
 
     return asyncio.run(supervise(words, settings))
 

@@ -2,19 +2,17 @@
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from vitwire._delivery.answers import Expected
 from vitwire._delivery.nixl import Leases, Leasing
 from vitwire._transport.balancing import Share
 from vitwire._transport.uploads import Patch, WireItem, to_wire
 from vitwire.embeddings import OUTPUT_TYPES, DType
-from vitwire.items import Item
+from vitwire.items import Item, Priority
 from vitwire.model import Model
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import Frame, Request
 
-Priority = Literal["interactive", "batch"]
 Upload = Frame[pb.EncodeStreamRequest]
 
 ONE_MESSAGE_BYTES = 4 << 20

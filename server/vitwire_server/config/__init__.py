@@ -1,1 +1,1 @@
-"""Settings, read from flags, environment variables and TOML. A new flag is a field in `settings.py`."""
+"""Settings, from flags, environment variables and TOML. A new flag is a field of `model_flags` or `service_flags`."""

@@ -17,7 +17,7 @@ import pytest
 from vitwire_server.config import host
 from vitwire_server.config.resolving import resolve
 from vitwire_server.process import children, heartbeat, supervisor
-from vitwire_server.process.supervisor import supervise
+from vitwire_server.process.device_supervisor import supervise
 
 WORDS = ["--model", "m", "--devices", "cpu,cuda:1", "--port", "0", "--metrics-port", "0", "--unix-socket", "s"]
 LISTENING = 'echo "listening on 127.0.0.1:4001, metrics on 127.0.0.1:4002"\n'
