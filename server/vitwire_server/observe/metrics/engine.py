@@ -51,7 +51,7 @@ class EngineMetrics:
         self._queue_items = gauge("queue_items", "Items waiting in the queue")
         self._queue_bytes = gauge("queue_bytes", "Bytes of pixels waiting in the queue")
         self._queue_tokens = gauge("queue_tokens", "Tokens of the items waiting in the queue")
-        self._queue_seconds = gauge("queue_seconds", "Predicted time to encode what waits in the queue")
+        self._queue_seconds = gauge("queue_seconds", "Predicted time to encode the waiting items")
         self._expired = counter(
             "expired", "Items whose deadline passed, or could not be met, by stage", stage=("admission", "queue")
         )
@@ -64,7 +64,7 @@ class EngineMetrics:
             "graph_tokens", "Tokens computed by graph replays, real and padding", budget=(), kind=()
         )
         self._tokens = counter("tokens", "Tokens computed, real and padding", kind=("real", "padding"))
-        self._nonfinite = counter("nonfinite", "Embeddings withheld for not being finite")
+        self._nonfinite = counter("nonfinite", "Embeddings withheld because they have NaN or infinite values")
         self._batch_items = histogram("batch_items", "Items per batch", _ITEMS)
         self._batch_requests = histogram("batch_requests", "Requests per batch", _ITEMS)
         self._fill = histogram("batch_fill_ratio", "Real tokens of a graph replay divided by its budget", _RATIOS)
@@ -135,9 +135,7 @@ class LadderMetrics:
     """
 
     def __init__(self, series: Series) -> None:
-        self._refits = series.counter(
-            "ladder_refits", "Fits of the ladder to recent loads, by what came of them", result=Refit
-        )
+        self._refits = series.counter("ladder_refits", "Fits of the ladder to recent loads, by result", result=Refit)
         self.spent = series.counter(
             "ladder_refit_seconds", "Time of the engine thread spent on changes of the ladder"
         ).inc
@@ -186,11 +184,11 @@ class ModelMetrics:
         )
         self._similarity = series.gauge(
             "precision_similarity",
-            "With --precision fp8, least cosine similarity of a row of the test pictures to bfloat16; otherwise 1",
+            "With --precision fp8, lowest cosine similarity to bfloat16 of the test pictures' vectors; otherwise 1",
         )
         self._preparation = series.gauge(
             "preparation_info",
-            "Where pictures are prepared and JPEG files decoded, and why not on the device; always 1",
+            "Place where pictures are prepared and JPEG files decoded, and the reason if not on the device; always 1",
             what=(), where=(), reason=(),
         )  # fmt: skip
         self._dropped = series.gauge("graphs_dropped", "Budgets whose capture failed")

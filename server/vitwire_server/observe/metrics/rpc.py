@@ -36,19 +36,22 @@ class RpcMetrics:
         self._sending = series.stages.labels("send")
         self.send_cancelled = series.cancelled.labels("send").inc
         self._decode_seconds = histogram(
-            "decode_seconds", "Time to decode and prepare an encoded item, its wait for a decoder included", SECONDS,
+            "decode_seconds", "Time to decode and prepare a file or picture, with its wait for a decoder", SECONDS,
             modality=Modality,
         )  # fmt: skip
-        self._decode_failures = counter("decode_failures", "Encoded items that were not decoded", reason=Fault)
+        self._decode_failures = counter("decode_failures", "Files and pictures that were not decoded", reason=Fault)
         self._decoders = gauge("decode_processes", "Decoder processes that run")
         self._busy = gauge("decode_busy", "Decoder processes that have a job")
-        self.waiting = gauge("decode_waiting", "Encoded items that wait for a decoder").set
+        self.waiting = gauge("decode_waiting", "Files and pictures that wait for a decoder").set
         self.certificate_loaded = series.least(
             "tls_certificate_expiry_timestamp_seconds",
             "Time at which the certificate that new connections get expires; 0 without TLS",
         ).set
         self._prepared = counter(
-            "prepared", "Pictures and files prepared, by where, and why not on the device", where=Place, reason=()
+            "prepared",
+            "Pictures and files prepared, by place, and the reason if not on the device",
+            where=Place,
+            reason=(),
         )
         self._prepare_seconds = series.prepare_seconds
 

@@ -29,17 +29,17 @@ class Series:
             "stage_seconds", "Time by stage: queue and send per item, the others per batch", SECONDS, stage=("send",)
         )
         ways = ("stream", "nixl")
-        self.delivered = self.counter("delivered_bytes", "Bytes of rows delivered to clients", way=ways)
+        self.delivered = self.counter("delivered_bytes", "Bytes of embeddings delivered to clients", way=ways)
         self.delivery_seconds = self.histogram(
-            "delivery_seconds", "Time to deliver the rows of an item, by way", SECONDS, way=ways
+            "delivery_seconds", "Time to deliver an embedding, by way", SECONDS, way=ways
         )
         self.prepare_seconds = self.histogram(
             "prepare_seconds",
-            "Time of a picture or file in a decoder, by where that is; batch: of a batch's pictures in the engine",
+            "Time of a picture or file in a decoder, by its place; batch: time of a batch's pictures in the engine",
             SECONDS, where=Place, stage=(),
         )  # fmt: skip
         self.copied = self.counter(
-            "copied_bytes", "Bytes of rows copied from the device to the host, or back", to=("host", "device")
+            "copied_bytes", "Bytes of embeddings copied from the device to the host, or back", to=("host", "device")
         )
         self.cancelled = self.counter(
             "cancelled", "Items cancelled, by the stage they were in", stage=("queue", "encoded", "send")

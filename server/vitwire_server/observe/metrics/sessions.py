@@ -62,7 +62,9 @@ class DeliveryMetrics:
     def __init__(self, series: Series) -> None:
         self.agents = series.gauge("delivery_agents", "NIXL agents of clients that the server is connected to")
         self._fallbacks = series.counter(
-            "delivery_fallbacks", "Items with a region whose rows were sent in the response, by reason", reason=Fallback
+            "delivery_fallbacks",
+            "Items with a region whose embeddings were sent in the response, by reason",
+            reason=Fallback,
         )
         self._delivered, self._seconds = series.delivered.labels("nixl"), series.delivery_seconds.labels("nixl")
         self.uploaded = series.copied.labels("device").inc
