@@ -4,8 +4,8 @@ isort:skip_file
 The API of Vitwire: pixel tensors in, vision embeddings out.
 
 Tensors are little-endian and in C order. Every field with tensor bytes has
-number 15, and encoded bytes have number 13, so that they are serialised last
-and can be appended to the message without a copy.
+number 15, and the bytes of files have number 13, so that they are serialised
+last and can be appended to the message without a copy.
 """
 
 import builtins
@@ -81,7 +81,7 @@ class _PathEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeW
     """Answered from the embedding cache."""
 
 class Path(_Path, metaclass=_PathEnumTypeWrapper):
-    """How an item was encoded."""
+    """The path by which an item was encoded."""
 
 PATH_UNSPECIFIED: Path.ValueType  # 0
 PATH_GRAPH: Path.ValueType  # 1
@@ -119,31 +119,31 @@ class _PoolingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
     """Same as POOLING_NONE."""
     POOLING_NONE: _Pooling.ValueType  # 1
-    """An image has a row for each token."""
+    """An image has one vector per token."""
     POOLING_CLS: _Pooling.ValueType  # 2
-    """One row: the class token, after the model's last norm and its projection,
+    """One vector: the class token, after the model's last norm and its projection,
     if it has one.
     """
     POOLING_MEAN: _Pooling.ValueType  # 3
-    """One row: the mean of the rows of POOLING_NONE."""
+    """One vector: the mean of the vectors of POOLING_NONE."""
     POOLING_ATTENTION: _Pooling.ValueType  # 4
-    """One row, by the model's own pooling head."""
+    """One vector, by the model's pooling head."""
 
 class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
-    """How the rows of an image, or of a frame of a clip, are pooled."""
+    """Pooling of an image, or of a frame of a clip."""
 
 POOLING_UNSPECIFIED: Pooling.ValueType  # 0
 """Same as POOLING_NONE."""
 POOLING_NONE: Pooling.ValueType  # 1
-"""An image has a row for each token."""
+"""An image has one vector per token."""
 POOLING_CLS: Pooling.ValueType  # 2
-"""One row: the class token, after the model's last norm and its projection,
+"""One vector: the class token, after the model's last norm and its projection,
 if it has one.
 """
 POOLING_MEAN: Pooling.ValueType  # 3
-"""One row: the mean of the rows of POOLING_NONE."""
+"""One vector: the mean of the vectors of POOLING_NONE."""
 POOLING_ATTENTION: Pooling.ValueType  # 4
-"""One row, by the model's own pooling head."""
+"""One vector, by the model's pooling head."""
 Global___Pooling: typing_extensions.TypeAlias = Pooling
 
 class _DeliveryWay:
@@ -159,7 +159,7 @@ class _DeliveryWayEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """Written into the client's memory through NIXL."""
 
 class DeliveryWay(_DeliveryWay, metaclass=_DeliveryWayEnumTypeWrapper):
-    """How the rows of embeddings can reach a client."""
+    """Way in which embeddings reach a client."""
 
 DELIVERY_WAY_UNSPECIFIED: DeliveryWay.ValueType  # 0
 DELIVERY_WAY_STREAM: DeliveryWay.ValueType  # 1
@@ -294,10 +294,10 @@ class Item(google.protobuf.message.Message):
     keep_ratio: builtins.float
     """Share of a video's tokens to keep, in (0, 1); 0 or 1 keeps all of them."""
     store_only: builtins.bool
-    """Keep the rows in the embedding cache under content_id and return none. The
+    """Keep the embedding in the cache under content_id, and do not return it. The
     server answers with Accepted once it admitted the item, then with
-    EmbeddingStored. Without pixels, asks whether the rows are cached: answered
-    with EmbeddingStored or NOT_FOUND at once.
+    EmbeddingStored. Without pixels, asks whether the embedding is cached:
+    answered with EmbeddingStored or NOT_FOUND at once.
     """
     encoded: builtins.bytes
     """A file instead of pixels, of a format in GetModelResponse.encodings. The
@@ -308,8 +308,8 @@ class Item(google.protobuf.message.Message):
     def grid(self) -> Global___Grid: ...
     @property
     def region(self) -> Global___Region:
-        """Where the rows are to be written in the memory of the RPC's `delivery`; if
-        absent, they come in the response.
+        """Region of the RPC's `delivery` to write the embedding into. If absent, the
+        embedding comes in the response.
         """
 
     @property
@@ -352,7 +352,7 @@ class EncodeRequest(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     DELIVERY_FIELD_NUMBER: builtins.int
     output_type: Global___DataType.ValueType
-    """Type of the returned rows; unspecified means the server's dtype."""
+    """Type of the returned embeddings; unspecified means the server's dtype."""
     priority: Global___Priority.ValueType
     @property
     def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Item]: ...
@@ -375,7 +375,7 @@ Global___EncodeRequest: typing_extensions.TypeAlias = EncodeRequest
 
 @typing.final
 class Delivery(google.protobuf.message.Message):
-    """Memory that a client registered with NIXL for the server to write rows into."""
+    """Memory that a client registered with NIXL for embeddings."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -413,7 +413,7 @@ Global___Delivery: typing_extensions.TypeAlias = Delivery
 class Region(google.protobuf.message.Message):
     """Part of a client's memory, leased to one item. The server may write into it
     until it has answered the item with an EmbeddingPlacement or an error. If
-    rows come in the response all the same, or the RPC ends without an answer,
+    the embedding comes in the response instead, or the RPC ends without an answer,
     the server may still write into the region later: do not use it again.
     """
 
@@ -424,7 +424,7 @@ class Region(google.protobuf.message.Message):
     offset: builtins.int
     """From the address of the Delivery."""
     bytes: builtins.int
-    """At least the bytes of the rows."""
+    """At least the bytes of the embedding."""
     def __init__(
         self,
         *,
@@ -493,14 +493,14 @@ class Accepted(google.protobuf.message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     FORECAST_FIELD_NUMBER: builtins.int
     tokens: builtins.int
-    """Rows of the embedding."""
+    """Vectors of the embedding."""
     @property
     def grid(self) -> Global___Grid:
         """The item's grid; the server chose it if the item is a file."""
 
     @property
     def forecast(self) -> google.protobuf.duration_pb2.Duration:
-        """Predicted time until the rows are ready, once the item's bytes are there."""
+        """Predicted time until the embedding is ready, once the item's bytes are there."""
 
     def __init__(
         self,
@@ -516,7 +516,7 @@ Global___Accepted: typing_extensions.TypeAlias = Accepted
 
 @typing.final
 class EmbeddingStored(google.protobuf.message.Message):
-    """The rows of a store_only item are in the embedding cache."""
+    """The embedding of a store_only item is in the cache."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -537,7 +537,7 @@ Global___EmbeddingStored: typing_extensions.TypeAlias = EmbeddingStored
 
 @typing.final
 class EmbeddingChunk(google.protobuf.message.Message):
-    """Consecutive rows of one embedding."""
+    """Consecutive vectors (rows) of one embedding."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -599,7 +599,7 @@ Global___EmbeddingPlacement: typing_extensions.TypeAlias = EmbeddingPlacement
 
 @typing.final
 class ItemReport(google.protobuf.message.Message):
-    """How an item was encoded."""
+    """Facts about the encoding of an item."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -619,9 +619,9 @@ class ItemReport(google.protobuf.message.Message):
     budget_tokens: builtins.int
     """Capacity of the replayed graph; 0 when eager."""
     tokens: builtins.int
-    """Rows of this item."""
+    """Vectors of this item."""
     delivery_fallback: builtins.str
-    """Why the rows came in the response although the item had a region; empty
+    """Why the embedding came in the response although the item had a region; empty
     otherwise.
     """
     @property
@@ -630,7 +630,7 @@ class ItemReport(google.protobuf.message.Message):
 
     @property
     def encoded(self) -> google.protobuf.duration_pb2.Duration:
-        """From the start of the item's batch to its rows on the host."""
+        """From the start of the item's batch until its embedding is on the host."""
 
     @property
     def kept(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -638,14 +638,14 @@ class ItemReport(google.protobuf.message.Message):
 
     @property
     def grid(self) -> Global___Grid:
-        """Grid that the server chose for an encoded item, or of rows from the cache;
+        """Grid that the server chose for a file or picture, or of a cached embedding;
         absent for other items.
         """
 
     @property
     def frame_seconds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Seconds from the start of an encoded clip to each frame that was used; empty
-        for rows that were requested by their content_id alone.
+        """Seconds from the start of a clip's file to each frame that was used; empty
+        for embeddings that were requested by content_id alone.
         """
 
     def __init__(
@@ -710,7 +710,7 @@ class EncodeStreamOptions(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     DELIVERY_FIELD_NUMBER: builtins.int
     output_type: Global___DataType.ValueType
-    """Type of the returned rows; unspecified means the server's dtype."""
+    """Type of the returned embeddings; unspecified means the server's dtype."""
     priority: Global___Priority.ValueType
     @property
     def delivery(self) -> Global___Delivery:
@@ -743,10 +743,10 @@ class EncodeStreamHeader(google.protobuf.message.Message):
     answered.
     """
     encoded_bytes: builtins.int
-    """Number of bytes that follow for an encoded item; 0 for other items."""
+    """Number of bytes that follow for a file; 0 for other items."""
     region_follows: builtins.bool
-    """The item's region follows in a message of its own, as the client does not
-    know how many rows to lease memory for: the server answers with Accepted,
+    """The item's region follows in a separate message, as the client does not know
+    yet how much memory to lease: the server answers with Accepted,
     and waits for the region before it encodes the item.
     """
     @property
@@ -771,7 +771,7 @@ Global___EncodeStreamHeader: typing_extensions.TypeAlias = EncodeStreamHeader
 @typing.final
 class EncodeStreamRegion(google.protobuf.message.Message):
     """The region of an item whose header announced it. If none arrives in time, the
-    rows come in the response. Ignored once the item is answered.
+    embedding comes in the response. Ignored once the item is answered.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -781,7 +781,7 @@ class EncodeStreamRegion(google.protobuf.message.Message):
     item: builtins.int
     @property
     def region(self) -> Global___Region:
-        """Absent: the rows are to come in the response."""
+        """If absent, the embedding comes in the response."""
 
     def __init__(
         self,
@@ -796,8 +796,8 @@ Global___EncodeStreamRegion: typing_extensions.TypeAlias = EncodeStreamRegion
 
 @typing.final
 class EncodeStreamChunk(google.protobuf.message.Message):
-    """The next bytes of an item: first its pixels, then its crops, if any; or those
-    of its file.
+    """The next bytes of an item: first its pixels, then its crops, if any; or the
+    bytes of its file.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -911,14 +911,14 @@ class GetModelResponse(google.protobuf.message.Message):
     """model_type of the checkpoint's config.json."""
     weights_fingerprint: builtins.str
     """SHA-256 over the names and bytes of the tower's weights, over the type in
-    precision if that is present, and over pooling if rows are pooled, in hex.
+    precision if that is present, and over pooling if there is one, in hex.
     """
     data_type: Global___DataType.ValueType
     """Type that the tower computes in and, by default, returns."""
     embedding_width: builtins.int
     """Columns of an embedding, including deepstack levels."""
     deepstack_levels: builtins.int
-    """Deepstack levels: a row is [main | level 0 | level 1 | ...]."""
+    """Deepstack levels: a vector is [main | level 0 | level 1 | ...]."""
     patch_size: builtins.int
     merge_size: builtins.int
     temporal_patch_size: builtins.int
@@ -935,7 +935,7 @@ class GetModelResponse(google.protobuf.message.Message):
     channels_last: builtins.bool
     """Whether the columns of a patch are (p, p, C); otherwise (C, T, p, p)."""
     pooling: Global___Pooling.ValueType
-    """How rows are pooled."""
+    """The pooling in use."""
     preparation_fingerprint: builtins.str
     """SHA-256 over all that decides how pictures and files are prepared, in hex:
     equal files have equal pixels as long as it is the same.
@@ -952,7 +952,7 @@ class GetModelResponse(google.protobuf.message.Message):
 
     @property
     def deliveries(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___DeliveryWay.ValueType]:
-        """Ways that rows can be delivered in; empty means only in the response."""
+        """Ways in which embeddings can be delivered; empty means only in the response."""
 
     @property
     def encodings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Encoding.ValueType]:
@@ -966,7 +966,7 @@ class GetModelResponse(google.protobuf.message.Message):
 
     @property
     def unavailable(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Unavailable]:
-        """What the server would use on a device of this kind but cannot use here."""
+        """Features of this kind of device that the server cannot use here."""
 
     @property
     def available_poolings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Pooling.ValueType]:
@@ -974,8 +974,8 @@ class GetModelResponse(google.protobuf.message.Message):
 
     @property
     def prepared(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Modality.ValueType]:
-        """Modalities of which the server prepares pictures and files; of others it
-        takes only what the model's processor returned.
+        """Modalities whose pictures and files the server prepares. Items of others must
+        be pixels as the model's processor returned them.
         """
 
     @property
@@ -984,7 +984,7 @@ class GetModelResponse(google.protobuf.message.Message):
 
     @property
     def rows_by_grid(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Modality.ValueType]:
-        """Modalities of which an item of grid (t, h, w) has t*h*w / merge_size^2 rows."""
+        """Modalities whose items of grid (t, h, w) have t*h*w / merge_size^2 vectors."""
 
     @property
     def preparation(self) -> Global___Preparation:
@@ -992,7 +992,7 @@ class GetModelResponse(google.protobuf.message.Message):
 
     @property
     def decoding(self) -> Global___Preparation:
-        """Where baseline JPEG files are decoded, and prepared with it."""
+        """Where baseline JPEG files are decoded and prepared."""
 
     def __init__(
         self,
@@ -1036,8 +1036,8 @@ Global___GetModelResponse: typing_extensions.TypeAlias = GetModelResponse
 
 @typing.final
 class Preparation(google.protobuf.message.Message):
-    """Where pictures, and files once they are decoded, are resized and cut; or
-    where files are decoded.
+    """The place where pictures and decoded files are resized and cut, or where files
+    are decoded.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1060,7 +1060,7 @@ Global___Preparation: typing_extensions.TypeAlias = Preparation
 
 @typing.final
 class Tiles(google.protobuf.message.Message):
-    """What a processor returns for towers of tiles. In the item's grid, t is the
+    """Output of a processor for towers of tiles. In the item's grid, t is the
     number of tiles, and h and w are the rows and columns of the layout; with
     several tiles, t may count one more that shows the whole image. If the layout
     is unknown, (tiles, 1, 1) is accepted; images of Llama 3.2 Vision and
@@ -1076,8 +1076,8 @@ class Tiles(google.protobuf.message.Message):
     SINGLE_FIELD_NUMBER: builtins.int
     LAYOUTS_FIELD_NUMBER: builtins.int
     patch: builtins.int
-    """Side of a patch, where grids are (1, rows, columns) of the patches that are
-    not background; 0 where they count tiles.
+    """Side of a patch if grids are (1, rows, columns) of the patches that are not
+    background; 0 if they count tiles.
     """
     single: builtins.bool
     """Whether every image is one tile."""
@@ -1091,8 +1091,8 @@ class Tiles(google.protobuf.message.Message):
 
     @property
     def layouts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TileLayout]:
-        """Layouts of which the processor chooses the one that keeps most pixels; empty
-        where it chooses in another way.
+        """Layouts from which the processor chooses the one that keeps most pixels; empty
+        if it chooses in another way.
         """
 
     def __init__(
@@ -1131,10 +1131,10 @@ Global___Unavailable: typing_extensions.TypeAlias = Unavailable
 
 @typing.final
 class Precision(google.protobuf.message.Message):
-    """Linear layers that are computed in less than the tower's data type, and what
-    that changes: cosine similarities of rows to those in data_type, measured at
-    startup on pictures that the server draws. Of a row with deepstack levels,
-    the least similar level counts.
+    """Linear layers that are computed in less than the tower's data type, and the
+    effect: cosine similarities of vectors to those in data_type, measured at
+    startup on generated pictures. Of a vector with deepstack levels, the least
+    similar level counts.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1148,7 +1148,7 @@ class Precision(google.protobuf.message.Message):
     layers: builtins.int
     """Number of layers."""
     similarity: builtins.float
-    """Of the least similar row."""
+    """Of the least similar vector."""
     median_similarity: builtins.float
     def __init__(
         self,
@@ -1274,9 +1274,9 @@ class Limits(google.protobuf.message.Message):
     queued_items: builtins.int
     queued_bytes: builtins.int
     encoded_bytes: builtins.int
-    """Of an encoded item; 0 if the server does not decode."""
+    """Of a file; 0 if the server does not decode."""
     encoded_pixels: builtins.int
-    """Pixels of an encoded image, or of a frame of an encoded clip."""
+    """Pixels of an image file, or of a frame of a clip's file."""
     cached_bytes: builtins.int
     """Size of the embedding cache; 0 if nothing is cached."""
     def __init__(

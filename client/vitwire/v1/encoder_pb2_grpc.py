@@ -57,8 +57,8 @@ class EncoderServiceServicer(object):
     """
 
     def Encode(self, request, context):
-        """Encodes the items of one message. The response streams the rows of each
-        item as soon as its batch is done, in any order of items.
+        """Encodes the items of one message. The response streams each embedding as
+        soon as its batch is done, in any order of items.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -4,8 +4,8 @@ isort:skip_file
 The API of Vitwire: pixel tensors in, vision embeddings out.
 
 Tensors are little-endian and in C order. Every field with tensor bytes has
-number 15, and encoded bytes have number 13, so that they are serialised last
-and can be appended to the message without a copy.
+number 15, and the bytes of files have number 13, so that they are serialised
+last and can be appended to the message without a copy.
 """
 
 import abc
@@ -114,8 +114,8 @@ class EncoderServiceStub(typing.Generic[_EncoderServiceEncodeType, _EncoderServi
     ], channel: grpc.aio.Channel) -> None: ...
 
     Encode: _EncoderServiceEncodeType
-    """Encodes the items of one message. The response streams the rows of each
-    item as soon as its batch is done, in any order of items.
+    """Encodes the items of one message. The response streams each embedding as
+    soon as its batch is done, in any order of items.
     """
 
     EncodeStream: _EncoderServiceEncodeStreamType
@@ -150,8 +150,8 @@ class EncoderServiceServicer(metaclass=abc.ABCMeta):
         request: vitwire.v1.encoder_pb2.EncodeRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[vitwire.v1.encoder_pb2.EncodeResponse], collections.abc.AsyncIterator[vitwire.v1.encoder_pb2.EncodeResponse]]:
-        """Encodes the items of one message. The response streams the rows of each
-        item as soon as its batch is done, in any order of items.
+        """Encodes the items of one message. The response streams each embedding as
+        soon as its batch is done, in any order of items.
         """
 
     @abc.abstractmethod
