@@ -27,20 +27,22 @@ class CpuDecoders:
         self._idle: list[Child] = []
         self._all: set[Child] = set()
         self.closed = False
-        """Once true, no process is started."""
+        """Once true, no process is lent or started."""
 
     async def take(self) -> Child:
-        """A decoder for one job. Raises NotDecoded if none can be started."""
-        while self._idle:
+        """A decoder for one job. Raises NotDecoded if none can be started, or once `closed`."""
+        while self._idle and not self.closed:
             child = self._idle.pop()
             if child.is_alive:
                 self._count()
                 return child
             await self._drop(child)
+        if self.closed:
+            raise _stopping()
         child = await Child.start(self._setup)
         if self.closed:
             await child.close()
-            raise NotDecoded(Fault.LOST, "the server is stopping")
+            raise _stopping()
         self._all.add(child)
         self._count()
         _log.debug("decoder %d started", child.process.pid)
@@ -69,6 +71,10 @@ class CpuDecoders:
 
     def _count(self) -> None:
         self._changed(len(self._all), len(self._all) - len(self._idle))
+
+
+def _stopping() -> NotDecoded:
+    return NotDecoded(Fault.LOST, "the server is stopping")
 
 
 class DeviceDecoder:
