@@ -149,7 +149,7 @@ def test_rows_that_are_lost_before_the_engine_fetches_them(
         router(server.target, received.url, *flags) as proxy,
         client_of(proxy) as llm,
     ):
-        model = f"rows-from-{server.target}"
+        model = f"late-rows-from-{server.target}"
         if policy == "error":
             with pytest.raises(openai.InternalServerError, match="is cached") as caught:
                 llm.chat.completions.create(model=model, messages=messages)

@@ -3,7 +3,8 @@
 The answer to a chat completion is chosen by its model: `slow` sends its first event, and the others once the test posts
 to /test/continue; `status-429` and the like fail; `broken` and `broken-stream` cut the connection; `silent` sends
 nothing, `flood` without end. `rows-from-HOST:PORT` fetches the embeddings of references from a Vitwire server, as the
-EC connector does, and fails without them: with status 500, or with an event.
+EC connector does, and fails without them: with status 500, or with an event. `late-rows-from-` asks for the others once
+the last one is there.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ class Engine:
         body = await request.json()
         self._record(request, body)
         model = body.get("model", "")
-        fetched = asyncio.create_task(_fetch(model.partition("rows-from-")[2], body))
+        fetched = asyncio.create_task(_fetch(model.partition("rows-from-")[2], body, late=model.startswith("late-")))
         if not body.get("stream") and not await fetched:
             model = "status-500"
         if model.startswith("status-"):
@@ -135,7 +136,7 @@ class _Broken(Response):
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
 
 
-async def _fetch(target: str, body: dict[str, Any]) -> bool:
+async def _fetch(target: str, body: dict[str, Any], *, late: bool) -> bool:
     """Whether the embeddings of all references arrived; nothing is fetched without a target."""
     if not target:
         return True
@@ -143,6 +144,8 @@ async def _fetch(target: str, body: dict[str, Any]) -> bool:
     items = [Item(None, part["image_embeds"]["image_grid_thw"], content_id=part["uuid"]) for part in parts]
     async with AsyncClient(target, timeout=_FETCH_SECONDS) as client:
         try:
+            if late:
+                await client.encode(items[-1:])
             return len(await client.encode(items)) == len(items)
         except VitwireError:
             return False
