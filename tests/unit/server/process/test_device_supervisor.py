@@ -16,7 +16,7 @@ import pytest
 
 from vitwire_server.config import host
 from vitwire_server.config.resolving import resolve
-from vitwire_server.process import children, heartbeat, supervisor
+from vitwire_server.process import children, device_supervisor, heartbeat
 from vitwire_server.process.device_supervisor import supervise
 
 WORDS = ["--model", "m", "--devices", "cpu,cuda:1", "--port", "0", "--metrics-port", "0", "--unix-socket", "s"]
@@ -32,7 +32,7 @@ Pretend = Callable[..., tuple[int, list[str]]]
 def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pretend:
     """Runs the supervisor; `cpu` and `cuda` are what the two processes do. Returns exit code and their flags."""
     calls = tmp_path / "calls"
-    monkeypatch.setattr(supervisor, "configure_logs", lambda *_: None)  # pytest's own handlers stay
+    monkeypatch.setattr(device_supervisor, "configure_logs", lambda *_: None)  # pytest's own handlers stay
     monkeypatch.setattr(children, "_FIRST_DELAY", 0.01)
 
     def run(
@@ -185,7 +185,7 @@ def test_a_signal_that_comes_twice_drains(pretend: Pretend, capfd: pytest.Captur
 
 
 def test_a_drain_without_end_is_cut(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(device_supervisor, "_GRACE_SECONDS", 0.2)
     words = [*WORDS, "--lame-duck-seconds", "0", "--drain-seconds", "0"]
     assert pretend(f"trap '' TERM\n{WAITING}", signals=1, words=words)[0] == 1
 
