@@ -159,3 +159,10 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
     assert run.returncode == 1
     assert "owner/model at v1 could not be found on the Hub" in run.stderr
     assert len(run.stderr.strip().splitlines()) == 1
+
+
+def test_a_path_is_no_model(repository: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is a local directory"):
+        download_model(str(repository), "main", tmp_path, print)
+    with pytest.raises(CheckpointError, match="neither a directory nor a hub id"):
+        download_model("./missing", "main", tmp_path, print)

@@ -11,7 +11,7 @@ from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined] # of 
 
 from vitwire_server.towers.checkpoints.checkpoint import open_checkpoint
 from vitwire_server.towers.checkpoints.weights import vision_shards
-from vitwire_server.towers.files import CheckpointError, optional_json
+from vitwire_server.towers.files import CheckpointError, local_folder, optional_json
 
 RECORD = ".vitwire-download.json"
 """The file that says which commit of which model the directory holds; written when all files have arrived."""
@@ -28,6 +28,8 @@ def download_model(model: str, revision: str, folder: Path, say: Say) -> None:
     that this one does not need are removed. If the Hub cannot be reached, a directory that holds this revision already
     is left as it is. Raises CheckpointError.
     """
+    if local_folder(model):
+        raise CheckpointError(f"{model} is a local directory: serve it as it is")
     recorded = optional_json(folder / RECORD)
     try:
         info = HfApi().model_info(model, revision=revision, files_metadata=True)
