@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from manifests import ROUTER, STACK, UID, Document, documents_of, found_under, quantity
+from manifests import STACK, UID, Document, documents_of, found_under, quantity
 from vitwire_gateway.gateway_settings import RouterSettings
 
 
@@ -27,7 +27,6 @@ def test_it_is_gpu_and_router_and_vllm(stack: dict[tuple[str, str], Document]) -
     assert {name for kind, name in stack if kind == "Deployment"} == {"vitwire", "vllm", "vitwire-router"}
     parts = [each for target in ("overlays/gpu", "router", "vllm") for each in documents_of(target)]
     assert len(stack) == len(parts)
-    assert ROUTER not in stack
 
 
 def test_engine_and_encoder_load_the_same_model(stack: dict[tuple[str, str], Document]) -> None:

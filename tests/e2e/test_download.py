@@ -144,6 +144,13 @@ def test_a_mirror_writes_and_deletes_nothing_outside_of_the_directory(
     assert not (tmp_path / "absolute.json").exists()
 
 
+def test_a_damaged_record_is_no_obstacle(repository: Path, tmp_path: Path, fetch: Fetch) -> None:
+    (tmp_path / RECORD).write_text(json.dumps({"model": MODEL, "revision": "main", "files": ["config.json"]}))
+    with hub(MODEL, repository) as running:
+        fetch(running, tmp_path)
+    assert json.loads((tmp_path / RECORD).read_text())["files"].keys() == vision_files(repository)
+
+
 def test_a_directory_without_room_is_refused_before_anything_is_fetched(
     repository: Path, tmp_path: Path, fetch: Fetch
 ) -> None:

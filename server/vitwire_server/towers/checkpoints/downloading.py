@@ -51,7 +51,7 @@ def download_model(model: str, revision: str, folder: Path, say: Say) -> None:
     checkpoint = open_checkpoint(str(folder))
     for pooling in checkpoint.poolings:
         vision_shards(folder, checkpoint.pooled(pooling).family.modules, checkpoint.config, fetch)
-    for name in recorded.get("files", {}).keys() - fetched.keys():
+    for name in _files(recorded).keys() - fetched.keys():
         if _stays_inside(name):
             (folder / name).unlink(missing_ok=True)
     record = {"model": model, "revision": revision, "commit": info.sha, "files": fetched}
@@ -79,8 +79,14 @@ def _fetch(model: str, commit: str, folder: Path, wanted: Mapping[str, int], say
 
 
 def _holds(folder: Path, recorded: Mapping[str, object]) -> bool:
+    files = _files(recorded)
+    return bool(files) and all(_is_complete(folder / name, size) for name, size in files.items())
+
+
+def _files(recorded: Mapping[str, object]) -> Mapping[str, int]:
+    """Sizes of the files that a record lists; empty if it is damaged."""
     files = recorded.get("files")
-    return isinstance(files, dict) and all(_is_complete(folder / name, size) for name, size in files.items())
+    return files if isinstance(files, dict) else {}
 
 
 def _stays_inside(name: str) -> bool:
