@@ -1,7 +1,7 @@
 """OpenAI chat requests: their images, and the request with other parts in the images' place. Pure functions."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple, Protocol
 from uuid import uuid4
@@ -10,12 +10,18 @@ from vitwire.wire import Buffer
 from vitwire_gateway.api_errors import invalid
 from vitwire_gateway.bodies import Json
 
-Hole = Literal["part", "image"]
-"""The engine gets another part in the place of an image, or the part with another URL."""
+Hole = Literal["part", "image", "input_image", "source"]
+"""The engine gets another part in the place of an image, or the part with another URL, `input_image` or `source`."""
+Path = tuple[str | int, ...]
+"""Keys and indices that lead to a part in a request."""
 
 _IMAGE_TYPES = ("image_url", "input_image")
 _REPLACED = frozenset({"type", "image_url", "image_embeds", "detail", "uuid"})
 """Fields of an image part that the engine's part takes the place of; others are kept."""
+_INNER = ("content", "output", "source")
+"""Fields of parts that may have parts in them."""
+_DEEPEST = 16
+"""Keys on the way to a part; no engine reads deeper ones."""
 
 
 class Late(Protocol):
@@ -27,20 +33,32 @@ class Late(Protocol):
 
 
 class ImageRef(NamedTuple):
-    """Keys and indices that lead to an image part in a request, and its URL."""
+    """The path to an image part in a request, and its URL."""
 
-    path: tuple[str | int, ...]
+    path: Path
     url: str
+    field: str = "image_url"
+    is_base64: bool = False
+    """The URL is the file itself, in base64."""
 
     @property
     def param(self) -> str:
         """Its name in errors."""
-        return param_of(self.path)
+        return param_of(self.path, self.field)
 
 
-def param_of(path: Iterable[str | int]) -> str:
+class RequestForm(NamedTuple):
+    """An API's requests."""
+
+    images_of: Callable[[Json], list[ImageRef]]
+    """Raises ApiError for a malformed image, and for one in a place where the engine takes none."""
+    as_chat: Callable[[Json], Json] | None = None
+    """Translates a request with images; the URL of each is then its name in errors. Raises ApiError."""
+
+
+def param_of(path: Path, field: str = "image_url") -> str:
     """The name of an image in errors, such as `messages[1].content[2].image_url`."""
-    return "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in (*path, "image_url"))[1:]
+    return "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in (*path, field))[1:]
 
 
 def images_of(request: Json) -> list[ImageRef]:
@@ -56,12 +74,29 @@ def images_of(request: Json) -> list[ImageRef]:
         for position, part in enumerate(content if isinstance(content, list) else ()):
             if isinstance(part, dict) and ("image_url" in part or part.get("type") in _IMAGE_TYPES):
                 path = ("messages", number, "content", position)
-                found.append(ImageRef(path, _url(part.get("image_url"), param_of(path))))
+                found.append(ImageRef(path, url_of(part.get("image_url"), param_of(path))))
     return found
 
 
-def _url(image: object, param: str) -> str:
-    """The URL of an image, given as a string or as an object with `url`."""
+def image_parts(value: object, path: Path) -> Iterator[tuple[Path, Json]]:
+    """All parts in a value that are images by their type or fields, in order, with their paths."""
+    waiting = [(path, value)]
+    while waiting:
+        path, value = waiting.pop()
+        inner: list[tuple[str | int, object]] = []
+        if isinstance(value, list):
+            inner = list(enumerate(value))
+        elif isinstance(value, dict):
+            if value.get("type") in (*_IMAGE_TYPES, "image") or "image_url" in value:
+                yield path, value
+                continue
+            inner = [(name, value[name]) for name in _INNER if name in value]
+        if len(path) < _DEEPEST:
+            waiting += (((*path, key), each) for key, each in reversed(inner) if isinstance(each, dict | list))
+
+
+def url_of(image: object, param: str) -> str:
+    """The URL of an image, given as a string or as an object with `url`. Raises ApiError."""
     url = image.get("url") if isinstance(image, dict) else image
     if isinstance(url, str) and url:
         return url
@@ -99,6 +134,10 @@ def _opened(part: Json, hole: Hole, mark: str) -> Json:
     kept = {name: value for name, value in part.items() if name not in _REPLACED}
     if hole == "part":
         return kept | {mark: 0}
+    if hole == "input_image":
+        return kept | {"type": hole, "detail": part.get("detail", "auto"), mark: 0}
+    if hole == "source":
+        return kept | {"type": "image", hole: {mark: 0}}
     image = part["image_url"]
     others = {name: value for name, value in image.items() if name != "url"} if isinstance(image, dict) else {}
     return kept | {"type": "image_url", "image_url": others | {mark: 0}}

@@ -17,7 +17,7 @@ from vitwire_gateway.api_errors import ApiError, invalid
 from vitwire_gateway.bodies import parse
 from vitwire_gateway.fairness import Caller
 from vitwire_gateway.images.fetching import too_large
-from vitwire_gateway.openai.chat import Hole, cut, images_of
+from vitwire_gateway.openai.chat import Hole, ImageRef, RequestForm, cut, images_of
 from vitwire_gateway.workers import Workers
 
 Kind = Literal["data", "upload", "url"]
@@ -65,6 +65,7 @@ class ChatLimits(NamedTuple):
     max_images: int
     max_image_bytes: int
     hole: Hole
+    form: RequestForm = RequestForm(images_of)
 
 
 async def read_chat(
@@ -84,28 +85,38 @@ def chat_of(body: bytes, form: str | None, limits: ChatLimits) -> ChatRequest:
     """The request in a body; `form` is the type of a form. Raises ApiError."""
     content, files = (body, {}) if form is None else parse_form(form, body, limits.max_images)
     request = parse(content)
-    found = images_of(request)
+    found = limits.form.images_of(request)
     if len(found) > limits.max_images:
         text = f"the request has {len(found)} images, the limit is {limits.max_images}"
-        raise invalid(text, "messages", "too_many_images")
-    first: dict[str, str] = {}
+        raise invalid(text, str(found[0].path[0]), "too_many_images")
+    if not found:
+        return ChatRequest([] if form is None else [content], [], [])
+    first: dict[tuple[str, bool], ImageRef] = {}
     for each in found:
-        first.setdefault(each.url, each.param)
-    numbers = {url: number for number, url in enumerate(first)}
-    sources = [_source(url, files, limits.max_image_bytes, param) for url, param in first.items()]
-    pieces = cut(request, found, limits.hole) if found else [] if form is None else [content]
-    return ChatRequest(pieces, [Place(each.param, numbers[each.url]) for each in found], sources)
+        first.setdefault((each.url, each.is_base64), each)
+    numbers = {key: number for number, key in enumerate(first)}
+    sources = [_source(ref, files, limits.max_image_bytes) for ref in first.values()]
+    places = {each.param: Place(each.param, numbers[each.url, each.is_base64]) for each in found}
+    if limits.form.as_chat is None:
+        return ChatRequest(cut(request, found, limits.hole), list(places.values()), sources)
+    chat = limits.form.as_chat(request)
+    translated = images_of(chat)
+    return ChatRequest(cut(chat, translated, limits.hole), [places[each.url] for each in translated], sources)
 
 
-def _source(url: str, files: Mapping[str, bytes], max_bytes: int, param: str) -> Source:
-    scheme = url[:8].partition(":")[0].lower()
+def _source(ref: ImageRef, files: Mapping[str, bytes], max_bytes: int) -> Source:
+    url, param = ref.url, ref.param
+    scheme = "data" if ref.is_base64 else url[:8].partition(":")[0].lower()
     kind: Kind = "data" if scheme == "data" else "upload" if scheme == UPLOAD_SCHEME[:-1] else "url"
     try:
         if kind == "url":
             if len(url) > _MAX_URL:
                 raise invalid(f"the URL exceeds the limit of {_MAX_URL} characters", param, "invalid_image_url")
             return Source(kind, url)
-        file = decode_data_uri(url, max_bytes, param) if kind == "data" else upload(url, files, param)
+        if kind == "upload":
+            file = upload(url, files, param)
+        else:
+            file = (decode_base64 if ref.is_base64 else decode_data_uri)(url, max_bytes, param)
         if len(file) > max_bytes:
             raise too_large(max_bytes, param)
     except ApiError as error:
@@ -126,6 +137,11 @@ def decode_data_uri(url: str, max_bytes: int, param: str) -> bytes:
     head, comma, payload = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise invalid("expected data:image/...;base64,...", param, "invalid_image_url")
+    return decode_base64(payload, max_bytes, param)
+
+
+def decode_base64(payload: str, max_bytes: int, param: str) -> bytes:
+    """The bytes of a text in base64. Raises ApiError."""
     if len(payload) // 4 * 3 > max_bytes + 2:
         raise too_large(max_bytes, param)
     try:

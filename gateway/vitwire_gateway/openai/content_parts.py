@@ -5,7 +5,7 @@ from base64 import b64encode
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from anyio.to_thread import run_sync
 
@@ -23,34 +23,49 @@ from vitwire_gateway.openai.chat_reading import ChatRequest, Source
 K = TypeVar("K")
 T = TypeVar("T")
 Part = dict[str, Any]
+Api = Literal["chat", "responses", "messages"]
+"""APIs whose requests may have images."""
 
 _MAX_AT_ONCE = 8
 """Images of one request that are fetched or encoded at a time."""
 
 
-class Dialect(NamedTuple):
-    """The form in which an engine takes images: `part` makes what `filled` puts into the hole.
-
-    `part` raises VitwireError, or ValueError for a model that the engine has no such input for.
-    """
-
-    hole: Hole
-    part: Callable[[Encoder, ImageFile], Awaitable[Part]]
+async def _media_type(encoder: Encoder, image: ImageFile) -> str:
+    """The type of an image, which is checked."""
+    kind = (await encoder.header(image)).kind
+    return "image/jpeg" if kind == "MPO" else f"image/{kind.lower()}"  # a camera's JPEG with further pictures
 
 
 async def _image(encoder: Encoder, image: ImageFile) -> Part:
-    """The image itself, checked."""
-    kind = (await encoder.header(image)).kind
-    name = "jpeg" if kind == "MPO" else kind.lower()  # a camera's JPEG with further pictures
-    return {"url": await run_sync(lambda: f"data:image/{name};base64,{b64encode(image.content).decode()}")}
+    kind = await _media_type(encoder, image)
+    return {"url": await run_sync(lambda: f"data:{kind};base64,{b64encode(image.content).decode()}")}
 
 
 async def _whole_image(encoder: Encoder, image: ImageFile) -> Part:
     return {"type": "image_url", "image_url": await _image(encoder, image)}
 
 
-UNCHANGED = Dialect("part", _whole_image)
-"""Requests carry the images: the engine encodes them."""
+async def _input_image(encoder: Encoder, image: ImageFile) -> Part:
+    return {"image_url": (await _image(encoder, image))["url"]}
+
+
+async def _source(encoder: Encoder, image: ImageFile) -> Part:
+    kind = await _media_type(encoder, image)
+    content = await run_sync(lambda: b64encode(image.content).decode())
+    return {"type": "base64", "media_type": kind, "data": content}
+
+
+MakePart = Callable[[Encoder, ImageFile], Awaitable[Part]]
+"""Raises VitwireError, or ValueError for a model that the engine has no such input for."""
+
+
+class Dialect(NamedTuple):
+    """The form in which an engine takes images: `part` makes what `filled` puts into the hole."""
+
+    hole: Hole
+    part: MakePart
+    unchanged: MakePart = _whole_image
+    """The image itself, for the engine to encode."""
 
 
 def mode_of(settings: RouterSettings) -> Mode:
@@ -58,15 +73,23 @@ def mode_of(settings: RouterSettings) -> Mode:
     return settings.mode or ("reference" if settings.engine == "sglang" else "inline")
 
 
-def dialect_of(settings: RouterSettings) -> Dialect:
-    """The dialect of `--engine` and `--mode`. Raises ValueError for a mode that the engine does not have."""
+def dialect_of(settings: RouterSettings, api: Api = "chat") -> Dialect:
+    """The dialect of `--engine` and `--mode`. Raises ValueError for a mode that the engine does not have.
+
+    vLLM gets requests for messages as chat requests.
+    """
     mode = mode_of(settings)
     if settings.engine == "sglang":  # which requests embeddings by SGLang's protocol
         if mode == "inline":
             raise ValueError("--mode inline: SGLang's chat API takes no embeddings; use --mode reference with SGLang")
         if settings.on_encoder_failure == "engine":
             raise ValueError("--on-encoder-failure engine: SGLang requests embeddings itself; leave it out with SGLang")
-        return Dialect("image", _image)
+        taken: dict[Api, Dialect] = {
+            "chat": Dialect("image", _image),
+            "responses": Dialect("input_image", _input_image),
+            "messages": Dialect("source", _source),
+        }
+        return taken[api]
     from vitwire.integrations.vllm import parts  # noqa: PLC0415  # only for this engine
 
     async def inline(encoder: Encoder, image: ImageFile) -> Part:
@@ -77,7 +100,15 @@ def dialect_of(settings: RouterSettings) -> Dialect:
         content_id, grid, model = await encoder.store(image)
         return parts.reference_part(grid, model, content_id)
 
-    return Dialect("part", inline if mode == "inline" else reference)
+    part = inline if mode == "inline" else reference
+    if api != "responses":
+        return Dialect("part", part)
+
+    async def input_image(encoder: Encoder, image: ImageFile) -> Part:
+        """vLLM keeps these fields, and reads an image without `image_url` but with `uuid` by them."""
+        return {name: value for name, value in (await part(encoder, image)).items() if name != "type"}
+
+    return Dialect("input_image", input_image, _input_image)
 
 
 class Loaded(NamedTuple):
@@ -103,9 +134,9 @@ class Images:
     hold: Hold = lambda _: None
     """Takes memory for bytes of the request."""
 
-    def serving(self, caller: Caller, metadata: Mapping[str, str], hold: Hold) -> "Images":
-        """The same for a request, with metadata for the encoder's logs and traces."""
-        return replace(self, encoder=self.encoder.serving(caller, metadata), hold=hold)
+    def serving(self, caller: Caller, metadata: Mapping[str, str], hold: Hold, dialect: Dialect) -> "Images":
+        """The same for a request in a dialect, with metadata for the encoder's logs and traces."""
+        return replace(self, encoder=self.encoder.serving(caller, metadata), hold=hold, dialect=dialect)
 
     async def load(self, request: ChatRequest) -> Loaded:
         """The image files of a request. Raises ApiError."""
@@ -129,13 +160,13 @@ class Images:
         until = min(loaded.until, asyncio.get_running_loop().time() + self.settings.encoder_wait)
         try:
             async with asyncio.timeout_at(until):
-                return await self._parts(loaded, self.dialect)
+                return await self._parts(loaded, self.dialect.part)
         except TimeoutError as error:
             raise ApiError(504, "the encoder did not answer in time", "encoder_timeout") from error
 
     async def unchanged(self, loaded: Loaded) -> list[Part]:
         """The same with the images themselves, for the engine to encode. Raises ApiError."""
-        return await self._parts(loaded, UNCHANGED)
+        return await self._parts(loaded, self.dialect.unchanged)
 
     async def check_stored(self, loaded: Loaded, *, still: bool) -> None:
         """Wait until the encoder has stored what it accepted. Raises ApiError if it fails, or with `still` lost it."""
@@ -143,11 +174,11 @@ class Images:
             with _naming(param):
                 await self.encoder.check_stored(image, still=still)
 
-    async def _parts(self, loaded: Loaded, dialect: Dialect) -> list[Part]:
+    async def _parts(self, loaded: Loaded, make: MakePart) -> list[Part]:
         async def part(digest: bytes) -> Part:
             image, param = loaded.files[digest]
             with _naming(param):
-                part = await dialect.part(self.encoder, image)
+                part = await make(self.encoder, image)
             self.hold(size_of(part))
             return part
 

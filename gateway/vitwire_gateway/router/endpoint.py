@@ -13,6 +13,8 @@ import httpx2
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
+from vitwire_gateway.anthropic.answers import MessageEvents, encoded, error_of, event_of
+from vitwire_gateway.anthropic.messages import is_anthropic
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.metrics import Metrics
@@ -38,6 +40,8 @@ class Exchange:
         self.stage: Stage = "receive"
         self.status = 0
         self.images = 0
+        self.is_translated = False
+        """The engine gets a chat request, and its answer is translated back."""
         self.is_complete = False
         self._receive = receive
         self._send = send
@@ -79,23 +83,44 @@ class Exchange:
     async def refuse(self, error: ApiError) -> None:
         """Send an error. In a response that has begun, it becomes an event or, elsewhere, a broken connection."""
         if not self.status:
-            size = str(len(error.body))
-            headers = {"content-type": "application/json", "content-length": size, **error.headers}
-            await self._start(error.status, [(name.encode(), value.encode()) for name, value in headers.items()])
-            await self._write(error.body, more=False)
+            is_anthropic_error = is_anthropic(self.request.url.path)
+            body = encoded(error_of(error.status, error.message)) if is_anthropic_error else error.body
+            headers = [(name.encode(), value.encode()) for name, value in error.headers.items()]
+            await self.respond(error.status, headers, body)
 
-    async def relay(self, response: httpx2.Response) -> None:
-        """Send the engine's response as it arrives; a stream of events that breaks off ends in one with the error."""
+    async def respond(self, status: int, headers: Headers, body: bytes) -> None:
+        """Send a whole response in JSON."""
+        size = str(len(body)).encode()
+        await self._start(status, [(b"content-type", b"application/json"), (b"content-length", size), *headers])
+        await self._write(body, more=False)
+
+    async def relay(self, response: httpx2.Response, events: MessageEvents | None = None) -> None:
+        """Send the engine's response as it arrives; a stream of events that breaks off ends in one with the error.
+
+        events: translates the stream.
+        """
         self.stage = "response"
         await self._start(response.status_code, returned(response))
         try:
             async for chunk in cast("httpx2.AsyncByteStream", response.stream):
-                await self._write(chunk, more=True)
-        except httpx2.TransportError as error:
+                if piece := events.fed(chunk) if events else chunk:
+                    await self._write(piece, more=True)
+            if events:
+                await self._write(events.ended(), more=True)
+        except (httpx2.TransportError, ApiError) as error:
+            failure = error if isinstance(error, ApiError) else from_transport(error)
             if "content-length" in response.headers or not is_of_events(response):
-                raise from_transport(error) from error
-            await self._write(b"\n\ndata: " + from_transport(error).body + b"\n\n", more=True)
+                raise failure from error
+            await self._write(b"\n\n" + self._event(failure, events), more=True)
         await self._write(b"", more=False)
+
+    def _event(self, error: ApiError, events: MessageEvents | None) -> bytes:
+        """The events for a stream that breaks off."""
+        if events:
+            return events.failed(error)
+        if is_anthropic(self.request.url.path):
+            return event_of(error_of(error.status, error.message))
+        return b"data: " + error.body + b"\n\n"
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.status = status
@@ -123,7 +148,7 @@ class Exchange:
 class Endpoint:
     """An ASGI application around one way to answer requests: admission, errors, metrics, and one line of log."""
 
-    route: Literal["chat", "proxied"]
+    route: Literal["chat", "responses", "messages", "proxied"]
     answer: Callable[[Exchange, Ticket], Awaitable[None]]
     settings: RouterSettings
     admission: Admission

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
+from vitwire_gateway.anthropic.messages import is_anthropic
 from vitwire_gateway.api_errors import ApiError, overloaded
 from vitwire_gateway.fairness import Budget, Caller, Holding, host_name
 from vitwire_gateway.gateway_settings import RouterSettings
@@ -66,6 +67,12 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
+def _authorization(request: Request) -> str | None:
+    """The header of that name; clients of Anthropic send their key in another one."""
+    key = request.headers.get("x-api-key") if is_anthropic(request.url.path) else None
+    return request.headers.get("authorization", f"Bearer {key}" if key else None)
+
+
 class Ticket(NamedTuple):
     """A request that was let in."""
 
@@ -103,7 +110,7 @@ class Admission:
         Raises ApiError for a wrong key, and at once if there are too many in flight.
         """
         if self.keys:
-            name = self.keys.check(request.headers.get("authorization"))
+            name = self.keys.check(_authorization(request))
         else:
             name = host_name(request.client.host) if request.client else ""
         self._requests.check(name)

@@ -5,6 +5,7 @@ import ssl
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import httpx2
 
@@ -77,6 +78,19 @@ class Engine:
     async def close(self) -> None:
         """Close all connections."""
         await self._transport.aclose()
+
+
+async def whole(response: httpx2.Response, max_bytes: int) -> bytes:
+    """The body of a response. Raises ApiError if it breaks off or is longer."""
+    body = bytearray()
+    try:
+        async for chunk in cast("httpx2.AsyncByteStream", response.stream):
+            body += chunk
+            if len(body) > max_bytes:
+                raise ApiError(502, f"the engine's answer exceeds the limit of {max_bytes} bytes", "engine_failed")
+    except httpx2.TransportError as error:
+        raise from_transport(error) from error
+    return bytes(body)
 
 
 async def _pieces(body: Filled) -> AsyncIterator[bytes]:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from types import FrameType
 
 import httpx2
@@ -28,13 +29,13 @@ from vitwire_gateway.metrics import Metrics
 from vitwire_gateway.openai.content_parts import Images, dialect_of, mode_of
 from vitwire_gateway.router.endpoint import Endpoint
 from vitwire_gateway.router.entrance import Admission, read_keys
+from vitwire_gateway.router.image_apis import image_apis
 from vitwire_gateway.router.llm_engine import Engine
 from vitwire_gateway.router.routing import Router
 from vitwire_gateway.workers import Workers, memory_for
 
 logger = logging.getLogger("vitwire.router")
 
-_CHAT = "/v1/chat/completions"
 _PROBE_SECONDS = 2.0
 _KEPT_SECONDS = 1.0
 """For how long an answer is kept, so that probes of many balancers cost one."""
@@ -89,7 +90,10 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
         Route("/healthz", health),
         Route("/livez", alive),
         Route("/metrics", page),
-        Route(_CHAT, Endpoint("chat", router.chat, settings, admission, metrics)),
+        *(
+            Route(api.path, Endpoint(api.name, partial(router.with_images, api), settings, admission, metrics))
+            for api in image_apis(settings)
+        ),
         Route("/{path:path}", Endpoint("proxied", router.proxied, settings, admission, metrics)),
     ]
     app = Starlette(routes=routes, lifespan=lifespan)

@@ -6,8 +6,10 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import httpx2
 from anyio.to_thread import run_sync
 
+from vitwire_gateway.anthropic.answers import MessageEvents, encoded, message_of, translated_error
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import read_body
 from vitwire_gateway.gateway_settings import RouterSettings
@@ -17,7 +19,8 @@ from vitwire_gateway.openai.chat_reading import ChatLimits, ChatRequest, read_ch
 from vitwire_gateway.openai.content_parts import Images, Part, size_of
 from vitwire_gateway.router.endpoint import Exchange
 from vitwire_gateway.router.entrance import Ticket
-from vitwire_gateway.router.llm_engine import Engine, forwarded, is_of_events
+from vitwire_gateway.router.image_apis import CHAT, ImageApi
+from vitwire_gateway.router.llm_engine import Engine, forwarded, is_of_events, returned, whole
 
 logger = logging.getLogger("vitwire.router")
 
@@ -29,7 +32,7 @@ Check = Callable[[bool], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Answers chat requests and passes others on."""
+    """Answers requests of APIs with images, and passes others on."""
 
     settings: RouterSettings
     metrics: Metrics
@@ -40,14 +43,14 @@ class Router:
     engine_key: str | None
     """Sent in place of the caller's key."""
 
-    async def chat(self, exchange: Exchange, ticket: Ticket) -> None:
-        """A chat completion: its images become embeddings."""
+    async def with_images(self, api: ImageApi, exchange: Exchange, ticket: Ticket) -> None:
+        """A request of an API whose images become embeddings."""
         if exchange.request.method != "POST":
             raise ApiError(405, "expected POST", "method_not_allowed", headers={"allow": "POST"})
         if exchange.request.headers.get("content-encoding", "identity") != "identity":
             raise ApiError(415, "a compressed body is not supported", "unsupported_encoding")
         body = await self._body(exchange, ticket)
-        await exchange.unless_disconnected(self._chat(exchange, ticket, body))
+        await exchange.unless_disconnected(self._read(api, exchange, ticket, body))
 
     async def proxied(self, exchange: Exchange, ticket: Ticket) -> None:
         """Any other request: it and its response pass as they are."""
@@ -65,22 +68,23 @@ class Router:
         ticket.place.take(1)
         return body
 
-    async def _chat(self, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
+    async def _read(self, api: ImageApi, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
         exchange.stage = "images"
-        images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take)
-        limits = ChatLimits(self.settings.max_images, self.settings.max_image_bytes, images.dialect.hole)
+        images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take, api.dialect)
+        limits = ChatLimits(self.settings.max_images, self.settings.max_image_bytes, api.dialect.hole, api.form)
         content_type = exchange.request.headers.get("content-type", "")
         request = await read_chat(images.encoder.workers, ticket.caller, body, content_type, limits)
         exchange.images = len(request.places)
         if request.places:
-            await self._with_images(exchange, ticket, images, request)
+            exchange.is_translated = api.form.as_chat is not None
+            await self._encoded(exchange, ticket, images, request)
             return
         if request.pieces:  # of a form
             body = b"".join(request.pieces)
             ticket.bytes.take(len(body))
         await self._forward(exchange, body, as_json=True)
 
-    async def _with_images(self, exchange: Exchange, ticket: Ticket, images: Images, request: ChatRequest) -> None:
+    async def _encoded(self, exchange: Exchange, ticket: Ticket, images: Images, request: ChatRequest) -> None:
         async def forward(parts: Sequence[Part], check: Check | None = None) -> None:
             limit = self.settings.max_buffered_bytes
             if (needed := sum(map(size_of, parts))) > limit:  # equal images are held once, and sent in each place
@@ -120,19 +124,36 @@ class Router:
         changed: dict[bytes, bytes | None] = {b"x-request-id": exchange.request_id.encode()}
         if as_json:
             changed[b"content-type"] = b"application/json"
-        if self.engine_key:
-            changed[b"authorization"] = f"Bearer {self.engine_key}".encode()
-        elif self.drops_authorization:
-            changed[b"authorization"] = None
+        if exchange.is_translated:
+            changed[b"accept-encoding"] = b"identity"
+        if self.engine_key or self.drops_authorization:
+            changed[b"x-api-key"] = None
+            changed[b"authorization"] = f"Bearer {self.engine_key}".encode() if self.engine_key else None
         headers = forwarded(request.headers.raw, without=changed)
         headers += [(name, value) for name, value in changed.items() if value is not None]
         began = time.perf_counter()
-        async with self.engine.send(request.method, exchange.target, headers, body) as response:
+        target = CHAT.encode() if exchange.is_translated else exchange.target
+        async with self.engine.send(request.method, target, headers, body) as response:
             has_failed = response.status_code >= 500
             if check and (has_failed or is_of_events(response)):
                 await check(has_failed)
             self.metrics.seconds.labels("engine").observe(time.perf_counter() - began)
-            await exchange.relay(response)
+            if exchange.is_translated:
+                await self._translated(exchange, response)
+            else:
+                await exchange.relay(response)
+
+    async def _translated(self, exchange: Exchange, response: httpx2.Response) -> None:
+        """Send the engine's chat completion as a message."""
+        most, status = self.settings.max_body_bytes, response.status_code
+        if status == 200 and is_of_events(response):
+            await exchange.relay(response, MessageEvents(most))
+            return
+        body = await whole(response, most)
+        exchange.stage = "response"
+        answer = await run_sync(message_of, body) if status == 200 else translated_error(status, body)
+        headers = [(name, value) for name, value in returned(response) if not name.startswith(b"content-")]
+        await exchange.respond(status, headers, encoded(answer))
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:

@@ -1,0 +1,40 @@
+"""OpenAI requests for responses: their images. Pure functions."""
+
+from vitwire_gateway.api_errors import invalid
+from vitwire_gateway.bodies import Json
+from vitwire_gateway.gateway_settings import Engine
+from vitwire_gateway.openai.chat import ImageRef, Path, image_parts, param_of, url_of
+
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+
+
+def images_of(request: Json, engine: Engine) -> list[ImageRef]:
+    """The images of all input items, in order.
+
+    Raises ApiError for a malformed image, and for one where the engine would drop it. Other parts and items are left
+    to the engine to check.
+    """
+    found = []
+    items = request.get("input")
+    for number, item in enumerate(items if isinstance(items, list) else ()):
+        for path, part in image_parts(item, ("input", number)):
+            param = param_of(path)
+            if not _is_taken(item, path[2:], engine):
+                text = f"{engine} takes no image here; put it in the content of a message of role user"
+                raise invalid(text, param, "unsupported_image")
+            if part.get("file_id") is not None:
+                text = "files by id are not supported; send image_url with data:image/...;base64,..."
+                raise invalid(text, param, "unsupported_image")
+            found.append(ImageRef(path, url_of(part.get("image_url"), param)))
+    return found
+
+
+def _is_taken(item: Json, path: Path, engine: Engine) -> bool:
+    """True if the engine reads images at this path in an item; elsewhere it takes the text and drops the rest."""
+    if len(path) != 2:
+        return False
+    kind, role = item.get("type"), item.get("role")
+    if path[0] == "output":
+        return engine == "vllm" and kind in _OUTPUTS
+    roles = ("user", "system", "developer") if engine == "vllm" else ("user",)
+    return path[0] == "content" and kind in (None, "message") and role in roles
