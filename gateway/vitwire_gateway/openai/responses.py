@@ -33,8 +33,7 @@ def _is_taken(item: Json, path: Path, engine: Engine) -> bool:
     """True if the engine reads images at this path in an item; elsewhere it takes the text and drops the rest."""
     if len(path) != 2:
         return False
-    kind, role = item.get("type"), item.get("role")
+    kind = item.get("type")
     if path[0] == "output":
         return engine == "vllm" and kind in _OUTPUTS
-    roles = ("user", "system", "developer") if engine == "vllm" else ("user",)
-    return path[0] == "content" and kind in (None, "message") and role in roles
+    return path[0] == "content" and kind in (None, "message") and item.get("role") == "user"
