@@ -1,6 +1,7 @@
 """A stand-in for the HTTP server of an LLM engine, run as a process: it records requests and answers as they ask it to.
 
-The answer to a chat completion is chosen by its model: `slow` sends its first event, and the others once the test posts
+/v1/responses and /v1/messages are answered in their forms. The answer to a chat completion is chosen by its model:
+`tool` calls a tool; `slow` sends its first event, and the others once the test posts
 to /test/continue; `status-429` and the like fail; `broken` and `broken-stream` cut the connection; `silent` sends
 nothing, `flood` without end. `rows-from-HOST:PORT` fetches the embeddings of references from a Vitwire server, as the
 EC connector does, and fails without them: with status 500, or with an event. `late-rows-from-` asks for the others once
@@ -10,7 +11,7 @@ the last one is there.
 import asyncio
 import json
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 import uvicorn
@@ -24,6 +25,8 @@ from vitwire import AsyncClient, Item, VitwireError
 
 _FETCH_SECONDS = 10.0
 WORDS = ["Two", " cats", " on", " a", " sofa"]
+USAGE = {"prompt_tokens": 20, "completion_tokens": 5, "total_tokens": 25}
+CALL = {"id": "call-1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sofa"}'}}
 
 
 class Engine:
@@ -49,16 +52,62 @@ class Engine:
         if model == "broken":
             return _Broken(b'{"id": "chatcmpl-1", "choi', "application/json")
         if model == "broken-stream":
-            return _Broken(_event({"choices": [], "id": "chatcmpl-1"}), "text/event-stream")
+            return _Broken(_event({"choices": [], "id": "chatcmpl-1", "model": "tiny"}), "text/event-stream")
         if model == "flood":
             return StreamingResponse(self._flood(), media_type="application/octet-stream")
         if model == "silent":
             await self._until_cancelled()
         if body.get("stream"):
             return StreamingResponse(self._events(model, fetched), media_type="text/event-stream")
-        message = {"role": "assistant", "content": "".join(WORDS)}
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(WORDS)}
+        if model == "tool":
+            message = {"role": "assistant", "content": None, "tool_calls": [CALL]}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         return JSONResponse(_completion("chat.completion", choice), headers={"x-engine": "stand-in"})
+
+    async def responses(self, request: Request) -> Response:
+        """A response, or a stream of one."""
+        body = await self._recorded(request)
+        text = {"type": "output_text", "text": "".join(WORDS), "annotations": []}
+        item = {"id": "msg-1", "type": "message", "role": "assistant", "status": "completed", "content": [text]}
+        whole = {
+            "id": "resp-1", "object": "response", "created_at": 1, "model": "tiny", "status": "completed",
+            "output": [item], "parallel_tool_calls": True, "tool_choice": "auto", "tools": [],
+        }  # fmt: skip
+        if not body.get("stream"):
+            return JSONResponse(whole)
+        place = {"item_id": "msg-1", "output_index": 0, "content_index": 0, "logprobs": []}
+        events: list[dict[str, Any]] = [
+            {"type": "response.created", "response": whole | {"status": "in_progress", "output": []}},
+            {"type": "response.output_item.added", "output_index": 0, "item": item | {"content": []}},
+            {"type": "response.content_part.added", "part": text | {"text": ""}, **place},
+            *({"type": "response.output_text.delta", "delta": word, **place} for word in WORDS),
+            {"type": "response.completed", "response": whole},
+        ]
+        return _stream(each | {"sequence_number": number} for number, each in enumerate(events))
+
+    async def messages(self, request: Request) -> Response:
+        """A message, or a stream of one."""
+        body = await self._recorded(request)
+        whole: dict[str, Any] = {
+            "id": "msg-1", "type": "message", "role": "assistant", "model": "tiny", "stop_sequence": None,
+            "content": [{"type": "text", "text": "".join(WORDS)}], "stop_reason": "end_turn",
+            "usage": {"input_tokens": 20, "output_tokens": 5},
+        }  # fmt: skip
+        if body.get("model") == "broken-stream":
+            return _Broken(_event({"type": "message_start", "message": whole | {"content": []}}), "text/event-stream")
+        if not body.get("stream"):
+            return JSONResponse(whole)
+        deltas = ({"type": "text_delta", "text": word} for word in WORDS)
+        events: list[dict[str, Any]] = [
+            {"type": "message_start", "message": whole | {"content": [], "stop_reason": None}},
+            {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+            *({"type": "content_block_delta", "index": 0, "delta": delta} for delta in deltas),
+            {"type": "content_block_stop", "index": 0},
+            {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 5}},
+            {"type": "message_stop"},
+        ]
+        return _stream(events)
 
     async def other(self, request: Request) -> Response:
         body = await request.body()
@@ -82,6 +131,13 @@ class Engine:
                 return JSONResponse(seen)
         return JSONResponse({"cancelled": self.cancelled})
 
+    async def _recorded(self, request: Request) -> dict[str, Any]:
+        raw = await request.body()
+        body: dict[str, Any] = json.loads(raw)
+        self._record(request, body)
+        self.requests[-1]["raw"] = raw.decode()
+        return body
+
     def _record(self, request: Request, body: object) -> None:
         url = request.url
         self.requests.append(
@@ -104,6 +160,9 @@ class Engine:
                 await self._until_cancelled(self.proceed)
                 self.proceed.clear()
             yield _event(_completion("chat.completion.chunk", {"index": 0, "delta": {"content": word}}))
+        if model == "tool":
+            delta = {"tool_calls": [CALL | {"index": 0}]}
+            yield _event(_completion("chat.completion.chunk", {"index": 0, "delta": delta}))
         yield b"data: [DONE]\n\n"
 
     async def _flood(self) -> AsyncGenerator[bytes, None]:
@@ -151,12 +210,17 @@ async def _fetch(target: str, body: dict[str, Any], *, late: bool) -> bool:
             return False
 
 
-def _event(value: object) -> bytes:
-    return b"data: " + json.dumps(value).encode() + b"\n\n"
+def _event(value: dict[str, Any]) -> bytes:
+    name = f"event: {value['type']}\n" if "type" in value else ""
+    return f"{name}data: {json.dumps(value)}\n\n".encode()
+
+
+def _stream(events: Iterable[dict[str, Any]]) -> Response:
+    return StreamingResponse(map(_event, events), media_type="text/event-stream")
 
 
 def _completion(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
-    return {"id": "chatcmpl-1", "object": kind, "created": 1, "model": "tiny", "choices": [choice]}
+    return {"id": "chatcmpl-1", "object": kind, "created": 1, "model": "tiny", "choices": [choice], "usage": USAGE}
 
 
 def main(port: int) -> None:
@@ -165,6 +229,8 @@ def main(port: int) -> None:
     everything = ["GET", "POST", "PUT", "DELETE"]
     routes = [
         Route("/v1/chat/completions", engine.chat, methods=["POST"]),
+        Route("/v1/responses", engine.responses, methods=["POST"]),
+        Route("/v1/messages", engine.messages, methods=["POST"]),
         Route("/health", engine.health),
         Route("/test/{what}", engine.test, methods=["GET", "POST"]),
         Route("/{path:path}", engine.other, methods=everything),

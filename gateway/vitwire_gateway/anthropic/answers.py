@@ -113,6 +113,7 @@ class MessageEvents:
         """Of the latest call."""
         self._finish: tuple[str | None, object] = "stop", None
         self._has_stopped = False
+        self._usage: Json | None = None
 
     def fed(self, content: bytes) -> bytes:
         """The events that follow from these bytes of the engine's stream. Raises ApiError for what is no event."""
@@ -141,7 +142,7 @@ class MessageEvents:
     def _of(self, text: bytes) -> Iterator[Json]:
         if text == b"[DONE]":
             self._is_over = True
-            yield from self._stopped({})
+            yield from self._stopped()
             yield {"type": "message_stop"}
             return
         try:
@@ -159,8 +160,9 @@ class MessageEvents:
         if not self._has_begun:
             self._has_begun = True
             yield {"type": "message_start", "message": _head(chunk)}
+        self._usage = chunk.get("usage") or self._usage
         if not chunk["choices"]:
-            yield from self._stopped(chunk)
+            yield from self._stopped()
             return
         choice = chunk["choices"][0]
         if choice.get("finish_reason") is not None:
@@ -196,14 +198,14 @@ class MessageEvents:
             self._arguments += function["arguments"]
             yield self._delta({"type": "input_json_delta", "partial_json": function["arguments"]})
 
-    def _stopped(self, chunk: Json) -> Iterator[Json]:
+    def _stopped(self) -> Iterator[Json]:
         """The end of the last block, and once the reason for it."""
         yield from self._flushed()
         if not self._has_stopped:
             self._has_stopped = True
             is_whole = bool(self._calls) and _is_json(self._arguments)
             stop = _stop(self._finish[0], self._finish[1], called=bool(self._calls), is_whole=is_whole)
-            yield {"type": "message_delta", "delta": stop, "usage": _usage(chunk.get("usage"))}
+            yield {"type": "message_delta", "delta": stop, "usage": _usage(self._usage)}
 
     def _started(self, block: Json) -> Json:
         self._index += 1

@@ -21,7 +21,10 @@ _SAME = (
 _TRANSLATED = (
     "max_tokens", "messages", "output_config", "stop_sequences", "stream", "system", "thinking", "tool_choice", "tools",
 )  # fmt: skip
-_WITHOUT_EFFECT = ("metadata", "mm_payload", "return_mm_kwargs", "service_tier")
+_WITHOUT_EFFECT = (
+    "cache_control", "metadata", "mm_payload", "return_mm_kwargs", "service_tier", "speed", "user_profile_id",
+    "workspace_id",
+)  # fmt: skip
 _BLOCKS = {
     "image": ("source",),
     "redacted_thinking": ("data",),

@@ -188,7 +188,12 @@ CACHED = USAGE | {"prompt_tokens_details": {"cached_tokens": 16}}
 
 
 def tool_call(name: str, arguments: str, index: int = 0) -> Json:
-    return {"index": index, "id": f"call-{name}", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {
+        "index": index,
+        "id": f"call-{name}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 MESSAGES = [
@@ -212,9 +217,7 @@ def plain(content: Any) -> Any:
     if isinstance(content, list):
         return [plain(each) for each in content]
     if isinstance(content, dict):
-        return {
-            name: "s" if name == "signature" else plain(each) for name, each in content.items() if each is not None
-        }
+        return {name: "s" if name == "signature" else plain(each) for name, each in content.items() if each is not None}
     return content
 
 
