@@ -17,7 +17,7 @@ _ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_BROKEN = (LookupError, TypeError, ValueError, AttributeError)
+_BROKEN = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
 """Raised while an answer is read that is none."""
 
 

@@ -28,7 +28,7 @@ def images_of(request: Json) -> list[ImageRef]:
     ]
     for start, item in items:
         for path, part in image_parts(item, start):
-            if not (isinstance(item, dict) and _is_taken(item, path[2:])):
+            if not _is_taken(item, path[2:]):
                 param = param_of(path, FIELD)
                 text = "images belong in the content of a message of role user or assistant, or of a user's tool_result"
                 raise invalid(text, param, "unsupported_image")
@@ -36,14 +36,14 @@ def images_of(request: Json) -> list[ImageRef]:
     return found
 
 
-def _is_taken(message: Json, path: Path) -> bool:
+def _is_taken(message: object, path: Path) -> bool:
     """True if engines read images at this path in a message."""
-    role = message.get("role")
-    if len(path) == 2:
-        return role in ("user", "assistant") and path[0] == "content"
-    if len(path) != 4 or path[2] != "content":
-        return False
-    return role == "user" and bool(message["content"][path[1]].get("type") == "tool_result")
+    match message, path:
+        case {"role": "user" | "assistant"}, ("content", int()):
+            return True
+        case {"role": "user", "content": blocks}, ("content", int(position), "content", int()):
+            return bool(blocks[position].get("type") == "tool_result")
+    return False
 
 
 def _reference(path: Path, part: Json) -> ImageRef:

@@ -29,9 +29,9 @@ def images_of(request: Json, engine: Engine) -> list[ImageRef]:
     return found
 
 
-def _is_taken(item: Json, path: Path, engine: Engine) -> bool:
+def _is_taken(item: object, path: Path, engine: Engine) -> bool:
     """True if the engine reads images at this path in an item; elsewhere it takes the text and drops the rest."""
-    if len(path) != 2:
+    if not isinstance(item, dict) or len(path) != 2 or not isinstance(path[1], int):
         return False
     kind = item.get("type")
     if path[0] == "output":

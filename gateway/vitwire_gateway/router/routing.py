@@ -149,6 +149,8 @@ class Router:
         if status == 200 and is_of_events(response):
             await exchange.relay(response, MessageEvents(most))
             return
+        if status < 400 and status != 200:
+            raise ApiError(502, f"the engine answered a chat completion with status {status}", "engine_failed")
         body = await whole(response, most)
         exchange.stage = "response"
         answer = await run_sync(message_of, body) if status == 200 else translated_error(status, body)
