@@ -282,6 +282,8 @@ def test_errors_of_the_engine(claude: Anthropic) -> None:
     assert limited.value.body["error"]["type"] == "rate_limit_error"
     with pytest.raises(anthropic.InternalServerError, match="closed the connection"):
         claude.messages.create(model="broken", max_tokens=9, messages=user(BLOCK))
+    with pytest.raises(anthropic.InternalServerError, match="answer exceeds the limit of"):
+        claude.messages.create(model="flood", max_tokens=9, messages=user(BLOCK))
     with (
         pytest.raises(anthropic.APIStatusError, match="closed the connection"),
         claude.messages.stream(model="broken-stream", max_tokens=9, messages=user(BLOCK)) as stream,
@@ -292,6 +294,26 @@ def test_errors_of_the_engine(claude: Anthropic) -> None:
         claude.messages.stream(model="broken-stream", max_tokens=9, messages=user()) as stream,
     ):
         stream.get_final_message()
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+def test_errors_have_the_form_of_the_api(proxies: dict[str, RouterProcess], path: str) -> None:
+    url = proxies["inline"].url + path
+    requests: list[tuple[int, Json]] = [
+        (400, {"content": b"{"}),
+        (400, {"content": b'{"input": ' + b"[" * 100_000}),
+        (400, {"content": json.dumps({"input": user(IMAGE | {"image_url": 1}), "messages": user(BLOCK)}).encode()}),
+        (400, {"data": {"cup": "x"}, "files": {"cup": b"x"}}),
+        (415, {"content": b"{}", "headers": {"content-encoding": "gzip"}}),
+        (431, {"content": b"{}", "headers": {"x-long": "x" * 40_000}}),
+    ]
+    for answer, status in [
+        *((httpx2.post(url, timeout=60, **each), code) for code, each in requests),
+        (httpx2.get(url), 405),
+    ]:
+        body = answer.json()
+        assert (answer.status_code, bool(body["error"]["message"])) == (status, True), answer.text
+        assert (body.get("type") == "error", "code" in body["error"]) == (path == MESSAGES, path == RESPONSES)
 
 
 def test_keys(server: ServerProcess, received: EngineProcess, tmp_path: Path) -> None:

@@ -112,10 +112,11 @@ def _turn(role: str, content: object, path: Path) -> list[Json]:
 
 
 def _call(block: Json, param: str) -> Json:
-    function = {
-        "name": _typed(block.get("name"), str, f"{param}.name"),
-        "arguments": json.dumps(_typed(block.get("input", {}), dict, f"{param}.input")),
-    }
+    try:
+        arguments = json.dumps(_typed(block.get("input", {}), dict, f"{param}.input"))
+    except RecursionError as error:
+        raise invalid("nested too deeply", f"{param}.input") from error
+    function = {"name": _typed(block.get("name"), str, f"{param}.name"), "arguments": arguments}
     return {"id": _typed(block.get("id"), str, f"{param}.id"), "type": "function", "function": function}
 
 

@@ -31,7 +31,8 @@ _SMALL_BYTES = 64 << 10
 """Bodies that are read at once: no such body takes more than a few milliseconds."""
 _MAX_URL = 8192
 _LONGER_BYTES = 32 << 20
-"""JSON in ASCII takes three times the bytes of UTF-8 at most, and numbers are written out: 1e15 has 18 characters."""
+"""JSON in ASCII takes three times the bytes of UTF-8 at most, JSON in its strings a little more, and numbers are
+written out: 1e15 has 18 characters."""
 
 
 class Place(NamedTuple):
@@ -75,7 +76,7 @@ async def read_chat(
     is_form = content_type.lower().startswith("multipart/form-data")
     if not is_form and len(body) <= _SMALL_BYTES:
         return chat_of(body, None, limits)
-    max_bytes = 3 * len(body) + _LONGER_BYTES
+    max_bytes = 4 * len(body) + _LONGER_BYTES
     form = content_type if is_form else None
     pieces, places, sources = await workers.run(caller, chat_of, body, max_bytes, form, limits)
     return ChatRequest(pieces, [Place(*each) for each in places], [Source(*each) for each in sources])

@@ -95,3 +95,13 @@ def test_messages_drop_images_in_other_places() -> None:
     """So the router refuses them."""
     assert urls(of_messages(message("assistant", RESULT))) == []
     assert urls(of_messages(message("user", {"type": "text", "text": "a"}) | {"system": [BLOCK]})) == []
+
+
+def test_documents_and_files_are_errors() -> None:
+    """So the router leaves them to SGLang."""
+    with pytest.raises(ValueError, match="input_file"):
+        of_responses(
+            {"model": "m", "input": [{"role": "user", "content": [{"type": "input_file", "file_data": "AA"}]}]}
+        )
+    with pytest.raises(ValueError, match="document"):
+        of_messages(message("user", {"type": "document", "source": {"type": "text", "data": "t"}}))

@@ -20,6 +20,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.utils import construct_input_messages
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
+from vllm.exceptions import VLLMValidationError
 from vllm.renderers import ChatParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
@@ -105,6 +106,16 @@ def test_messages_take_no_embeddings() -> None:
     block = {"type": "image", "source": {"type": "image_embeds", "image_embeds": "AA"}, "uuid": "u"}
     request = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": [block]}]}
     assert b"embeds" not in converted(request).model_dump_json().encode()
+
+
+def test_documents_and_files_are_errors(inline_frontend: InputProcessor) -> None:
+    """So the router leaves them to vLLM."""
+    part = {"type": "input_file", "file_data": "AA"}
+    with pytest.raises(VLLMValidationError, match="input_file"):
+        read(inline_frontend, {"model": "m", "input": [{"role": "user", "content": [part]}]})
+    document = {"type": "document", "source": {"type": "text", "data": "t"}}
+    with pytest.raises(ValueError, match="document"):
+        converted({"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": [document]}]})
 
 
 SOURCE = {"type": "base64", "media_type": "image/png", "data": "AA=="}

@@ -177,6 +177,20 @@ def test_blocks_that_cannot_be_translated_are_refused(block: Json, role: str, re
         chat_request(request(block, role=role))
 
 
+@pytest.mark.parametrize("depth", [10, 100_000])
+def test_deep_arguments_of_tools(depth: int) -> None:
+    nest: Any = {}
+    for _ in range(depth):
+        nest = {"a": nest}
+    body = request(IMAGE, USE | {"input": nest}, role="assistant")
+    if depth == 10:
+        assert json.dumps(nest) == chat_request(body)["messages"][0]["tool_calls"][0]["function"]["arguments"]
+        return
+    with pytest.raises(ApiError, match="nested too deeply") as caught:
+        chat_request(body)
+    assert caught.value.param == "messages[0].content[1].input"
+
+
 def test_names_in_errors_are_short() -> None:
     with pytest.raises(ApiError) as caught:
         chat_request(request(IMAGE) | {"x" * 100_000: 1})
