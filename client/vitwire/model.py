@@ -114,6 +114,8 @@ class Model:
     """None if the model takes patches."""
     rows_by_grid: tuple[str, ...] = ()
     """Modalities whose items of grid (t, h, w) have t*h*w / merge_size**2 vectors."""
+    matryoshka: tuple[int, ...] | None = None
+    """Lengths that pooled vectors may be cut to, any if empty; None if they may not be cut."""
 
     @classmethod
     def from_message(cls, message: pb.GetModelResponse) -> "Model":
@@ -128,6 +130,7 @@ class Model:
             precision=_same(Precision, message.precision) if message.HasField("precision") else None,
             available_poolings=poolings or ("none",),
             tiles=_tile_shapes(message.tiles) if message.HasField("tiles") else None,
+            matryoshka=tuple(message.matryoshka.dimensions) if message.HasField("matryoshka") else None,
         )
         if model.embedding_width < 1 or model.embedding_width % (1 + model.deepstack_levels):
             raise ValueError(f"embedding_width {model.embedding_width} with {model.deepstack_levels} deepstack levels")
