@@ -46,7 +46,8 @@ def _flagged(kind: type[S], variables: Mapping[str, str]) -> Callable[[Callable[
 def _parameter(setting: "Field[Any]", hint: object, variable: str | None) -> inspect.Parameter:
     kind, flag = get_args(hint)
     assert isinstance(flag, Flag)
-    option = typer.Option(envvar=variable, help=flag.help, min=flag.minimum, max=flag.maximum)
+    names = [f"--{setting.name.replace('_', '-')}"] if setting.name.startswith("no_") else []  # no --no-no-engine
+    option = typer.Option(*names, envvar=variable, help=flag.help, min=flag.minimum, max=flag.maximum)
     repeats = get_origin(kind) is tuple
     default = [] if repeats else setting.default
     annotation = Annotated[list[get_args(kind)[0]] if repeats else kind, option]  # type: ignore  # noqa: PGH003  # typer's

@@ -72,6 +72,7 @@ class RouterSettings(GatewaySettings):
 
     engine: Annotated[Engine, Flag("the engine's dialect")] = "vllm"
     engine_url: Annotated[str, Flag("address of the engine's HTTP server, without /v1")] = "http://127.0.0.1:8000"
+    no_engine: Annotated[bool, Flag("run without an engine: only embeddings of images are answered")] = False
     engine_ca: Annotated[Path | None, Flag("root certificates of the engine, PEM, for an https:// address")] = None
     mode: Annotated[
         Mode | None,
@@ -119,6 +120,13 @@ class RouterSettings(GatewaySettings):
             raise ValueError(f"--engine-url {self.engine_url!r} ends in /v1: leave that out, request paths include it")
         if self.max_image_bytes > self.max_body_bytes:
             raise ValueError("--max-image-bytes exceeds --max-body-bytes")
+        engines = {
+            "--mode": self.mode,
+            "--engine-api-key-file": self.engine_api_key_file,
+            "--on-encoder-failure engine": self.on_encoder_failure == "engine",
+        }
+        if self.no_engine and (names := [name for name, value in engines.items() if value]):
+            raise ValueError(f"{names[0]} needs an engine: leave it out with --no-engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ class Metrics:
         gauge = partial(Gauge, registry=self.registry)
         self.requests = counter(
             "vitwire_router_requests",
-            "requests by route (chat, proxied) and HTTP status, 0 for those whose caller left before",
+            "requests by route (chat, embeddings, proxied) and HTTP status, 0 for those whose caller left before",
             ["route", "code"],
         )
         self.seconds = Histogram(

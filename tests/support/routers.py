@@ -63,10 +63,11 @@ def engine(port: int = 0) -> Iterator[EngineProcess]:
 
 @contextmanager
 def router(
-    target: str, engine_url: str, *flags: str, environment: dict[str, str] | None = None
+    target: str, engine_url: str | None, *flags: str, environment: dict[str, str] | None = None
 ) -> Iterator[RouterProcess]:
-    """A router in front of an encoder and an engine."""
-    command = [str(_VITWIRE), "router", "--port", "0", "--target", target, "--engine-url", engine_url, *flags]
+    """A router in front of an encoder and an engine, if it has one."""
+    engine_flags = ["--engine-url", engine_url] if engine_url else ["--no-engine"]
+    command = [str(_VITWIRE), "router", "--port", "0", "--target", target, *engine_flags, *flags]
     with _process(command, environment) as (process, log):
         found = RouterProcess(process, log)
         found.port = found.metrics_port = int(found.wait_for(r"listening on [\d.]+:(\d+)")[1])

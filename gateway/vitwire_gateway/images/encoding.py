@@ -12,6 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 from vitwire import AsyncClient, DType, Embedding, InvalidItem, Item, Model, NotCached, VitwireError
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.fairness import Caller, Turns
+from vitwire_gateway.images.batching import Batches
 from vitwire_gateway.images.image_files import Header, ImageFile, header_of
 from vitwire_gateway.workers import Workers
 
@@ -102,6 +103,18 @@ class Encoder:
             item = await self._item(image, model)
             (embedding,) = await self.client.encode([item], timeout=self._seconds, output_type=output_type)
         return Encoded(content_id_of(image.digest, model), embedding, model)
+
+    def batches(self) -> Batches:
+        """For `encode_in`: the calls that images of one request share."""
+        return Batches(self.client, self._seconds)
+
+    async def encode_in(self, batches: Batches, image: ImageFile) -> Encoded:
+        """As `encode`, together with others of the request. Each image has its turn."""
+        async with self._turns.turn(self.caller):
+            with batches.reading():
+                model = await self.model.get()
+                answer = batches.add(await self._item(image, model))
+            return Encoded(content_id_of(image.digest, model), await answer, model)
 
     @asynccontextmanager
     async def storing(self) -> AsyncGenerator[None, None]:

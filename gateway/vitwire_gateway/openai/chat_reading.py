@@ -5,8 +5,8 @@ Small requests are read where they are; the rest, and all forms, in a worker.
 
 import asyncio
 import binascii
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers, UploadFile
@@ -59,6 +59,16 @@ class ChatRequest(NamedTuple):
     """Each once."""
 
 
+class WithImages(Protocol):
+    """A request of any form: its images."""
+
+    @property
+    def places(self) -> Sequence[Place]: ...
+
+    @property
+    def sources(self) -> Sequence[Source]: ...
+
+
 class ChatLimits(NamedTuple):
     """Limits of a chat request, and where it is cut."""
 
@@ -71,13 +81,21 @@ async def read_chat(
     workers: Workers, caller: Caller, body: bytes, content_type: str, limits: ChatLimits
 ) -> ChatRequest:
     """The request in a body of JSON or of a form. Raises ApiError."""
-    is_form = content_type.lower().startswith("multipart/form-data")
-    if not is_form and len(body) <= _SMALL_BYTES:
-        return chat_of(body, None, limits)
-    max_bytes = 3 * len(body) + _LONGER_BYTES
-    form = content_type if is_form else None
-    pieces, places, sources = await workers.run(caller, chat_of, body, max_bytes, form, limits)
+    pieces, places, sources = await read(workers, caller, chat_of, body, content_type, limits)
     return ChatRequest(pieces, [Place(*each) for each in places], [Source(*each) for each in sources])
+
+
+async def read(
+    workers: Workers, caller: Caller, job: Callable[..., Any], body: bytes, content_type: str, *arguments: object
+) -> Any:  # noqa: ANN401  # as the job returned it
+    """`job(body, form, *arguments)`, as `Workers.run`, but here if the body is small and JSON. Raises ApiError.
+
+    form: the type of a form; None if the body is JSON.
+    """
+    form = content_type if content_type.lower().startswith("multipart/form-data") else None
+    if form is None and len(body) <= _SMALL_BYTES:
+        return job(body, None, *arguments)
+    return await workers.run(caller, job, body, 3 * len(body) + _LONGER_BYTES, form, *arguments)
 
 
 def chat_of(body: bytes, form: str | None, limits: ChatLimits) -> ChatRequest:
@@ -85,16 +103,24 @@ def chat_of(body: bytes, form: str | None, limits: ChatLimits) -> ChatRequest:
     content, files = (body, {}) if form is None else parse_form(form, body, limits.max_images)
     request = parse(content)
     found = images_of(request)
-    if len(found) > limits.max_images:
-        text = f"the request has {len(found)} images, the limit is {limits.max_images}"
-        raise invalid(text, "messages", "too_many_images")
+    places, sources = sources_of([(each.param, each.url) for each in found], files, limits, "messages")
+    pieces = cut(request, found, limits.hole) if found else [] if form is None else [content]
+    return ChatRequest(pieces, places, sources)
+
+
+def sources_of(
+    urls: Sequence[tuple[str, str]], files: Mapping[str, bytes], limits: ChatLimits, field: str
+) -> tuple[list[Place], list[Source]]:
+    """The images of a request, given as names in errors and URLs. Raises ApiError for too many in `field`."""
+    if len(urls) > limits.max_images:
+        text = f"the request has {len(urls)} images, the limit is {limits.max_images}"
+        raise invalid(text, field, "too_many_images")
     first: dict[str, str] = {}
-    for each in found:
-        first.setdefault(each.url, each.param)
+    for param, url in urls:
+        first.setdefault(url, param)
     numbers = {url: number for number, url in enumerate(first)}
     sources = [_source(url, files, limits.max_image_bytes, param) for url, param in first.items()]
-    pieces = cut(request, found, limits.hole) if found else [] if form is None else [content]
-    return ChatRequest(pieces, [Place(each.param, numbers[each.url]) for each in found], sources)
+    return [Place(param, numbers[url]) for param, url in urls], sources
 
 
 def _source(url: str, files: Mapping[str, bytes], max_bytes: int, param: str) -> Source:

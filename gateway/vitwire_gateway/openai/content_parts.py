@@ -1,6 +1,7 @@
 """The images of one request, and the engine's content parts that take their place."""
 
 import asyncio
+import math
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
@@ -9,23 +10,24 @@ from typing import Any, NamedTuple, TypeVar
 
 from anyio.to_thread import run_sync
 
-from vitwire import VitwireError
+from vitwire import Model, VitwireError
 from vitwire_gateway.api_errors import ApiError, from_encoder
 from vitwire_gateway.fairness import Caller
 from vitwire_gateway.gateway_settings import Mode, RouterSettings
-from vitwire_gateway.images.encoding import Encoder
+from vitwire_gateway.images.encoding import Encoded, Encoder
 from vitwire_gateway.images.fetching import Fetcher, Hold
 from vitwire_gateway.images.image_files import ImageFile
 from vitwire_gateway.metrics import Metrics
 from vitwire_gateway.openai.chat import Hole
-from vitwire_gateway.openai.chat_reading import ChatRequest, Source
+from vitwire_gateway.openai.chat_reading import Source, WithImages
 
 K = TypeVar("K")
 T = TypeVar("T")
 Part = dict[str, Any]
 
 _MAX_AT_ONCE = 8
-"""Images of one request that are fetched or encoded at a time."""
+"""Images of one request that are fetched, or encoded alone, at a time."""
+_FLOAT32_BYTES = 4
 
 
 class Dialect(NamedTuple):
@@ -107,7 +109,7 @@ class Images:
         """The same for a request, with metadata for the encoder's logs and traces."""
         return replace(self, encoder=self.encoder.serving(caller, metadata), hold=hold)
 
-    async def load(self, request: ChatRequest) -> Loaded:
+    async def load(self, request: WithImages) -> Loaded:
         """The image files of a request. Raises ApiError."""
         until = asyncio.get_running_loop().time() + self.settings.encode_seconds
         params: dict[int, str] = {}
@@ -132,6 +134,28 @@ class Images:
                 return await self._parts(loaded, self.dialect)
         except TimeoutError as error:
             raise ApiError(504, "the encoder did not answer in time", "encoder_timeout") from error
+
+    async def encoded(self, loaded: Loaded) -> dict[bytes, Encoded]:
+        """The embedding of each image by digest, in few calls to the encoder. Raises ApiError."""
+        until = min(loaded.until, asyncio.get_running_loop().time() + self.settings.encoder_wait)
+
+        async def one(digest: bytes) -> Encoded:
+            image, param = loaded.files[digest]
+            with _naming(param):
+                encoded = await self.encoder.encode_in(batches, image)
+            self.hold(math.prod(encoded.embedding.shape) * _FLOAT32_BYTES)
+            return encoded
+
+        try:
+            async with asyncio.timeout_at(until), self.encoder.batches() as batches:
+                return await _each(one, loaded.files, self.settings.max_encoding)
+        except TimeoutError as error:
+            raise ApiError(504, "the encoder did not answer in time", "encoder_timeout") from error
+
+    async def model(self) -> Model:
+        """The encoder's model. Raises ApiError."""
+        with _naming(None):
+            return await self.encoder.model.get()
 
     async def unchanged(self, loaded: Loaded) -> list[Part]:
         """The same with the images themselves, for the engine to encode. Raises ApiError."""
@@ -171,7 +195,7 @@ class Images:
 
 
 @contextmanager
-def _naming(param: str) -> Iterator[None]:
+def _naming(param: str | None) -> Iterator[None]:
     """Errors of the encoder in the block become errors of the image `param`."""
     try:
         yield
@@ -181,9 +205,11 @@ def _naming(param: str) -> Iterator[None]:
         raise ApiError(502, f"the engine has no input for this model's images: {error}", "unsupported_model") from error
 
 
-async def _each(work: Callable[[K], Coroutine[None, None, T]], keys: Iterable[K]) -> dict[K, T]:
-    """The results by key, a few at a time; the first error cancels the rest."""
-    slots = asyncio.Semaphore(_MAX_AT_ONCE)
+async def _each(
+    work: Callable[[K], Coroutine[None, None, T]], keys: Iterable[K], most: int = _MAX_AT_ONCE
+) -> dict[K, T]:
+    """The results by key, `most` at a time; the first error cancels the rest."""
+    slots = asyncio.Semaphore(most)
 
     async def one(key: K) -> T:
         async with slots:

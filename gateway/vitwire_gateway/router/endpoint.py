@@ -5,7 +5,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -22,8 +22,10 @@ from vitwire_gateway.router.llm_engine import Headers, from_transport, is_of_eve
 logger = logging.getLogger("vitwire.router")
 
 Stage = Literal["receive", "images", "engine", "response"]
+RouteName = Literal["chat", "embeddings", "proxied"]
 
 _MAX_REQUEST_ID = 128
+_CHUNK_BYTES = 64 << 10
 _UPSTREAMS = ("encoder", "engine")
 """Codes of their errors begin with their names."""
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}(-[0-9a-f]{2,32}){3}")
@@ -84,6 +86,19 @@ class Exchange:
             await self._start(error.status, [(name.encode(), value.encode()) for name, value in headers.items()])
             await self._write(error.body, more=False)
 
+    async def respond(self, pieces: Iterable[bytes]) -> None:
+        """Send JSON as it is made; other requests get their turn between chunks of 64 KiB."""
+        self.stage = "response"
+        await self._start(200, [(b"content-type", b"application/json")])
+        chunk = bytearray()
+        for piece in pieces:
+            chunk += piece
+            if len(chunk) >= _CHUNK_BYTES:
+                await self._write(bytes(chunk), more=True)
+                chunk.clear()
+                await asyncio.sleep(0)
+        await self._write(bytes(chunk), more=False)
+
     async def relay(self, response: httpx2.Response) -> None:
         """Send the engine's response as it arrives; a stream of events that breaks off ends in one with the error."""
         self.stage = "response"
@@ -123,7 +138,7 @@ class Exchange:
 class Endpoint:
     """An ASGI application around one way to answer requests: admission, errors, metrics, and one line of log."""
 
-    route: Literal["chat", "proxied"]
+    route: RouteName
     answer: Callable[[Exchange, Ticket], Awaitable[None]]
     settings: RouterSettings
     admission: Admission

@@ -7,8 +7,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from types import FrameType
 
 import httpx2
@@ -26,10 +27,10 @@ from vitwire_gateway.images.fetching import Fetcher
 from vitwire_gateway.listening import configured, listening
 from vitwire_gateway.metrics import Metrics
 from vitwire_gateway.openai.content_parts import Images, dialect_of, mode_of
-from vitwire_gateway.router.endpoint import Endpoint
-from vitwire_gateway.router.entrance import Admission, read_keys
+from vitwire_gateway.router.endpoint import Endpoint, Exchange, RouteName
+from vitwire_gateway.router.entrance import Admission, Ticket, read_keys
 from vitwire_gateway.router.llm_engine import Engine
-from vitwire_gateway.router.routing import Router
+from vitwire_gateway.router.routing import Router, embedding_forms
 from vitwire_gateway.workers import Workers, memory_for
 
 logger = logging.getLogger("vitwire.router")
@@ -61,6 +62,9 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
 
     async def readiness() -> dict[str, str]:
         probe = encoder.probe(_PROBE_SECONDS, needs_cache=settings.mode == "reference")
+        if settings.no_engine:
+            of_encoder = await probe
+            return {"status": "ready" if of_encoder == "SERVING" else "not ready", "encoder": of_encoder}
         of_encoder, of_engine = await asyncio.gather(probe, engine.probe())
         status = "ready" if of_encoder == "SERVING" and of_engine == "ok" else "not ready"
         return {"status": status, "encoder": of_encoder, "engine": of_engine}
@@ -84,13 +88,19 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
     async def page(_: Request) -> Response:
         return Response(metrics.page(), headers={"content-type": CONTENT_TYPE_LATEST})
 
+    def endpoint(route: RouteName, answer: Callable[[Exchange, Ticket], Awaitable[None]]) -> Endpoint:
+        return Endpoint(route, answer, settings, admission, metrics)
+
+    forms = embedding_forms(has_engine=not settings.no_engine)
+    chat, proxied = (router.without_engine,) * 2 if settings.no_engine else (router.chat, router.proxied)
     routes = [
         Route("/health", health),
         Route("/healthz", health),
         Route("/livez", alive),
         Route("/metrics", page),
-        Route(_CHAT, Endpoint("chat", router.chat, settings, admission, metrics)),
-        Route("/{path:path}", Endpoint("proxied", router.proxied, settings, admission, metrics)),
+        Route(_CHAT, endpoint("chat", chat)),
+        *(Route(path, endpoint("embeddings", partial(router.embeddings, form))) for path, form in forms.items()),
+        Route("/{path:path}", endpoint("proxied", proxied)),
     ]
     app = Starlette(routes=routes, lifespan=lifespan)
     app.router.redirect_slashes = False
@@ -163,8 +173,11 @@ def serve(settings: RouterSettings) -> None:
     metrics = Metrics()
     admission = Admission(settings, metrics)
     app = _application(settings, metrics, admission)
-    engine = httpx2.URL(settings.engine_url).netloc.decode()  # without a password
-    logger.info("encoder %s, engine %s at %s, mode %s", settings.target, settings.engine, engine, mode_of(settings))
+    if settings.no_engine:
+        logger.info("encoder %s, no engine", settings.target)
+    else:
+        engine = httpx2.URL(settings.engine_url).netloc.decode()  # without a password
+        logger.info("encoder %s, engine %s at %s, mode %s", settings.target, settings.engine, engine, mode_of(settings))
     config = configured(
         app,
         settings.stall_seconds,
