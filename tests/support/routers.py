@@ -98,11 +98,11 @@ def client_of(proxy: RouterProcess, key: str = "sk-caller") -> OpenAI:
     return OpenAI(base_url=f"{proxy.url}/v1", api_key=key, max_retries=0, timeout=60)
 
 
-def leaving(proxy: RouterProcess, body: dict[str, Any]) -> socket.socket:
+def leaving(proxy: RouterProcess, body: dict[str, Any], path: str = CHAT) -> socket.socket:
     """A connection that has sent a request; close it to go away."""
     sock = socket.create_connection(("127.0.0.1", proxy.port))
     content = json.dumps(body).encode()
-    sock.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+    sock.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
     return sock
 
 
