@@ -5,7 +5,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -86,18 +87,20 @@ class Exchange:
             await self._start(error.status, [(name.encode(), value.encode()) for name, value in headers.items()])
             await self._write(error.body, more=False)
 
-    async def respond(self, pieces: Iterable[bytes]) -> None:
-        """Send JSON as it is made; other requests get their turn between chunks of 64 KiB."""
+    async def respond(self, pieces: Iterator[bytes], turn: Callable[[], AbstractAsyncContextManager[None]]) -> None:
+        """Send JSON in chunks of 64 KiB, each of which is made in a turn."""
         self.stage = "response"
         await self._start(200, [(b"content-type", b"application/json")])
-        chunk = bytearray()
-        for piece in pieces:
-            chunk += piece
-            if len(chunk) >= _CHUNK_BYTES:
-                await self._write(bytes(chunk), more=True)
-                chunk.clear()
-                await asyncio.sleep(0)
-        await self._write(bytes(chunk), more=False)
+        more = True
+        while more:
+            chunk = bytearray()
+            async with turn():
+                while more and len(chunk) < _CHUNK_BYTES:
+                    piece = next(pieces, None)
+                    more = piece is not None
+                    chunk += piece or b""
+                await asyncio.sleep(0)  # whatever others wait for comes before the next chunk
+            await self._write(bytes(chunk), more=more)
 
     async def relay(self, response: httpx2.Response) -> None:
         """Send the engine's response as it arrives; a stream of events that breaks off ends in one with the error."""
