@@ -3,7 +3,10 @@
 import base64
 import io
 import json
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +18,8 @@ import openai
 import pytest
 import torch
 from openai import OpenAI
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from broken import edit
@@ -26,6 +31,7 @@ from routers import RouterProcess, client_of, picture, router, user
 from servers import ServerProcess, serving
 from vitwire import Client
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "embeddings.md"
 WIDTH, TOKENS = 48, 16
 """Of an image in the tiny CLIP."""
 
@@ -186,3 +192,35 @@ def test_vectors_of_every_token(checkpoints: Checkpoints) -> None:
                 embedded(client, picture(), dimensions=8)
         with cohere_of(process) as co, pytest.raises(cohere.BadRequestError, match="one vector per image"):
             co.embed(model="m", input_type="image", images=[picture()])
+
+
+def test_the_blocks_of_the_document(proxy: RouterProcess, checkpoint: Path, tmp_path: Path) -> None:
+    """Each as it is written, in the checkpoint of the test, with a tokenizer that the tiny one lacks."""
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "clip"))
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "photo": 2, "cat": 3}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<unk>").save_pretrained(folder)
+    photographs()[0].save(tmp_path / "photo.jpg")
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for name, value in {
+        "localhost:8080": f"127.0.0.1:{proxy.port}",
+        "openai/clip-vit-base-patch32": str(folder),
+    }.items():
+        text = text.replace(name, value)
+    python = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    printed = [_ran(sys.executable, "-c", block + "\n", folder=tmp_path) for block in python[:2]]
+    assert printed == [f"2 {WIDTH} {2 * TOKENS}\n", f"{WIDTH} {WIDTH // 8} 1.0\n"]
+    (shell,) = (each for each in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) if each.startswith("curl"))
+    decoder, answers = json.JSONDecoder(), _ran("bash", "-euo", "pipefail", "-c", shell, folder=tmp_path)
+    first, end = decoder.raw_decode(answers)
+    second, _ = decoder.raw_decode(answers, end)
+    assert first["data"] == second["data"]
+    assert len(first["data"][0]["embedding"]) == WIDTH
+    check = "\nprint(queries.shape, round(float((queries**2).sum()), 3))"
+    assert _ran(sys.executable, "-c", python[2] + check, folder=tmp_path) == f"(1, {WIDTH}) 1.0\n"
+
+
+def _ran(*command: str, folder: Path) -> str:
+    process = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
