@@ -1,6 +1,7 @@
 """Requests for embeddings that a router refuses, passes to its engine or limits, and callers that leave."""
 
 import base64
+import gzip
 import io
 import json
 import os
@@ -179,6 +180,10 @@ def test_texts_reach_the_engine(beside: RouterProcess, received: EngineProcess) 
         assert (answer.status_code, answer.content) == (200, content), "as it is"
         (request,) = received.requests()
         assert (request["path"], request["body"], request["headers"]["x-mine"]) == (EMBEDDINGS, content.decode(), "1")
+    squeezed = gzip.compress(json.dumps(TEXTS[0]).encode())
+    found = httpx2.post(beside.url + EMBEDDINGS, content=squeezed, headers={"content-encoding": "gzip"})
+    assert (found.status_code, httpx2.get(beside.url + EMBEDDINGS).status_code) == (200, 200)
+    assert [each["method"] for each in received.requests()] == ["POST", "GET"]
     long = json.dumps({"input": ["an image " * 20_000]}).encode()
     assert httpx2.post(beside.url + EMBEDDINGS, content=long).content == long
 

@@ -48,11 +48,13 @@ class EmbeddingForm(NamedTuple):
     check: Callable[[Asked, Model], None]
     """Raises ApiError for what is asked of a model in vain."""
     answer: Callable[[Answer], Iterator[bytes]]
+    is_shared: bool = False
+    """Whether an engine gets what is not of images."""
 
 
 def embedding_forms(*, has_engine: bool) -> dict[str, EmbeddingForm]:
     """By path. An engine gets the requests in OpenAI's form that have text."""
-    openai = EmbeddingForm(partial(openai_request, has_engine=has_engine), check_openai, openai_answer)
+    openai = EmbeddingForm(partial(openai_request, has_engine=has_engine), check_openai, openai_answer, has_engine)
     return {
         "/v1/embeddings": openai,
         "/v2/embed": EmbeddingForm(cohere_request, check_cohere, cohere_answer),
@@ -82,7 +84,13 @@ class Router:
 
     async def embeddings(self, form: EmbeddingForm, exchange: Exchange, ticket: Ticket) -> None:
         """Embeddings: of images, or the engine's."""
-        _check_posted(exchange)
+        try:
+            _check_posted(exchange)
+        except ApiError:
+            if not form.is_shared:
+                raise
+            await self.proxied(exchange, ticket)
+            return
         body = await self._body(exchange, ticket)
         await exchange.unless_disconnected(self._embeddings(form, exchange, ticket, body))
 
