@@ -61,6 +61,9 @@ def test_headers_of_one_connection_stay_there() -> None:
         ({"engine_url": "http://:8000"}, "--engine-url"),
         ({"cert": Path("c")}, "--cert"),
         ({"max_image_bytes": 2 << 30}, "--max-image-bytes"),
+        ({"no_engine": True, "mode": "inline"}, "--mode needs an engine"),
+        ({"no_engine": True, "engine_api_key_file": Path("k")}, "--engine-api-key-file needs an engine"),
+        ({"no_engine": True, "on_encoder_failure": "engine"}, "--on-encoder-failure engine needs an engine"),
     ],
 )
 def test_bad_settings(values: dict[str, Any], named: str) -> None:
@@ -73,6 +76,7 @@ def test_every_flag_is_an_environment_variable() -> None:
     for setting in fields(RouterSettings):
         assert f"--{setting.name.replace('_', '-')}" in flags
         assert f"VITWIRE_ROUTER_{setting.name.upper()}" in flags
+    assert "--no-no-" not in flags
 
 
 @pytest.mark.parametrize(
