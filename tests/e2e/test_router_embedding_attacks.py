@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -169,6 +170,25 @@ def test_an_encoder_that_dies_or_hangs(checkpoints: Checkpoints) -> None:
         assert proxy.metric("vitwire_router_failures_total", upstream="encoder") >= 6
         assert "Traceback" not in proxy.log()
         assert "never retrieved" not in proxy.log()
+
+
+def test_an_encoder_with_new_weights() -> None:
+    """No answer has vectors of two models."""
+    fake = Fake()
+    encode = fake.EncodeStream
+
+    def change(requests, context):  # noqa: ANN001, ANN202
+        if fake.fingerprint != "new":
+            fake.fingerprint = "new"
+            time.sleep(2.1)  # the router asks for the model again after 2 s
+        return encode(requests, context)
+
+    fake.EncodeStream = change  # type: ignore[method-assign]
+    with serving_fake(fake) as encoder, router(encoder.target, None, "--max-encoding", "1") as proxy:
+        with caller(proxy, HONEST) as client:
+            answer = client.post(EMBEDDINGS, json=pictures(2))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "encoder_unavailable")
+        assert ask(proxy, HONEST, json=pictures(2)) == 200
 
 
 def test_a_server_that_prepares_nothing(checkpoints: Checkpoints) -> None:

@@ -147,6 +147,8 @@ class Router:
             form.check(request.asked, model)
             loaded = await images.load(request)
             encoded = await images.encoded(loaded)
+            if any(each.model.weights_fingerprint != model.weights_fingerprint for each in encoded.values()):
+                raise ApiError(503, "the encoder changed its model during the request", "encoder_unavailable")
             vectors = {
                 digest: await run_sync(vectors_of, each.embedding, each.model, request.asked)
                 for digest, each in encoded.items()
