@@ -1,0 +1,331 @@
+"""Dynamo's worker with Vitwire as its custom encoder: Dynamo's code loads and calls it, and makes vLLM's prompts."""
+
+import asyncio
+import os
+import signal
+import threading
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tests.engines.vllm.cpu_platform  # noqa: F401  # before the rest of vLLM
+import torch
+from dynamo.llm import HttpError
+from dynamo.llm.exceptions import InvalidArgument
+from dynamo.vllm.args import parse_args
+from dynamo.vllm.handlers import DecodeWorkerHandler
+from PIL import Image
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.input_processor import InputProcessor
+
+from servers import ServerProcess, serving
+from vitwire import Client, Unauthenticated, Unavailable
+from vitwire.integrations import dynamo as adapter
+
+CLASS = "vitwire.integrations.dynamo.VitwireEncoder"
+IMAGE_TOKEN = 500
+SIZES = [(64, 64), (96, 64), (64, 128), (200, 120)]
+Workers = Callable[..., DecodeWorkerHandler]
+
+
+def picture(width: int, height: int, kind: str = "JPEG", seed: int = 0) -> bytes:
+    """The file of an image."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8)
+    file = BytesIO()
+    Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).save(file, kind)
+    return file.getvalue()
+
+
+def data_url(content: bytes, kind: str = "image/jpeg") -> str:
+    return f"data:{kind};base64,{b64encode(content).decode()}"
+
+
+def worker_config(model: Path, *flags: str) -> Any:
+    """The configuration of `python -m dynamo.vllm` with these flags."""
+    arguments = ["--model", str(model), "--enable-multimodal", "--enable-mm-embeds", "--custom-encoder-class", CLASS]
+    return parse_args([*arguments, "--max-model-len", "1024", "--enforce-eager", *flags])
+
+
+@pytest.fixture(scope="module")
+def configs(checkpoints: dict[str, Path]) -> dict[str, tuple[Any, Any]]:
+    """Dynamo's and vLLM's configuration for each model."""
+    found = {name: worker_config(checkpoints[name]) for name in ("qwen2_vl", "qwen3_vl", "qwen3_5")}
+    return {name: (config, config.engine_args.create_engine_config()) for name, config in found.items()}
+
+
+@pytest.fixture(scope="module")
+def vllm_frontend(configs: dict[str, tuple[Any, Any]]) -> InputProcessor:
+    return InputProcessor(configs["qwen3_vl"][1])
+
+
+@pytest.fixture
+def workers(configs: dict[str, tuple[Any, Any]], server: ServerProcess, monkeypatch: Any) -> Iterator[Workers]:
+    """Makes workers that have loaded the encoder, without their constructor, which needs an engine and a runtime."""
+    made: list[DecodeWorkerHandler] = []
+    monkeypatch.setenv("VITWIRE_TARGET", server.target)
+
+    def make(model_type: str = "qwen3_vl", **variables: str) -> DecodeWorkerHandler:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        config, engine_config = configs[model_type]
+        worker = object.__new__(DecodeWorkerHandler)
+        worker.model_config = engine_config.model_config
+        worker._load_custom_encoder(config)
+        made.append(worker)
+        return worker
+
+    yield make
+    for each in made:
+        each._custom_encoder.shutdown()
+
+
+async def prompt(worker: DecodeWorkerHandler, *urls: str) -> Any:
+    """The prompt that Dynamo gives vLLM for a request with these images."""
+    request = {
+        "token_ids": [65, *[502, IMAGE_TOKEN, 503] * len(urls), 66],
+        "multi_modal_data": {"image_url": [{"Url": url} for url in urls]},
+    }
+    return await worker._assemble_custom_encoder_prompt(request, "request")
+
+
+def images_of(found: Any) -> tuple[torch.Tensor, list[list[int]]]:
+    """The rows and the grids in a prompt."""
+    images = found["multi_modal_data"]["image"]
+    return images["image_embeds"], images["image_grid_thw"].tolist()
+
+
+async def test_a_request_reaches_vllm(workers: Workers, client: Client, vllm_frontend: InputProcessor) -> None:
+    """vLLM's front end reads the rows that the client gets for the same files, and expands the placeholders."""
+    files = [picture(*size) for size in SIZES]
+    expected = client.encode_images(files)
+    found = await prompt(workers(), *map(data_url, files))
+    request = vllm_frontend.process_inputs("request", found, SamplingParams(), ("generate",))
+    assert len(request.mm_features) == len(files)
+    for feature, embedding in zip(request.mm_features, expected, strict=True):
+        data = feature.data.get_data()
+        assert data["image_embeds"].dtype == torch.bfloat16
+        assert torch.equal(data["image_embeds"], embedding.torch())
+        assert data["image_grid_thw"].tolist() == list(embedding.grid)
+    assert request.prompt_token_ids.count(IMAGE_TOKEN) == sum(each.shape[0] for each in expected)
+
+
+async def test_a_model_without_deepstack_levels(workers: Workers, checkpoints: dict[str, Path]) -> None:
+    file = picture(*SIZES[0])
+    with serving(checkpoints["qwen3_5"], "--dtype", "bfloat16", "--graphs", "off") as server:
+        found = await prompt(workers("qwen3_5", VITWIRE_TARGET=server.target), data_url(file))
+        with Client(server.target) as client:
+            (expected,) = client.encode_images([file])
+    assert torch.equal(images_of(found)[0], expected.torch())
+
+
+async def test_requests_at_once(workers: Workers, client: Client, server: ServerProcess) -> None:
+    """Each of many requests gets the rows of its images; the server has several in a batch."""
+    files = [[picture(*SIZES[n % 4], seed=n), picture(*SIZES[(n + 1) % 4], "PNG", seed=100 + n)] for n in range(24)]
+    names = ("vitwire_items_total", "vitwire_batch_items_count")
+    before = [server.metric(name) for name in names]
+    worker = workers()
+    found = await asyncio.gather(*(prompt(worker, *map(data_url, pair)) for pair in files))
+    items, batches = (server.metric(name) - old for name, old in zip(names, before, strict=True))
+    assert items == 2 * len(files)
+    assert 0 < batches < items
+    for pair, each in zip(files, found, strict=True):
+        expected = client.encode_images(pair)
+        rows, grids = images_of(each)
+        assert torch.equal(rows, torch.cat([embedding.torch() for embedding in expected]))
+        assert grids == [list(embedding.grid) for embedding in expected]
+
+
+BAD = {
+    data_url(b"nonsense" * 100): "image: .*is not a JPEG",
+    data_url(picture(200, 200)[:1500]): "image: .*truncated",
+    data_url(b"\0\0\0\x18ftypmp42" + bytes(100), "video/mp4"): "image: .*is not a JPEG",
+    data_url(b""): "image: is empty",
+    "data:image/png;base64,?": "invalid base64",
+    "data:image/png": "no comma",
+    "": "URL is empty",
+    "/etc/hostname": "scheme '' not allowed",
+    "file:///etc/hostname": "scheme 'file' not allowed",
+    "\ndata:image/png;base64,AAAA": "image: no connection",
+    "http://example.com/a.jpg": "http:// URLs are not allowed",
+    "https://127.0.0.1/a.jpg": "blocked range",
+    "https://localhost/a.jpg": "is blocked",
+    "https://[": "Invalid IPv6 URL",
+}
+
+
+async def test_a_bad_image_fails_its_request_alone(workers: Workers, client: Client) -> None:
+    """With ValueError, which Dynamo answers with HTTP 400 and the message; a good image of the request is not lost."""
+    worker, good = workers(), data_url(picture(*SIZES[0]))
+    calls = [request for bad in BAD for request in (prompt(worker, good, bad), prompt(worker, good))]
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    (expected,) = client.encode_images([picture(*SIZES[0])])
+    for bad, failure, found in zip(BAD, results[::2], results[1::2], strict=True):
+        assert isinstance(failure, ValueError), (bad[:40], failure)
+        with pytest.raises(ValueError, match=BAD[bad]):
+            raise failure
+        assert len(str(failure)) < 500
+        assert torch.equal(images_of(found)[0], expected.torch())
+
+
+async def test_dynamo_refuses_clips(workers: Workers) -> None:
+    request = {"token_ids": [1], "multi_modal_data": {"video_url": [{"Url": "https://example.com/a.mp4"}]}}
+    with pytest.raises(InvalidArgument, match="image inputs only"):
+        await workers()._assemble_custom_encoder_prompt(request, "request")
+
+
+class Site(BaseHTTPRequestHandler):
+    """A web server whose paths are what it does."""
+
+    def do_GET(self) -> None:
+        content = {"/photo": picture(*SIZES[0]), "/large": bytes(3 << 20), "/empty": b""}.get(self.path)
+        if self.path == "/stuck":
+            self.server.released.wait(30)
+        if self.path == "/to-a-file":
+            self.send_response(302)
+            self.send_header("location", "file:///etc/hostname")
+        else:
+            self.send_response(404 if content is None else 200)
+        self.end_headers()
+        with suppress(ConnectionError):  # of a caller that has left
+            self.wfile.write(content or b"")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def site() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Site) as server:
+        server.released = threading.Event()
+        threading.Thread(target=server.serve_forever, args=[0.05], daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.released.set()
+        server.shutdown()
+
+
+async def test_urls(workers: Workers, client: Client, site: str, monkeypatch: Any) -> None:
+    """Dynamo's client fetches them, within Dynamo's limits."""
+    monkeypatch.setattr(adapter, "_FETCH_SECONDS", 1.0)
+    worker = workers(DYN_MM_ALLOW_INTERNAL="1", DYN_MM_MAX_FILE_SIZE_MB="2")
+    (expected,) = client.encode_images([picture(*SIZES[0])])
+    assert torch.equal(images_of(await prompt(worker, f"{site}/photo"))[0], expected.torch())
+    wrong = {
+        f"{site}/missing": "image: its URL answered with HTTP status 404",
+        f"{site}/stuck": "image: its URL did not answer in time",
+        f"{site}/large": "download limit",
+        f"{site}/empty": "image: is empty",
+        f"{site}/to-a-file": "scheme 'file' not allowed",
+        "http://127.0.0.1:1/": "image: no connection to the host of its URL",
+    }
+    results = await asyncio.gather(*(prompt(worker, url) for url in wrong), return_exceptions=True)
+    for (url, message), failure in zip(wrong.items(), results, strict=True):
+        with pytest.raises(ValueError, match=message):
+            raise failure if isinstance(failure, Exception) else AssertionError(url)
+
+
+async def test_a_server_that_is_lost_or_late_is_not_the_callers_fault(workers: Workers, checkpoint: Path) -> None:
+    image = data_url(picture(*SIZES[0]))
+    with serving(checkpoint, "--graphs", "off") as server:
+        worker = workers(VITWIRE_TARGET=server.target, VITWIRE_TIMEOUT="2")
+        assert images_of(await prompt(worker, image))[1] == [[1, 8, 8]]
+        os.kill(server.process.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(HttpError) as late:
+                await prompt(worker, image)
+        finally:
+            os.kill(server.process.pid, signal.SIGCONT)
+    assert late.value.code in (503, 504)
+    with pytest.raises(HttpError, match="503") as lost:
+        await prompt(worker, image)
+    assert not isinstance(lost.value, ValueError)
+
+
+async def test_a_full_server(workers: Workers, checkpoint: Path) -> None:
+    """Some of many requests get 503, the others their rows."""
+    urls = [data_url(picture(640, 640, seed=seed)) for seed in range(40)]
+    flags = ("--graphs", "off", "--max-queued-items", "1")
+    with serving(checkpoint, *flags) as server:
+        worker = workers(VITWIRE_TARGET=server.target, VITWIRE_TIMEOUT="5")
+        results = await asyncio.gather(*(prompt(worker, url) for url in urls), return_exceptions=True)
+    failures = [each for each in results if isinstance(each, BaseException)]
+    assert all(isinstance(each, HttpError) and each.code in (503, 504) for each in failures)
+    assert len(failures) < len(urls)
+
+
+async def test_a_cancelled_request(workers: Workers, site: str, monkeypatch: Any) -> None:
+    """Its images that have not begun are dropped, and the worker goes on."""
+    monkeypatch.setattr(adapter.VitwireEncoder, "preprocess_concurrency", 1)
+    worker = workers(DYN_MM_ALLOW_INTERNAL="1")
+    monkeypatch.setattr(adapter, "_FETCH_SECONDS", 1.0)
+    call = asyncio.create_task(prompt(worker, *[f"{site}/stuck"] * 20))
+    await asyncio.sleep(0.2)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    found = await asyncio.wait_for(prompt(worker, data_url(picture(*SIZES[0]))), 5)
+    assert images_of(found)[1] == [[1, 8, 8]]
+
+
+def test_models_that_do_not_fit(workers: Workers) -> None:
+    with pytest.raises(
+        ValueError, match=r"does not fit .*model type 'qwen3_vl', expected 'qwen3_5'; embedding width 192"
+    ):
+        workers("qwen3_5")
+    with pytest.raises(ValueError, match="does not support this multimodal decoder architecture"):  # Dynamo's
+        workers("qwen2_vl")
+
+
+def test_a_server_without_decoders(workers: Workers, checkpoint: Path) -> None:
+    with (
+        serving(checkpoint, "--graphs", "off", "--decode-processes", "0") as server,
+        pytest.raises(ValueError, match="prepares no images"),
+    ):
+        workers(VITWIRE_TARGET=server.target)
+
+
+def test_a_start_without_a_server(workers: Workers, monkeypatch: Any) -> None:
+    monkeypatch.setattr(adapter, "_START_SECONDS", 1.0)
+    with pytest.raises(Unavailable):
+        workers(VITWIRE_TARGET="127.0.0.1:1")
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("vision-encoder")]
+
+
+def test_tokens(workers: Workers, checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("secret-token-of-16\n")
+    with serving(checkpoint, "--graphs", "off", "--auth-tokens-file", str(tmp_path / "tokens")) as server:
+        with pytest.raises(Unauthenticated):
+            workers(VITWIRE_TARGET=server.target, VITWIRE_TOKEN="wrong")
+        workers(VITWIRE_TARGET=server.target, VITWIRE_TOKEN="secret-token-of-16")
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"VITWIRE_TARGET": "http://host"}, "is a URL"),
+        ({"VITWIRE_TLS": "yes"}, "VITWIRE_TLS: expected 0 or 1, got 'yes'"),
+        ({"VITWIRE_TIMEOUT": "-1"}, "VITWIRE_TIMEOUT: expected seconds, got '-1'"),
+        ({"VITWIRE_TIMEOUT": "0"}, "VITWIRE_TIMEOUT"),
+        ({"VITWIRE_TIMEOUT": "nan"}, "VITWIRE_TIMEOUT"),
+        ({"VITWIRE_CERT": "client.pem"}, "VITWIRE_CERT and VITWIRE_KEY must be set together"),
+    ],
+)
+def test_wrong_variables(workers: Workers, variables: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        workers(**variables)
+
+
+async def test_a_worker_that_ends(workers: Workers) -> None:
+    """The connections are closed, and no thread of the encoder is left."""
+    worker = workers()
+    encoder, image = worker._custom_encoder, data_url(picture(*SIZES[0]))
+    await prompt(worker, image)
+    encoder.shutdown()
+    assert encoder._backend._client.is_closed
+    with pytest.raises(RuntimeError, match="before load"):
+        await prompt(worker, image)
