@@ -17,6 +17,7 @@ from dynamo.common.http import AiohttpClient, HttpConnectionError, HttpStatusErr
 from dynamo.common.http.media_reference import max_media_bytes
 from dynamo.common.http.url_validator import UrlValidationPolicy, validate_url
 from dynamo.llm import HttpError
+from dynamo.llm.exceptions import InvalidArgument
 from dynamo.vllm.multimodal_utils.custom_encoder import Preprocessed, Qwen3VLImageEncoding, VisionEncoderBackend
 from transformers import AutoConfig
 
@@ -66,18 +67,23 @@ class VitwireEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo has 
         """The rows `(tokens, width)` on the CPU, in the server's dtype with deepstack levels, and the grid of an image.
 
         raw: `https:` or `data:` URL, within Dynamo's limits (DYN_MM_…).
-        Raises ValueError, whose message Dynamo sends to its caller, for an image that cannot be fetched or encoded;
-        HttpError 503 or 504 if the server is full, not available or late; VitwireError, a 500, for anything else.
+        Raises InvalidArgument, which Dynamo's frontend answers with HTTP 400 and the message, for an image that cannot
+        be fetched or encoded, and Dynamo's ValueError, a 400 without the message, for a URL outside its limits.
+        Raises HttpError with 529 if the server is full and 503 if it is not available, TimeoutError (504) if it is
+        late, and VitwireError (500) for anything else.
         """
         try:
             (embedding,) = self._client.encode([asyncio.run(_item(raw))])
         except InvalidItem as error:
             reasons = "; ".join(each.description for each in error.violations)
-            raise ValueError(f"image: {reasons or error}") from error
-        except (Overloaded, Unavailable) as error:
+            raise InvalidArgument(f"image: {reasons or error}") from error
+        except Overloaded as error:
+            raise HttpError(529, str(error)) from error
+        except Unavailable as error:
             raise HttpError(503, str(error)) from error
         except DeadlineExceeded as error:
-            raise HttpError(504, str(error)) from error
+            # Not HttpError 504, for which Dynamo's router takes this worker out of service for some seconds.
+            raise TimeoutError(str(error)) from error
         return Preprocessed(self._encoding(embedding))
 
     def forward_batch(
@@ -132,19 +138,23 @@ def _check(model: Model, model_id: str) -> None:
 
 
 async def _item(url: str) -> Item:
-    """The file at a URL. Raises ValueError, or InvalidItem if it is empty."""
+    """The file at a URL. Raises as `preprocess`, and InvalidItem if it is empty."""
     policy = UrlValidationPolicy.from_env()
     if url[:5].lower() == "data:":
-        return Item.from_file(await validate_url(url, policy), modality="image")
+        await validate_url(url, policy)
+        try:
+            return Item.from_file(url, modality="image")
+        except ValueError as error:
+            raise InvalidArgument(f"image: {error}") from error
     http = AiohttpClient()
     try:
         content = await http.fetch_bytes(url, _FETCH_SECONDS, policy=policy, max_bytes=max_media_bytes())
     except HttpStatusError as error:
-        raise ValueError(f"image: its URL answered with HTTP status {error.status}") from error
+        raise InvalidArgument(f"image: its URL answered with HTTP status {error.status}") from error
     except HttpTimeoutError as error:
-        raise ValueError("image: its URL did not answer in time") from error
+        raise InvalidArgument("image: its URL did not answer in time") from error
     except HttpConnectionError as error:
-        raise ValueError("image: no connection to the host of its URL") from error
+        raise InvalidArgument("image: no connection to the host of its URL") from error
     finally:
         await http.close()
     return Item(encoded=content)
