@@ -2,11 +2,12 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import tests.engines.vllm.cpu_platform  # noqa: F401  # before the rest of vLLM
+import torch
 from dynamo.common.utils.runtime import create_runtime
 from dynamo.llm import ModelInput, ModelType, WorkerType, register_model
 from dynamo.vllm.args import parse_args
@@ -14,6 +15,8 @@ from dynamo.vllm.handlers import DecodeWorkerHandler
 from transformers import AutoTokenizer
 
 CLASS = "vitwire.integrations.dynamo.VitwireEncoder"
+IMAGE_TOKEN = 500
+Workers = Callable[..., DecodeWorkerHandler]
 
 
 def worker_config(model: Path) -> Any:
@@ -28,6 +31,21 @@ def loaded_worker(config: Any, engine_config: Any) -> DecodeWorkerHandler:
     worker.model_config = engine_config.model_config
     worker._load_custom_encoder(config)
     return worker
+
+
+async def prompt(worker: DecodeWorkerHandler, *urls: str) -> Any:
+    """The prompt that Dynamo gives vLLM for a request with these images."""
+    request = {
+        "token_ids": [65, *[502, IMAGE_TOKEN, 503] * len(urls), 66],
+        "multi_modal_data": {"image_url": [{"Url": url} for url in urls]},
+    }
+    return await worker._assemble_custom_encoder_prompt(request, "request")
+
+
+def images_of(found: Any) -> tuple[torch.Tensor, list[list[int]]]:
+    """The rows and the grids in a prompt."""
+    images = found["multi_modal_data"]["image"]
+    return images["image_embeds"], images["image_grid_thw"].tolist()
 
 
 async def serve(model: str) -> None:

@@ -3,8 +3,7 @@
 import asyncio
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,69 +12,26 @@ import tests.engines.vllm.cpu_platform  # noqa: F401  # before the rest of vLLM
 import torch
 from dynamo.llm import HttpError
 from dynamo.llm.exceptions import InvalidArgument
-from dynamo.vllm.handlers import DecodeWorkerHandler
-from tests.engines.vllm.dynamo_worker import loaded_worker, worker_config
+from tests.engines.vllm.dynamo_worker import IMAGE_TOKEN, Workers, images_of, prompt
 from tests.engines.vllm.image_site import SIZES, data_url, image_site, picture
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
 from servers import ServerProcess, serving
-from vitwire import Client, Unauthenticated, Unavailable
+from vitwire import Client
 from vitwire.integrations import dynamo as adapter
 
-IMAGE_TOKEN = 500
-Workers = Callable[..., DecodeWorkerHandler]
-
 
 @pytest.fixture(scope="module")
-def configs(checkpoints: dict[str, Path]) -> dict[str, tuple[Any, Any]]:
-    """Dynamo's and vLLM's configuration for each model."""
-    found = {name: worker_config(checkpoints[name]) for name in ("qwen2_vl", "qwen3_vl", "qwen3_5")}
-    return {name: (config, config.engine_args.create_engine_config()) for name, config in found.items()}
+def vllm_frontend(dynamo_configs: dict[str, tuple[Any, Any]]) -> InputProcessor:
+    return InputProcessor(dynamo_configs["qwen3_vl"][1])
 
 
-@pytest.fixture(scope="module")
-def vllm_frontend(configs: dict[str, tuple[Any, Any]]) -> InputProcessor:
-    return InputProcessor(configs["qwen3_vl"][1])
-
-
-@pytest.fixture
-def workers(configs: dict[str, tuple[Any, Any]], server: ServerProcess, monkeypatch: Any) -> Iterator[Workers]:
-    """Makes workers that have loaded the encoder."""
-    made: list[DecodeWorkerHandler] = []
-    monkeypatch.setenv("VITWIRE_TARGET", server.target)
-
-    def make(model_type: str = "qwen3_vl", **variables: str) -> DecodeWorkerHandler:
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        made.append(loaded_worker(*configs[model_type]))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each._custom_encoder.shutdown()
-
-
-async def prompt(worker: DecodeWorkerHandler, *urls: str) -> Any:
-    """The prompt that Dynamo gives vLLM for a request with these images."""
-    request = {
-        "token_ids": [65, *[502, IMAGE_TOKEN, 503] * len(urls), 66],
-        "multi_modal_data": {"image_url": [{"Url": url} for url in urls]},
-    }
-    return await worker._assemble_custom_encoder_prompt(request, "request")
-
-
-def images_of(found: Any) -> tuple[torch.Tensor, list[list[int]]]:
-    """The rows and the grids in a prompt."""
-    images = found["multi_modal_data"]["image"]
-    return images["image_embeds"], images["image_grid_thw"].tolist()
-
-
-async def test_a_request_reaches_vllm(workers: Workers, client: Client, vllm_frontend: InputProcessor) -> None:
+async def test_a_request_reaches_vllm(dynamo_workers: Workers, client: Client, vllm_frontend: InputProcessor) -> None:
     """vLLM's front end reads the rows that the client gets for the same files, and expands the placeholders."""
     files = [picture(*size) for size in SIZES]
     expected = client.encode_images(files)
-    found = await prompt(workers(), *map(data_url, files))
+    found = await prompt(dynamo_workers(), *map(data_url, files))
     request = vllm_frontend.process_inputs("request", found, SamplingParams(), ("generate",))
     assert len(request.mm_features) == len(files)
     for feature, embedding in zip(request.mm_features, expected, strict=True):
@@ -86,21 +42,21 @@ async def test_a_request_reaches_vllm(workers: Workers, client: Client, vllm_fro
     assert request.prompt_token_ids.count(IMAGE_TOKEN) == sum(each.shape[0] for each in expected)
 
 
-async def test_a_model_without_deepstack_levels(workers: Workers, checkpoints: dict[str, Path]) -> None:
+async def test_a_model_without_deepstack_levels(dynamo_workers: Workers, checkpoints: dict[str, Path]) -> None:
     file = picture(*SIZES[0])
     with serving(checkpoints["qwen3_5"], "--dtype", "bfloat16", "--graphs", "off") as server:
-        found = await prompt(workers("qwen3_5", VITWIRE_TARGET=server.target), data_url(file))
+        found = await prompt(dynamo_workers("qwen3_5", VITWIRE_TARGET=server.target), data_url(file))
         with Client(server.target) as client:
             (expected,) = client.encode_images([file])
     assert torch.equal(images_of(found)[0], expected.torch())
 
 
-async def test_requests_at_once(workers: Workers, client: Client, server: ServerProcess) -> None:
+async def test_requests_at_once(dynamo_workers: Workers, client: Client, server: ServerProcess) -> None:
     """Each of many requests gets the rows of its images; the server has several in a batch."""
     files = [[picture(*SIZES[n % 4], seed=n), picture(*SIZES[(n + 1) % 4], "PNG", seed=100 + n)] for n in range(24)]
     names = ("vitwire_items_total", "vitwire_batch_items_count")
     before = [server.metric(name) for name in names]
-    worker = workers()
+    worker = dynamo_workers()
     found = await asyncio.gather(*(prompt(worker, *map(data_url, pair)) for pair in files))
     items, batches = (server.metric(name) - old for name, old in zip(names, before, strict=True))
     assert items == 2 * len(files)
@@ -132,9 +88,9 @@ REFUSED = {
 }
 
 
-async def test_a_bad_image_fails_its_request_alone(workers: Workers, client: Client) -> None:
+async def test_a_bad_image_fails_its_request_alone(dynamo_workers: Workers, client: Client) -> None:
     """With InvalidArgument, or ValueError for what Dynamo refuses; other requests at the same time are not affected."""
-    worker, good, wrong = workers(), data_url(picture(*SIZES[0])), BAD | REFUSED
+    worker, good, wrong = dynamo_workers(), data_url(picture(*SIZES[0])), BAD | REFUSED
     calls = [request for bad in wrong for request in (prompt(worker, good, bad), prompt(worker, good))]
     results = await asyncio.gather(*calls, return_exceptions=True)
     (expected,) = client.encode_images([picture(*SIZES[0])])
@@ -145,10 +101,10 @@ async def test_a_bad_image_fails_its_request_alone(workers: Workers, client: Cli
         assert torch.equal(images_of(found)[0], expected.torch())
 
 
-async def test_dynamo_refuses_clips(workers: Workers) -> None:
+async def test_dynamo_refuses_clips(dynamo_workers: Workers) -> None:
     request = {"token_ids": [1], "multi_modal_data": {"video_url": [{"Url": "https://example.com/a.mp4"}]}}
     with pytest.raises(InvalidArgument, match="image inputs only"):
-        await workers()._assemble_custom_encoder_prompt(request, "request")
+        await dynamo_workers()._assemble_custom_encoder_prompt(request, "request")
 
 
 @pytest.fixture
@@ -157,10 +113,10 @@ def site() -> Iterator[str]:
         yield address
 
 
-async def test_urls(workers: Workers, client: Client, site: str, monkeypatch: Any) -> None:
+async def test_urls(dynamo_workers: Workers, client: Client, site: str, monkeypatch: Any) -> None:
     """Dynamo's client fetches them, within Dynamo's limits."""
     monkeypatch.setattr(adapter, "_FETCH_SECONDS", 1.0)
-    worker = workers(DYN_MM_ALLOW_INTERNAL="1", DYN_MM_MAX_FILE_SIZE_MB="2")
+    worker = dynamo_workers(DYN_MM_ALLOW_INTERNAL="1", DYN_MM_MAX_FILE_SIZE_MB="2")
     (expected,) = client.encode_images([picture(*SIZES[0])])
     assert torch.equal(images_of(await prompt(worker, f"{site}/photo"))[0], expected.torch())
     wrong = {
@@ -178,10 +134,10 @@ async def test_urls(workers: Workers, client: Client, site: str, monkeypatch: An
             raise failure if isinstance(failure, Exception) else AssertionError(url)
 
 
-async def test_a_server_that_is_lost_or_late_is_not_the_callers_fault(workers: Workers, checkpoint: Path) -> None:
+async def test_a_lost_or_late_server_is_not_the_callers_fault(dynamo_workers: Workers, checkpoint: Path) -> None:
     image = data_url(picture(*SIZES[0]))
     with serving(checkpoint, "--graphs", "off") as server:
-        worker = workers(VITWIRE_TARGET=server.target, VITWIRE_TIMEOUT="2")
+        worker = dynamo_workers(VITWIRE_TARGET=server.target, VITWIRE_TIMEOUT="2")
         assert images_of(await prompt(worker, image))[1] == [[1, 8, 8]]
         os.kill(server.process.pid, signal.SIGSTOP)
         try:
@@ -194,11 +150,11 @@ async def test_a_server_that_is_lost_or_late_is_not_the_callers_fault(workers: W
         await prompt(worker, image)
 
 
-async def test_a_full_server(workers: Workers, checkpoint: Path) -> None:
+async def test_a_full_server(dynamo_workers: Workers, checkpoint: Path) -> None:
     """Some of many requests get 529, the others their rows."""
     urls = [data_url(picture(1600, 1600, seed=seed)) for seed in range(30)]
     with serving(checkpoint, "--graphs", "off", "--max-queued-items", "1") as server:
-        worker = workers(VITWIRE_TARGET=server.target, VITWIRE_TIMEOUT="2")
+        worker = dynamo_workers(VITWIRE_TARGET=server.target, VITWIRE_TIMEOUT="2")
         results = await asyncio.gather(*(prompt(worker, url) for url in urls), return_exceptions=True)
     failures = [each for each in results if isinstance(each, BaseException)]
     codes = [each.code if isinstance(each, HttpError) else type(each) for each in failures]
@@ -206,10 +162,10 @@ async def test_a_full_server(workers: Workers, checkpoint: Path) -> None:
     assert 0 < codes.count(529) < len(urls)
 
 
-async def test_a_cancelled_request(workers: Workers, site: str, monkeypatch: Any) -> None:
+async def test_a_cancelled_request(dynamo_workers: Workers, site: str, monkeypatch: Any) -> None:
     """Its images that have not begun are dropped, and the worker goes on."""
     monkeypatch.setattr(adapter.VitwireEncoder, "preprocess_concurrency", 1)
-    worker = workers(DYN_MM_ALLOW_INTERNAL="1")
+    worker = dynamo_workers(DYN_MM_ALLOW_INTERNAL="1")
     monkeypatch.setattr(adapter, "_FETCH_SECONDS", 1.0)
     call = asyncio.create_task(prompt(worker, *[f"{site}/stuck"] * 20))
     await asyncio.sleep(0.2)
@@ -218,62 +174,3 @@ async def test_a_cancelled_request(workers: Workers, site: str, monkeypatch: Any
         await call
     found = await asyncio.wait_for(prompt(worker, data_url(picture(*SIZES[0]))), 5)
     assert images_of(found)[1] == [[1, 8, 8]]
-
-
-def test_models_that_do_not_fit(workers: Workers) -> None:
-    with pytest.raises(
-        ValueError, match=r"does not fit .*model type 'qwen3_vl', expected 'qwen3_5'; embedding width 192"
-    ):
-        workers("qwen3_5")
-    with pytest.raises(ValueError, match="does not support this multimodal decoder architecture"):  # Dynamo's
-        workers("qwen2_vl")
-
-
-def test_a_server_without_decoders(workers: Workers, checkpoint: Path) -> None:
-    with (
-        serving(checkpoint, "--graphs", "off", "--decode-processes", "0") as server,
-        pytest.raises(ValueError, match="prepares no images"),
-    ):
-        workers(VITWIRE_TARGET=server.target)
-
-
-def test_a_start_without_a_server(workers: Workers, monkeypatch: Any) -> None:
-    monkeypatch.setattr(adapter, "_START_SECONDS", 1.0)
-    with pytest.raises(Unavailable):
-        workers(VITWIRE_TARGET="127.0.0.1:1")
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("vision-encoder")]
-
-
-def test_tokens(workers: Workers, checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "tokens").write_text("secret-token-of-16\n")
-    with serving(checkpoint, "--graphs", "off", "--auth-tokens-file", str(tmp_path / "tokens")) as server:
-        with pytest.raises(Unauthenticated):
-            workers(VITWIRE_TARGET=server.target, VITWIRE_TOKEN="wrong")
-        workers(VITWIRE_TARGET=server.target, VITWIRE_TOKEN="secret-token-of-16")
-
-
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"VITWIRE_TARGET": "http://host"}, "is a URL"),
-        ({"VITWIRE_TLS": "yes"}, "VITWIRE_TLS: expected 0 or 1, got 'yes'"),
-        ({"VITWIRE_TIMEOUT": "-1"}, "VITWIRE_TIMEOUT: expected seconds, got '-1'"),
-        ({"VITWIRE_TIMEOUT": "0"}, "VITWIRE_TIMEOUT"),
-        ({"VITWIRE_TIMEOUT": "nan"}, "VITWIRE_TIMEOUT"),
-        ({"VITWIRE_CERT": "client.pem"}, "VITWIRE_CERT and VITWIRE_KEY must be set together"),
-    ],
-)
-def test_wrong_variables(workers: Workers, variables: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        workers(**variables)
-
-
-async def test_a_worker_that_ends(workers: Workers) -> None:
-    """The connections are closed, and no thread of the encoder is left."""
-    worker = workers()
-    encoder, image = worker._custom_encoder, data_url(picture(*SIZES[0]))
-    await prompt(worker, image)
-    encoder.shutdown()
-    assert encoder._backend._client.is_closed
-    with pytest.raises(RuntimeError, match="before load"):
-        await prompt(worker, image)
