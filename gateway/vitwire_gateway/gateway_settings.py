@@ -1,5 +1,6 @@
 """Settings of both commands: one table for flags, environment variables and help."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -12,6 +13,7 @@ Mode = Literal["inline", "reference"]
 OnFailure = Literal["error", "engine"]
 MIB = 1 << 20
 _MAX_PORT = 65535
+_COLLECTOR = re.compile(r"(https?://)?[^/\s]+/?")
 
 
 class Flag(NamedTuple):
@@ -52,9 +54,16 @@ class GatewaySettings:
     drain_seconds: Annotated[
         float, Flag("seconds for requests in flight to end after SIGTERM, once no more are accepted", 0)
     ] = 60.0
+    otlp_endpoint: Annotated[
+        str | None,
+        Flag("OpenTelemetry collector to send traces and metrics to: host:4317, or https://host:4317 for TLS"),
+    ] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag("lowest level that is logged")] = "info"
 
     def __post_init__(self) -> None:
+        if self.otlp_endpoint is not None and not _COLLECTOR.fullmatch(self.otlp_endpoint):
+            expected = "host:port, http://host:port or https://host:port"
+            raise ValueError(f"--otlp-endpoint {self.otlp_endpoint!r}: expected {expected}")
         if (self.cert is None) != (self.key is None):
             raise ValueError("--cert and --key must be set together")
 

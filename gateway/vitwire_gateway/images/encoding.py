@@ -13,6 +13,7 @@ from vitwire import AsyncClient, DType, Embedding, InvalidItem, Item, Model, Not
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.fairness import Caller, Turns
 from vitwire_gateway.images.image_files import Header, ImageFile, header_of
+from vitwire_gateway.spans import stage
 from vitwire_gateway.workers import Workers
 
 T = TypeVar("T")
@@ -97,6 +98,10 @@ class Encoder:
 
         Raises VitwireError, or ApiError if no worker is left, or the server prepares no images.
         """
+        with stage("encode", {"vitwire.bytes": len(image.content)}):
+            return await self._encode(image, output_type)
+
+    async def _encode(self, image: ImageFile, output_type: DType | None) -> Encoded:
         async with self._turns.turn(self.caller):
             model = await self.model.get()
             item = await self._item(image, model)
@@ -122,7 +127,7 @@ class Encoder:
         has no cache or prepares no images.
         """
         accepted: asyncio.Future[Referenced] = asyncio.get_running_loop().create_future()
-        task = self.stores[image.digest] = asyncio.create_task(self._store(image, accepted))
+        task = self.stores[image.digest] = asyncio.create_task(self._traced_store(image, accepted))
         await asyncio.wait((task, accepted), return_when=asyncio.FIRST_COMPLETED)
         if not accepted.done():
             await task
@@ -137,6 +142,10 @@ class Encoder:
             content_id = await task
             if still:
                 await self.client.store([Item(content_id=content_id)], timeout=self._seconds)
+
+    async def _traced_store(self, image: ImageFile, accepted: "asyncio.Future[Referenced]") -> str:
+        with stage("store", {"vitwire.bytes": len(image.content)}):
+            return await self._store(image, accepted)
 
     async def _store(self, image: ImageFile, accepted: asyncio.Future[Referenced]) -> str:
         async with self._turns.turn(self.caller):

@@ -15,6 +15,7 @@ import httpx2
 from vitwire_gateway.api_errors import ApiError, invalid
 from vitwire_gateway.gateway_settings import GatewaySettings
 from vitwire_gateway.images.image_hosts import AllowedHost, Network, is_permitted, parse_networks
+from vitwire_gateway.spans import stage
 
 Hold = Callable[[int], None]
 """Takes memory for bytes; raises ApiError if there is none left."""
@@ -79,8 +80,11 @@ class Fetcher:
         if not self._hosts:
             raise invalid(_NO_URLS, param, "image_url_refused")
         try:
-            async with asyncio.timeout(self._seconds):
-                return await self._follow(url, param, hold or (lambda _: None))
+            with stage("fetch", is_call=True) as note:
+                async with asyncio.timeout(self._seconds):
+                    image = await self._follow(url, param, hold or (lambda _: None))
+                note({"vitwire.bytes": len(image)})
+                return image
         except TimeoutError as error:
             raise _failed(f"it took longer than {self._seconds:g} s", param) from error
         except _ForbiddenAddress as error:

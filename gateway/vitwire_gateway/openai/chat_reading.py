@@ -14,7 +14,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from vitwire.wire import Buffer
 from vitwire_gateway.api_errors import ApiError, invalid
-from vitwire_gateway.bodies import parse
+from vitwire_gateway.bodies import model_of, parse
 from vitwire_gateway.fairness import Caller
 from vitwire_gateway.images.fetching import too_large
 from vitwire_gateway.openai.chat import Hole, cut, images_of
@@ -57,6 +57,8 @@ class ChatRequest(NamedTuple):
     """Of its images, in order."""
     sources: Sequence[Source]
     """Each once."""
+    model: str = ""
+    """As the request names it, cut to 256 characters."""
 
 
 class ChatLimits(NamedTuple):
@@ -76,8 +78,8 @@ async def read_chat(
         return chat_of(body, None, limits)
     max_bytes = 3 * len(body) + _LONGER_BYTES
     form = content_type if is_form else None
-    pieces, places, sources = await workers.run(caller, chat_of, body, max_bytes, form, limits)
-    return ChatRequest(pieces, [Place(*each) for each in places], [Source(*each) for each in sources])
+    pieces, places, sources, model = await workers.run(caller, chat_of, body, max_bytes, form, limits)
+    return ChatRequest(pieces, [Place(*each) for each in places], [Source(*each) for each in sources], model)
 
 
 def chat_of(body: bytes, form: str | None, limits: ChatLimits) -> ChatRequest:
@@ -94,7 +96,8 @@ def chat_of(body: bytes, form: str | None, limits: ChatLimits) -> ChatRequest:
     numbers = {url: number for number, url in enumerate(first)}
     sources = [_source(url, files, limits.max_image_bytes, param) for url, param in first.items()]
     pieces = cut(request, found, limits.hole) if found else [] if form is None else [content]
-    return ChatRequest(pieces, [Place(each.param, numbers[each.url]) for each in found], sources)
+    places = [Place(each.param, numbers[each.url]) for each in found]
+    return ChatRequest(pieces, places, sources, model_of(request))
 
 
 def _source(url: str, files: Mapping[str, bytes], max_bytes: int, param: str) -> Source:

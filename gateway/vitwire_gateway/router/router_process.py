@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from types import FrameType
 
 import httpx2
@@ -20,6 +20,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from vitwire import AsyncClient
+from vitwire_gateway.collector import collecting
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.images.encoding import Encoder, Recent
 from vitwire_gateway.images.fetching import Fetcher
@@ -30,6 +31,7 @@ from vitwire_gateway.router.endpoint import Endpoint
 from vitwire_gateway.router.entrance import Admission, read_keys
 from vitwire_gateway.router.llm_engine import Engine
 from vitwire_gateway.router.routing import Router
+from vitwire_gateway.spans import Spans
 from vitwire_gateway.workers import Workers, memory_for
 
 logger = logging.getLogger("vitwire.router")
@@ -42,7 +44,7 @@ _KEEP_ALIVE_SECONDS = 75
 """Longer than callers keep idle connections, so that they close them, never in the middle of a request."""
 
 
-def _application(settings: RouterSettings, metrics: Metrics, admission: Admission) -> Starlette:
+def _application(settings: RouterSettings, metrics: Metrics, admission: Admission, spans: Spans | None) -> Starlette:
     """The application. Raises ValueError for settings, and OSError for files, that cannot be used."""
     client = AsyncClient(
         settings.target,
@@ -89,8 +91,8 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
         Route("/healthz", health),
         Route("/livez", alive),
         Route("/metrics", page),
-        Route(_CHAT, Endpoint("chat", router.chat, settings, admission, metrics)),
-        Route("/{path:path}", Endpoint("proxied", router.proxied, settings, admission, metrics)),
+        Route(_CHAT, Endpoint("chat", router.chat, settings, admission, metrics, spans)),
+        Route("/{path:path}", Endpoint("proxied", router.proxied, settings, admission, metrics, spans)),
     ]
     app = Starlette(routes=routes, lifespan=lifespan)
     app.router.redirect_slashes = False
@@ -162,17 +164,18 @@ def serve(settings: RouterSettings) -> None:
     logger.setLevel(settings.log_level.upper())
     metrics = Metrics()
     admission = Admission(settings, metrics)
-    app = _application(settings, metrics, admission)
     engine = httpx2.URL(settings.engine_url).netloc.decode()  # without a password
     logger.info("encoder %s, engine %s at %s, mode %s", settings.target, settings.engine, engine, mode_of(settings))
-    config = configured(
-        app,
-        settings.stall_seconds,
-        settings.drain_seconds,
-        lifespan="on",
-        h11_max_incomplete_event_size=settings.max_header_bytes,
-        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-    )
-    with listening(settings.host, settings.port) as listener:
+    with ExitStack() as stack:
+        spans = stack.enter_context(collecting(settings.otlp_endpoint, "vitwire-router", metrics.registry))
+        config = configured(
+            _application(settings, metrics, admission, spans),
+            settings.stall_seconds,
+            settings.drain_seconds,
+            lifespan="on",
+            h11_max_incomplete_event_size=settings.max_header_bytes,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        )
+        listener = stack.enter_context(listening(settings.host, settings.port))
         _Server(config, admission, settings.lame_duck_seconds).run(sockets=[listener])
     logger.info("ended")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from anyio.to_thread import run_sync
 
+from vitwire_gateway import spans
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import read_body
 from vitwire_gateway.gateway_settings import RouterSettings
@@ -71,7 +72,7 @@ class Router:
         limits = ChatLimits(self.settings.max_images, self.settings.max_image_bytes, images.dialect.hole)
         content_type = exchange.request.headers.get("content-type", "")
         request = await read_chat(images.encoder.workers, ticket.caller, body, content_type, limits)
-        exchange.images = len(request.places)
+        exchange.images, exchange.model = len(request.places), request.model
         if request.places:
             await self._with_images(exchange, ticket, images, request)
             return
@@ -137,5 +138,6 @@ class Router:
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
         began = time.perf_counter()
-        yield
+        with spans.stage(stage):
+            yield
         self.metrics.seconds.labels(stage).observe(time.perf_counter() - began)
