@@ -17,6 +17,7 @@ from vitwire_gateway.sglang.media import Media
 from vitwire_gateway.sglang.posted import Part, Posted, refused
 from vitwire_gateway.sglang.pushing import Frame, Pusher, embedding_header, error_header
 from vitwire_gateway.sglang.receivers import Receivers
+from vitwire_gateway.spans import stage
 
 logger = logging.getLogger("vitwire.sglang")
 
@@ -106,8 +107,9 @@ class Adapter:
             async with AsyncExitStack() as stack:
                 for holding in holdings:
                     await stack.enter_async_context(holding.losable(math.inf, _GRACE_SECONDS))
-                receivers = part.receivers or await self._receivers.take(part.req_id, caller.name)
-                await self._pusher.push_all(receivers, frames, caller)
+                with stage("deliver"):
+                    receivers = part.receivers or await self._receivers.take(part.req_id, caller.name)
+                    await self._pusher.push_all(receivers, frames, caller)
         except TimeoutError:
             raise _crowded() from None
 
