@@ -24,12 +24,14 @@ import pytest
 import torch
 import zmq
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from PIL import Image
 from smg_grpc_proto import sglang_encoder_pb2 as pb
 from smg_grpc_proto import sglang_encoder_pb2_grpc as pb_grpc
 
 from adapters import Adapter, adapting
 from checkpoints import Checkpoints
+from collectors import attributes, collecting
 from servers import ServerProcess, serving
 from vitwire import Client, Embedding
 
@@ -324,3 +326,32 @@ def test_it_registers_with_sglangs_bootstrap_server_and_leaves(vitwire: ServerPr
         web.shutdown()
     url = {"url": "http://encoder:30100"}
     assert calls == [("POST", "/register_encoder_url", url)] * 2 + [("DELETE", "/unregister_encoder_url", url)]
+
+
+def test_spans_and_metrics_go_to_a_collector(vitwire: ServerProcess, images: list[Path]) -> None:
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    parent = f"00-{trace_id}-00f067aa0ba902b7-01"
+    with collecting() as collector, zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        request = pb.EncodeRequest(
+            mm_items=uris(images[:2]), req_id="r", num_parts=1, prefill_host="127.0.0.1", embedding_port=[port]
+        )
+        bad = pb.EncodeRequest(mm_items=["no image"], req_id="r", num_parts=1)
+        with adapting(vitwire.target, "--otlp-endpoint", collector.endpoint) as adapter:
+            with stub(adapter) as encoder:
+                encoder.Encode(request, metadata=[("traceparent", parent)], timeout=_SECONDS)
+                with pytest.raises(grpc.RpcError):
+                    encoder.Encode(bad, timeout=_SECONDS)
+            assert post(adapter, "/encode", part(uris(images[:1]), port))[0] == 200
+            assert adapter.server.stop() == 0
+        assert "process_resident_memory_bytes" in collector.metrics.exports[-1]
+    assert {each["service.name"] for each in collector.resources} == {"vitwire-sglang-encoder"}
+    good, failed = (each for each in collector.spans if each.name == "sglang.grpc.encoder.SglangEncoder/Encode")
+    assert (good.trace_id.hex(), good.parent_span_id.hex()) == (trace_id, "00f067aa0ba902b7")
+    below = [each for each in collector.spans if each.parent_span_id == good.span_id]
+    assert [each.name for each in below] == ["encode", "encode", "deliver"]
+    assert attributes(good)["rpc.response.status_code"] == "OK"
+    assert attributes(failed)["error.type"] == "INVALID_ARGUMENT"
+    assert failed.status.code == Status.STATUS_CODE_UNSET
+    (posted,) = (each for each in collector.spans if each.name == "POST /encode")
+    assert attributes(posted)["http.response.status_code"] == 200
