@@ -1,7 +1,7 @@
 """What the gateway sends to an OpenTelemetry collector."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry
 
@@ -15,14 +15,12 @@ def collecting(endpoint: str | None, service: str, registry: CollectorRegistry) 
     if endpoint is None:
         yield None
         return
-    from vitwire.shared.telemetry import MetricsSender, sends  # noqa: PLC0415  # slow, and an extra
+    from vitwire.shared.telemetry import MetricsSender, in_time, sends  # noqa: PLC0415  # slow, and an extra
     from vitwire_gateway.span_exporter import SpanExporter  # noqa: PLC0415
 
-    with ExitStack() as stack:
-        if sends("metrics"):
-            stack.callback(MetricsSender(endpoint, service, __version__, registry).close)
-        spans = None
-        if sends("traces"):
-            spans = SpanExporter(endpoint, service)
-            stack.callback(spans.close)
+    spans = SpanExporter(endpoint, service) if sends("traces") else None
+    metrics = MetricsSender(endpoint, service, __version__, registry) if sends("metrics") else None
+    try:
         yield spans
+    finally:
+        in_time(*(each.shutdown for each in (spans, metrics) if each))

@@ -8,7 +8,7 @@ from opentelemetry import context, trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from vitwire import __version__
-from vitwire.shared.telemetry import in_time, tracer_provider
+from vitwire.shared.telemetry import tracer_provider
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.spans import SPAN, Attributes, Note
 
@@ -85,6 +85,6 @@ class SpanExporter:
         span = self._tracer.start_span(name, parent, trace.SpanKind.SERVER, attributes)
         return _RequestSpan(self._tracer, span)
 
-    def close(self) -> None:
-        """Send remaining spans, for a few seconds at most."""
-        in_time(self._provider.shutdown)
+    def shutdown(self) -> None:
+        """Send remaining spans."""
+        self._provider.shutdown()

@@ -3,6 +3,7 @@
 import http.client
 import json
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
@@ -305,3 +306,20 @@ def test_an_encoder_that_is_away(stand_in: EngineProcess, collector: Collector) 
     (encoded,) = spans["encode"]
     assert encoded.status.code == Status.STATUS_CODE_ERROR
     assert not encoded.events, "messages of errors are not recorded"
+
+
+def test_pipelined_requests_have_their_traces(proxy: RouterProcess, collector: Collector) -> None:
+    """uvicorn may start the second within the context of the first."""
+    trace_id, parent = asked()
+    body = b'{"model": "tiny", "messages": []}'
+    names = [f"{trace_id}-{number}" for number in range(2)]
+    heads = [f"x-request-id: {names[0]}\r\ntraceparent: {parent}", f"x-request-id: {names[1]}"]
+    requests = [f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n{head}\r\n\r\n" for head in heads]
+    with socket.create_connection(("127.0.0.1", proxy.port)) as sock:
+        sock.sendall(b"".join(request.encode() + body for request in requests))
+        found = [
+            collector.wait_for(lambda each, name=name: attributes(each).get("vitwire.request_id") == name)[0]
+            for name in names
+        ]
+    assert found[0].trace_id.hex() == trace_id
+    assert (found[1].trace_id == found[0].trace_id, found[1].parent_span_id) == (False, b"")

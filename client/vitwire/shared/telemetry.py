@@ -5,6 +5,7 @@ Everything is sent by threads in the background. The SDK's `OTEL_` variables app
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from threading import Event, Thread
 from typing import Any
@@ -104,11 +105,8 @@ class MetricsSender:
         _log_less()
         self._thread.start()
 
-    def close(self) -> None:
-        """Send the last values, for a few seconds at most."""
-        in_time(self._shutdown)
-
-    def _shutdown(self) -> None:
+    def shutdown(self) -> None:
+        """Send the last values."""
         self._ending.set()
         self._thread.join()
         self._exporter.shutdown()
@@ -127,11 +125,14 @@ class MetricsSender:
             _log.exception("metrics were not sent")
 
 
-def in_time(shutdown: Callable[[], object]) -> None:
-    """Shut down an exporter, which may take longer than a process that ends can wait: it is left after 3 s."""
-    closing = Thread(target=shutdown, name="otlp-close", daemon=True)
-    closing.start()
-    closing.join(_CLOSE_SECONDS)
+def in_time(*shutdowns: Callable[[], object]) -> None:
+    """Shut down exporters. A process that ends waits no longer than 3 s for them."""
+    closing = [Thread(target=each, name="otlp-close", daemon=True) for each in shutdowns]
+    for thread in closing:
+        thread.start()
+    until = time.monotonic() + _CLOSE_SECONDS
+    for thread in closing:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def _resource(service: str, version: str) -> Resource:

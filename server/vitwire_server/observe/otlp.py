@@ -1,8 +1,9 @@
 """The server's traces and metrics, sent to a collector over OTLP."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -68,6 +69,11 @@ def tracer(endpoint: str) -> OtlpTracer | None:
     return OtlpTracer(endpoint) if sends("traces") else None
 
 
-def metrics_sender(endpoint: str, registry: CollectorRegistry) -> MetricsSender | None:
-    """None if the SDK's variables turn metrics off."""
-    return MetricsSender(endpoint, _SERVICE, release(), registry) if sends("metrics") else None
+def send_metrics(endpoint: str, registry: CollectorRegistry) -> Callable[[], None]:
+    """Send the metrics of a registry in the background, until the result is called, which takes a few seconds at most.
+
+    Does nothing if the SDK's variables turn metrics off.
+    """
+    if not sends("metrics"):
+        return lambda: None
+    return partial(in_time, MetricsSender(endpoint, _SERVICE, release(), registry).shutdown)

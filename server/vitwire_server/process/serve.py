@@ -9,10 +9,8 @@ from collections.abc import Awaitable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
-from prometheus_client import CollectorRegistry
 
 from vitwire.shared.agents import MISSING, AgentError, is_installed
 from vitwire_server.caching.cache import EmbeddingCache
@@ -51,9 +49,6 @@ from vitwire_server.sessions.arena import Arena, ArenaMemory, PrivateMemory
 from vitwire_server.sessions.local import LocalSessions
 from vitwire_server.towers.files import CheckpointError
 
-if TYPE_CHECKING:
-    from vitwire.shared.telemetry import MetricsSender
-
 _log = logging.getLogger(__name__)
 _EXIT_SECONDS = 10.0
 _KEPT_BYTES = 1 << 30
@@ -88,8 +83,10 @@ async def serve(settings: ServeSettings) -> int:
             registry = edge_metrics.registry
         else:
             front = LocalFront(settings, metrics.rpc, health)
-        if sender := _metrics_sender(settings, registry):
-            stack.callback(sender.close)  # after all else has ended
+        if settings.otlp_endpoint:
+            from vitwire_server.observe import otlp  # noqa: PLC0415 - slow import, needed only for a collector
+
+            stack.callback(otlp.send_metrics(settings.otlp_endpoint, registry))  # called after all else has ended
         stack.push_async_callback(front.stop)
         pages = None
         if settings.metrics:
@@ -219,15 +216,6 @@ class _Server:
         )
         engine = card, intake, admission, SingleFlight(cache, metrics.cache), metrics.admission
         return LocalSessions(*engine, self.memory or PrivateMemory(), self.trace, courier)
-
-
-def _metrics_sender(settings: ServeSettings, registry: CollectorRegistry) -> "MetricsSender | None":
-    """None without a collector for metrics."""
-    if not settings.otlp_endpoint:
-        return None
-    from vitwire_server.observe import otlp  # noqa: PLC0415 - slow import, needed only for a collector
-
-    return otlp.metrics_sender(settings.otlp_endpoint, registry)
 
 
 def _add_outbox(courier: Courier, outbox: Outbox, *, keep: bool) -> None:
