@@ -51,7 +51,8 @@ def image_embeds(
 
     embeddings: those of the prompt's images (or clips), in order.
     model: `Client.model()` of the server that encoded them.
-    timestamps: of each clip, the seconds of each of its `t` groups of frames; Qwen3-VL and Qwen3.5 need them.
+    timestamps: of each clip, the seconds of each of its `t` groups of frames; Qwen3-VL and Qwen3.5 need them. Default:
+        those of files, from their reports.
     Raises ValueError for a model or an embedding that vLLM has no input for.
     """
     for number, embedding in enumerate(embeddings):
@@ -66,7 +67,9 @@ def image_embeds(
         f"{modality}_grid_thw": torch.tensor([embedding.grid for embedding in embeddings]),
     }
     times = [
-        _times(embedding.grid, model, modality, None if timestamps is None else timestamps[number])
+        _times(
+            embedding.grid, model, modality, _seconds(embedding, model) if timestamps is None else timestamps[number]
+        )
         for number, embedding in enumerate(embeddings)
     ]
     for name in times[0] if times else ():
@@ -105,8 +108,34 @@ def unencoded_image_part(embedding: Embedding, model: Model, *, uuid: str) -> di
 def video_part(
     embedding: Embedding, model: Model, *, timestamps: Sequence[float] | None = None, uuid: str | None = None
 ) -> dict[str, Any]:
-    """As `image_part`, of a clip; `timestamps` are the seconds of each of its `t` groups of frames."""
-    return _part(embedding, model, "video", _times(embedding.grid, model, "video", timestamps), uuid)
+    """As `image_part`, of a clip.
+
+    timestamps: the seconds of each of its `t` groups of frames; default: those of a file, from its report.
+    """
+    seconds = _seconds(embedding, model) if timestamps is None else timestamps
+    return _part(embedding, model, "video", _times(embedding.grid, model, "video", seconds), uuid)
+
+
+def unencoded_video_part(embedding: Embedding, model: Model, *, uuid: str) -> dict[str, Any]:
+    """As `video_part` of a clip's file, with the rows as a `TorchFile`, which encodes them when they are sent."""
+    times = _times(embedding.grid, model, "video", _seconds(embedding, model))
+    return _part(embedding, model, "video", times, uuid, TorchFile)
+
+
+def group_seconds(frame_seconds: Sequence[float], model: Model) -> list[float]:
+    """The `timestamps` of a clip's file: the middle of each group of frames, as the models' processors compute it.
+
+    frame_seconds: of `Accepted`, or of the embedding's report.
+    """
+    size = model.temporal_patch_size
+    groups = [frame_seconds[start : start + size] for start in range(0, len(frame_seconds), size)]
+    return [(group[0] + group[-1]) / 2 for group in groups]
+
+
+def check_clips(model: Model) -> None:
+    """Raises ValueError for a model that vLLM takes no embeddings of clips for."""
+    if model.model_type not in _WITH_GRIDS:
+        raise ValueError(_unsupported(model, "embeddings of videos", _WITH_GRIDS))
 
 
 def reference_part(
@@ -154,8 +183,10 @@ def _part(
 
 def _check(embedding: Embedding, model: Model, modality: Modality, field: str) -> None:
     """Raises ValueError if vLLM cannot take this embedding."""
-    if model.model_type not in _WITH_GRIDS and (model.model_type not in _WITHOUT_GRIDS or modality == "video"):
-        raise ValueError(_unsupported(model, f"embeddings of {modality}s", (*_WITH_GRIDS, *_WITHOUT_GRIDS)))
+    if modality == "video":
+        check_clips(model)
+    elif model.model_type not in _WITH_GRIDS and model.model_type not in _WITHOUT_GRIDS:
+        raise ValueError(_unsupported(model, "embeddings of images", (*_WITH_GRIDS, *_WITHOUT_GRIDS)))
     if embedding.report.kept:
         raise ValueError(f"{field}: its tokens were pruned, and vLLM expects all of them; encode without keep_ratio")
     rows, width = embedding.shape
@@ -175,6 +206,11 @@ def _tokens(grid: Grid, model: Model, modality: Modality, field: str) -> int:
     if modality == "image" and t > 1:
         raise ValueError(f"{field}: {grid} is the grid of a clip; pass it as a video")
     return t * h * w // model.merge_size**2
+
+
+def _seconds(embedding: Embedding, model: Model) -> list[float] | None:
+    """The seconds of a file's groups of frames; None for images, for clips in memory, and if the file has no rate."""
+    return group_seconds(embedding.report.frame_seconds, model) or None
 
 
 def _times(grid: Grid, model: Model, modality: Modality, timestamps: Sequence[float] | None) -> dict[str, list[float]]:
