@@ -72,8 +72,8 @@ def image_embeds(
         )
         for number, embedding in enumerate(embeddings)
     ]
-    for name in times[0] if times else ():
-        fields[name] = [torch.tensor(each[name]) for each in times]
+    for name in times[0] if times else ():  # in float64, as vLLM rounds them for the prompt
+        fields[name] = [torch.tensor(each[name], dtype=torch.float64) for each in times]
     return {modality: fields}
 
 
@@ -176,7 +176,7 @@ def _part(
     if model.model_type in _WITH_GRIDS:
         grid = torch_base64(np.array(embedding.grid, np.int64), "int64")
         content = {kind: rows, f"{modality}_grid_thw": grid} | {
-            name: torch_base64(np.array(values, np.float32), "float32") for name, values in times.items()
+            name: torch_base64(np.array(values, np.float64), "float64") for name, values in times.items()
         }
     return {"type": kind, kind: content} | ({"uuid": uuid} if uuid else {})
 
