@@ -1,4 +1,4 @@
-"""Chat requests from bodies of JSON and of forms, with the images in them.
+"""Chat requests from bodies of JSON and of forms, with the images and clips in them.
 
 Small requests are read where they are; the rest, and all forms, in a worker.
 """
@@ -12,12 +12,13 @@ from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
+from vitwire.items import Modality
 from vitwire.wire import Buffer
 from vitwire_gateway.api_errors import ApiError, invalid
 from vitwire_gateway.bodies import model_of, parse
 from vitwire_gateway.fairness import Caller
 from vitwire_gateway.images.fetching import too_large
-from vitwire_gateway.openai.chat import Hole, cut, images_of
+from vitwire_gateway.openai.chat import Hole, ImageRef, check_clip_options, cut, images_of
 from vitwire_gateway.workers import Workers
 
 Kind = Literal["data", "upload", "url"]
@@ -35,17 +36,18 @@ _LONGER_BYTES = 32 << 20
 
 
 class Place(NamedTuple):
-    """The name of an image of a request in errors, and which of the sources it is."""
+    """The name of an image or clip of a request in errors, and which of the sources it is."""
 
     param: str
     source: int
 
 
 class Source(NamedTuple):
-    """An image of a request: its file, its URL, or what is wrong with it."""
+    """An image or clip of a request: its file, its URL, or what is wrong with it."""
 
     kind: Kind
     content: Buffer | str | ApiError
+    modality: Modality = "image"
 
 
 class ChatRequest(NamedTuple):
@@ -54,7 +56,7 @@ class ChatRequest(NamedTuple):
     pieces: Sequence[Buffer]
     """Its JSON, cut for `chat.filled`; empty if the engine gets the body as it is."""
     places: Sequence[Place]
-    """Of its images, in order."""
+    """Of its images and clips, in order."""
     sources: Sequence[Source]
     """Each once."""
     model: str = ""
@@ -67,6 +69,8 @@ class ChatLimits(NamedTuple):
     max_images: int
     max_image_bytes: int
     hole: Hole
+    with_clips: bool = True
+    """False: clips are left to the engine."""
 
 
 async def read_chat(
@@ -86,34 +90,38 @@ def chat_of(body: bytes, form: str | None, limits: ChatLimits) -> ChatRequest:
     """The request in a body; `form` is the type of a form. Raises ApiError."""
     content, files = (body, {}) if form is None else parse_form(form, body, limits.max_images)
     request = parse(content)
-    found = images_of(request)
+    found = images_of(request, with_clips=limits.with_clips)
     if len(found) > limits.max_images:
-        text = f"the request has {len(found)} images, the limit is {limits.max_images}"
+        text = f"the request has {len(found)} images and clips, the limit is {limits.max_images}"
         raise invalid(text, "messages", "too_many_images")
-    first: dict[str, str] = {}
+    if any(each.field == "video_url" for each in found):
+        check_clip_options(request)
+    first: dict[tuple[str, str], ImageRef] = {}
     for each in found:
-        first.setdefault(each.url, each.param)
-    numbers = {url: number for number, url in enumerate(first)}
-    sources = [_source(url, files, limits.max_image_bytes, param) for url, param in first.items()]
+        first.setdefault((each.field, each.url), each)
+    numbers = {key: number for number, key in enumerate(first)}
+    sources = [_source(each, files, limits.max_image_bytes) for each in first.values()]
     pieces = cut(request, found, limits.hole) if found else [] if form is None else [content]
-    places = [Place(each.param, numbers[each.url]) for each in found]
+    places = [Place(each.param, numbers[each.field, each.url]) for each in found]
     return ChatRequest(pieces, places, sources, model_of(request))
 
 
-def _source(url: str, files: Mapping[str, bytes], max_bytes: int, param: str) -> Source:
+def _source(ref: ImageRef, files: Mapping[str, bytes], max_bytes: int) -> Source:
+    url, param = ref.url, ref.param
+    modality: Modality = "image" if ref.field == "image_url" else "video"
     scheme = url[:8].partition(":")[0].lower()
     kind: Kind = "data" if scheme == "data" else "upload" if scheme == UPLOAD_SCHEME[:-1] else "url"
     try:
         if kind == "url":
             if len(url) > _MAX_URL:
                 raise invalid(f"the URL exceeds the limit of {_MAX_URL} characters", param, "invalid_image_url")
-            return Source(kind, url)
+            return Source(kind, url, modality)
         file = decode_data_uri(url, max_bytes, param) if kind == "data" else upload(url, files, param)
         if len(file) > max_bytes:
             raise too_large(max_bytes, param)
     except ApiError as error:
-        return Source(kind, error)
-    return Source(kind, file)
+        return Source(kind, error, modality)
+    return Source(kind, file, modality)
 
 
 def upload(url: str, files: Mapping[str, bytes], param: str) -> bytes:
@@ -128,7 +136,7 @@ def decode_data_uri(url: str, max_bytes: int, param: str) -> bytes:
     """The bytes of a `data:` URI in base64. Raises ApiError."""
     head, comma, payload = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
-        raise invalid("expected data:image/...;base64,...", param, "invalid_image_url")
+        raise invalid("expected data:...;base64,...", param, "invalid_image_url")
     if len(payload) // 4 * 3 > max_bytes + 2:
         raise too_large(max_bytes, param)
     try:

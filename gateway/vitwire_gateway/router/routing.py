@@ -69,7 +69,9 @@ class Router:
     async def _chat(self, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
         exchange.stage = "images"
         images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take)
-        limits = ChatLimits(self.settings.max_images, self.settings.max_image_bytes, images.dialect.hole)
+        settings = self.settings
+        with_clips = settings.clips == "encode"
+        limits = ChatLimits(settings.max_images, settings.max_image_bytes, images.dialect.hole, with_clips)
         content_type = exchange.request.headers.get("content-type", "")
         request = await read_chat(images.encoder.workers, ticket.caller, body, content_type, limits)
         exchange.images, exchange.model = len(request.places), request.model

@@ -165,7 +165,7 @@ async def test_answers_carry_bytes_and_errors_within_a_limit(workers: Workers) -
     pieces, places, sources, _ = await workers.run(caller, chat_of, body, 10_000, None, LIMITS)
     assert [bytes(each) for each in pieces[1:]] == [b"},{", b"}]}]}"]
     assert places == [[f"messages[0].content[{number}].image_url", number] for number in range(2)]
-    assert sources[0] == ["data", b"ABC"]
+    assert sources[0] == ["data", b"ABC", "image"]
     refused = sources[1][1]
     assert isinstance(refused, ApiError)
     assert (refused.status, refused.code, refused.param) == (400, "invalid_base64", places[1][0])
