@@ -17,7 +17,6 @@ from encoded_files import clip, cut, moving, photograph, saved, sound
 from routers import CHAT, EngineProcess, RouterProcess, client_of, engine, router
 from servers import ServerProcess, serving
 from vitwire import Client, Embedding, Item
-from vitwire.integrations.vllm.parts import group_seconds
 
 MP4 = clip(moving(30), 10.0)
 WEBM = clip(moving(20, 64, 96), 5.0, "webm", "libvpx-vp9")
@@ -107,7 +106,7 @@ def test_clips_become_embeddings_with_their_times(
         rows = decoded(fields["video_embeds"])
         np.testing.assert_allclose(rows.float().numpy(), expected.numpy(), rtol=0, atol=1e-5)
         assert decoded(fields["video_grid_thw"]).tolist() == list(expected.grid)
-        seconds = group_seconds(expected.report.frame_seconds, model)
+        seconds = model.group_seconds(expected.report.frame_seconds)
         assert decoded(fields["timestamps"]).tolist() == seconds
         assert len(seconds) == expected.grid[0] > 1
     assert found[0]["uuid"] != found[2]["uuid"]

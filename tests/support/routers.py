@@ -92,6 +92,13 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> None:
         time.sleep(0.02)
 
 
+def clip_file(frames: int, rate: float) -> bytes:
+    """An MP4 file of moving pictures, made in the environment of servers, which has PyAV."""
+    program = f"import encoded_files, sys; file = encoded_files.clip(encoded_files.moving({frames}), {rate})"
+    command = [PYTHON, "-c", f"{program}; sys.stdout.buffer.write(file)"]
+    return subprocess.run(command, check=True, capture_output=True).stdout
+
+
 def sent_to_engine(target: str, parts: Sequence[Any], *flags: str, **fields: Any) -> dict[str, Any]:
     """The body of a request with these content parts, as a router sends it to its engine."""
     body = {"model": "tiny", "messages": [{"role": "user", "content": list(parts)}], **fields}

@@ -87,12 +87,21 @@ def _url(source: object, param: str, field: Field) -> str:
     raise invalid(f'expected {{"url": "data:{field.removesuffix("_url")}/..."}}, got {kind}', param, code)
 
 
-def check_clip_options(request: Json) -> None:
-    """Raises ApiError if the request of clips has options for them, which would have no effect on embeddings."""
-    for name in _CLIP_OPTIONS:
-        if request.get(name):
-            text = "it has no effect on clips that the encoder prepares, by the rule of its model; leave it out"
-            raise invalid(text, name, "unsupported_option")
+def check_clip_options(request: Json, refs: Iterable[ImageRef]) -> None:
+    """Raises ApiError if the clips among `refs` have options, which would have no effect on their embeddings."""
+    clips = [each for each in refs if each.field == "video_url"]
+    given = [name for name in _CLIP_OPTIONS if clips and request.get(name)]
+    for clip in clips:
+        part: Any = request
+        for key in clip.path:
+            part = part[key]
+        if isinstance(part["video_url"], dict):
+            given += [
+                f"{clip.param}.{name[:32]}" for name, value in part["video_url"].items() if name != "url" and value
+            ]
+    if given:
+        text = "it has no effect on clips that the encoder prepares, by the rule of its model; leave it out"
+        raise invalid(text, given[0], "unsupported_option")
 
 
 def cut(request: Json, refs: Iterable[ImageRef], hole: Hole) -> list[bytes]:

@@ -94,8 +94,7 @@ def chat_of(body: bytes, form: str | None, limits: ChatLimits) -> ChatRequest:
     if len(found) > limits.max_images:
         text = f"the request has {len(found)} images and clips, the limit is {limits.max_images}"
         raise invalid(text, "messages", "too_many_images")
-    if any(each.field == "video_url" for each in found):
-        check_clip_options(request)
+    check_clip_options(request, found)
     first: dict[tuple[str, str], ImageRef] = {}
     for each in found:
         first.setdefault((each.field, each.url), each)

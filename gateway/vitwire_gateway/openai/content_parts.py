@@ -81,7 +81,7 @@ def dialect_of(settings: RouterSettings) -> Dialect:
         if image.modality == "video":
             parts.check_clips(await encoder.model.get())
         content_id, grid, model, seconds = await encoder.store(image)
-        times = parts.group_seconds(seconds, model)
+        times = model.group_seconds(seconds)
         return parts.reference_part(grid, model, content_id, modality=image.modality, timestamps=times)
 
     return Dialect("part", inline if mode == "inline" else reference)

@@ -1,6 +1,5 @@
 """Requests of real routers, read by vLLM from its request model on, and run by its scheduler and the connector."""
 
-import subprocess
 from base64 import b64encode
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -15,16 +14,11 @@ from vllm.multimodal.video import Qwen3VLVideoBackend, VideoSourceMetadata, Vide
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
-from routers import picture, sent_to_engine
-from servers import PYTHON, ServerProcess
+from routers import clip_file, picture, sent_to_engine
+from servers import ServerProcess
 from vitwire import Client, Embedding, Item
 
 FRAMES, RATE = 30, 10.0
-_CLIP = f"""
-import sys
-from encoded_files import clip, moving
-sys.stdout.buffer.write(clip(moving({FRAMES}), {RATE}))
-"""
 MODES = ("inline", "reference")
 Json = dict[str, Any]
 Recorded = Callable[[str], Json]
@@ -32,7 +26,7 @@ Recorded = Callable[[str], Json]
 
 @pytest.fixture(scope="module")
 def mp4() -> bytes:
-    return subprocess.run([PYTHON, "-c", _CLIP], check=True, capture_output=True).stdout
+    return clip_file(FRAMES, RATE)
 
 
 @pytest.fixture(scope="module")

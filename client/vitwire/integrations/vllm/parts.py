@@ -122,16 +122,6 @@ def unencoded_video_part(embedding: Embedding, model: Model, *, uuid: str) -> di
     return _part(embedding, model, "video", times, uuid, TorchFile)
 
 
-def group_seconds(frame_seconds: Sequence[float], model: Model) -> list[float]:
-    """The `timestamps` of a clip's file: the middle of each group of frames, as the models' processors compute it.
-
-    frame_seconds: of `Accepted`, or of the embedding's report.
-    """
-    size = model.temporal_patch_size
-    groups = [frame_seconds[start : start + size] for start in range(0, len(frame_seconds), size)]
-    return [(group[0] + group[-1]) / 2 for group in groups]
-
-
 def check_clips(model: Model) -> None:
     """Raises ValueError for a model that vLLM takes no embeddings of clips for."""
     if model.model_type not in _WITH_GRIDS:
@@ -210,7 +200,7 @@ def _tokens(grid: Grid, model: Model, modality: Modality, field: str) -> int:
 
 def _seconds(embedding: Embedding, model: Model) -> list[float] | None:
     """The seconds of a file's groups of frames; None for images, for clips in memory, and if the file has no rate."""
-    return group_seconds(embedding.report.frame_seconds, model) or None
+    return model.group_seconds(embedding.report.frame_seconds) or None
 
 
 def _times(grid: Grid, model: Model, modality: Modality, timestamps: Sequence[float] | None) -> dict[str, list[float]]:

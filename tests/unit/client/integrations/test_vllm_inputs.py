@@ -13,7 +13,7 @@ import torch
 from fake_service import model_message
 from vitwire import Embedding, Model, Report
 from vitwire.integrations.vllm import image_embeds, image_part, reference_part, video_part
-from vitwire.integrations.vllm.parts import group_seconds, unencoded_video_part
+from vitwire.integrations.vllm.parts import unencoded_video_part
 from vitwire.integrations.vllm.tensors import TorchFile, torch_base64
 
 MODEL = Model.from_message(model_message())  # Qwen3-VL, 12 wide with 2 deepstack levels, merge size 2
@@ -75,8 +75,8 @@ def test_reference_part() -> None:
 def test_the_times_of_a_file_are_the_middles_of_its_groups_of_frames() -> None:
     """And exact, as vLLM rounds them for the prompt: 1.45 in float32 would become 1.5 there, and 1.4 in float64."""
     seconds = (0.0, 0.6, 1.2, 1.7, 2.3)
-    assert group_seconds(seconds, MODEL) == [0.3, 1.45, 2.3]
-    assert group_seconds((), MODEL) == []
+    assert MODEL.group_seconds(seconds) == [0.3, 1.45, 2.3]
+    assert MODEL.group_seconds(()) == []
     clip = embedding((3, 4, 4), 12, frame_seconds=seconds)
     for each in (video_part(clip, MODEL), video_part(clip, MODEL, timestamps=[0.3, 1.45, 2.3])):
         assert loaded(each["video_embeds"]["timestamps"]).tolist() == [0.3, 1.45, 2.3]

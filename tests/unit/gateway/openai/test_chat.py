@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vitwire.integrations.vllm.tensors import TorchFile, torch_base64
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import parse
-from vitwire_gateway.openai.chat import Hole, check_clip_options, cut, filled, images_of
+from vitwire_gateway.openai.chat import Hole, cut, filled, images_of
 from vitwire_gateway.openai.chat_reading import ChatLimits, chat_of, decode_data_uri, parse_form, upload
 
 
@@ -138,7 +138,11 @@ def test_options_of_clips_are_refused(options: dict[str, Any]) -> None:
     assert (caught.value.code, caught.value.param) == ("unsupported_option", next(iter(options)))
     chat_of(json.dumps(chat(image("data:image/png;base64,QUJD")) | options).encode(), None, limits)
     chat_of(json.dumps(chat(clip) | options).encode(), None, limits._replace(with_clips=False))
-    check_clip_options({"mm_processor_kwargs": {}, "media_io_kwargs": None})
+    chat_of(json.dumps(chat(clip) | {"mm_processor_kwargs": {}, "media_io_kwargs": None}).encode(), None, limits)
+    clip["video_url"] |= {"detail": None, "fps": 2}
+    with pytest.raises(ApiError) as caught:
+        chat_of(json.dumps(chat(image("data:,"), clip)).encode(), None, limits)
+    assert (caught.value.code, caught.value.param) == ("unsupported_option", "messages[1].content[1].video_url.fps")
 
 
 def test_one_url_may_be_of_an_image_and_of_a_clip() -> None:
