@@ -14,7 +14,7 @@ import torch
 
 from checkpoints import Checkpoints
 from encoded_files import clip, cut, moving, photograph, saved, sound
-from routers import CHAT, EngineProcess, RouterProcess, client_of, engine, router
+from routers import CHAT, EngineProcess, RouterProcess, client_of, engine, leaving, router, until
 from servers import ServerProcess, serving
 from vitwire import Client, Embedding, Item
 
@@ -188,6 +188,44 @@ def test_odd_clips_are_encoded(inline: RouterProcess, stand_in: EngineProcess) -
     for sent in parts_of(stand_in)[:2]:
         fields = sent["video_embeds"]
         assert len(decoded(fields["timestamps"])) == decoded(fields["video_grid_thw"]).tolist()[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_frames_that_cannot_be_decoded_are_noticed_late(
+    reference: RouterProcess, server: ServerProcess, stand_in: EngineProcess, stream: bool
+) -> None:
+    """The encoder accepts the clip by its index, and the engine already has the request."""
+    broken = bytearray(clip(moving(40, 128, 160), 10.0))
+    start = broken.index(b"mdat") + 900
+    broken[start : start + 12000] = np.random.default_rng(1).bytes(12000)
+    stand_in.requests()
+    status, code, param, _ = refusal(
+        reference, part(data_uri(bytes(broken))), model=f"rows-from-{server.target}", stream=stream
+    )
+    assert (status, code, param) == (400, "invalid_clip", "messages[0].content[0].video_url")
+    assert len(stand_in.requests()) == 1
+    assert server.metric("vitwire_decode_failures_total") > 0
+
+
+def test_a_clip_in_many_places_is_encoded_once(
+    inline: RouterProcess, stand_in: EngineProcess, server: ServerProcess
+) -> None:
+    uri = data_uri(clip(moving(9), 6.0))
+    items = server.metric("vitwire_items_total")
+    assert asked(inline, *[part(uri)] * 20)
+    assert server.metric("vitwire_items_total") == items + 1
+    sent = parts_of(stand_in)
+    assert [each["type"] for each in sent] == ["video_embeds"] * 20 + ["text"]
+    assert all(each == sent[0] for each in sent[:20])
+
+
+def test_a_caller_that_leaves_cancels_its_clip(reference: RouterProcess, server: ServerProcess) -> None:
+    for number in range(4):
+        body = {"model": "tiny", "messages": [{"role": "user", "content": [part(data_uri(clip(moving(60 + number))))]}]}
+        leaving(reference, body).close()
+    until(lambda: reference.metric("vitwire_router_buffered_bytes") == 0)
+    until(lambda: server.metric("vitwire_admitted_bytes") == 0)
+    assert asked(reference, part(data_uri(MP4)))
 
 
 def test_clips_can_be_left_to_the_engine(server: ServerProcess, stand_in: EngineProcess) -> None:

@@ -32,8 +32,9 @@ from smg_grpc_proto import sglang_encoder_pb2_grpc as pb_grpc
 from adapters import Adapter, adapting
 from checkpoints import Checkpoints
 from collectors import attributes, collecting
+from encoded_files import clip, moving
 from servers import ServerProcess, serving
-from vitwire import Client, Embedding
+from vitwire import Client, Embedding, Item
 
 _SECONDS = 60
 
@@ -192,6 +193,24 @@ def test_requests_that_cannot_be_served_are_refused(
 ) -> None:
     found, answer = post(adapter, path, body)
     assert (found, answer["message"][: len(message)]) == (status, message)
+
+
+def test_clips_arrive_with_the_times_of_their_frames(
+    adapter: Adapter, vitwire: ServerProcess, receiver: tuple[zmq.Socket[bytes], int]
+) -> None:
+    socket, port = receiver
+    files = [clip(moving(30), 10.0), clip(moving(9, 64, 96), 6.0, "webm", "libvpx-vp9")]
+    sources = ["data:video/mp4;base64," + base64.b64encode(each).decode() for each in files]
+    assert post(adapter, "/encode", part(sources, port, modality="VIDEO")) == (200, None)
+    header, rows = read(socket.recv_multipart())
+    with Client(vitwire.target) as client:
+        model = client.model()
+        expected = client.encode([Item(encoded=each, modality="video") for each in files])
+    assert header.modality == 2
+    assert header.grid_dim == [list(each.grid) for each in expected]
+    assert header.video_timestamps == [model.group_seconds(each.report.frame_seconds) for each in expected]
+    assert rows is not None
+    torch.testing.assert_close(rows, torch.cat([each.torch() for each in expected]), rtol=0, atol=0.02)
 
 
 def test_errors_name_the_request_as_it_was_sent(adapter: Adapter) -> None:

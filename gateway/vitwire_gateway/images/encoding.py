@@ -179,7 +179,7 @@ class Encoder:
         """The only place where a file becomes an item: as it is, once its header is known."""
         is_clip = image.modality == "video"
         if image.modality not in model.prepared or (is_clip and "mp4" not in model.encodings):
-            noun, extra = ("clips", ", the extra `videos`,") if is_clip else ("images", "")
+            noun, extra = ("clips", " and the extra `videos`") if is_clip else ("images", "")
             message = (
                 f"the encoder prepares no {noun} of {model.model_type}: it needs --decode-processes above 0{extra} on "
                 f"every server, and a model whose {noun} servers prepare"
