@@ -3,13 +3,15 @@
 from base64 import b64encode
 from collections.abc import Callable, Mapping
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tests.engines.vllm.conftest import Engines
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.model_executor.models.qwen3_vl import Qwen3VLProcessingInfo
+from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration, Qwen3VLProcessingInfo
+from vllm.multimodal.utils import group_and_batch_mm_kwargs
 from vllm.multimodal.video import Qwen3VLVideoBackend, VideoSourceMetadata, VideoTargetMetadata
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
@@ -66,11 +68,6 @@ def data_of(core: Any) -> list[Mapping[str, Any]]:
     return [feature.data.get_data() for feature in core.mm_features]
 
 
-@pytest.fixture
-def engine(engines: Engines) -> Any:
-    return engines(enable_mm_embeds=True)
-
-
 @pytest.mark.parametrize("mode", MODES)
 async def test_vllm_sees_each_image_and_clip_under_its_id(
     mode: str, recorded: Recorded, encoded: tuple[list[Embedding], Embedding], frontend: InputProcessor
@@ -114,6 +111,22 @@ async def test_a_clip_has_the_times_that_vllm_gives_its_frames(
     text = frontend.tokenizer.decode(core.prompt_token_ids)
     places = [text.index(f"<{each:.1f} seconds><|vision_start|>") for each in seconds]
     assert places == sorted(places)
+
+
+async def test_the_model_takes_what_came_inline(
+    recorded: Recorded, encoded: tuple[list[Embedding], Embedding], frontend: InputProcessor
+) -> None:
+    core = await read(frontend, recorded("inline"))
+    items = [(feature.modality, feature.data) for feature in core.mm_features if feature.modality == "video"]
+    ((_, count, fields),) = group_and_batch_mm_kwargs(items)
+    assert count == 1
+    kind = Qwen3VLForConditionalGeneration
+    stand_in = SimpleNamespace(visual=SimpleNamespace(dtype=torch.bfloat16, spatial_merge_size=2))
+    (rows,) = kind._process_video_input(stand_in, kind._parse_and_validate_video_input(stand_in, **fields))
+    torch.testing.assert_close(rows, encoded[1].torch(), rtol=0, atol=0.02)
+    config = frontend.model_config.hf_config
+    positions, _ = kind._get_mrope_input_positions(core.prompt_token_ids, core.mm_features, config)
+    assert positions.shape == (3, len(core.prompt_token_ids))
 
 
 async def test_the_connector_fetches_what_the_router_stored(
