@@ -3,7 +3,9 @@
 import base64
 import io
 import json
+import threading
 from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx2
@@ -179,6 +181,37 @@ def test_urls_and_options_are_refused(inline: RouterProcess, stand_in: EnginePro
     )  # fmt: skip
     assert stand_in.requests() == []
     assert inline.metric('vitwire_router_clips_total{result="refused",source="url"}') == 2
+
+
+class _Files(SimpleHTTPRequestHandler):
+    """Serves one clip at every path, but redirects from /away to another host."""
+
+    def do_GET(self) -> None:
+        if self.path == "/away":
+            self.send_response(302)
+            self.send_header("location", "http://localhost:1/clip.mp4")
+            self.end_headers()
+            return
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(MP4)
+
+
+def test_clips_of_allowed_hosts_are_fetched(server: ServerProcess, stand_in: EngineProcess) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Files) as files:
+        threading.Thread(target=files.serve_forever, daemon=True).start()
+        host = f"127.0.0.1:{files.server_port}"
+        flags = (f"--allow-image-host={host}", "--allow-image-network=127.0.0.0/8", f"--max-image-bytes={len(MP4)}")
+        with router(server.target, stand_in.url, *flags) as proxy:
+            assert asked(proxy, part(f"http://{host}/clip.mp4"))
+            assert parts_of(stand_in)[0]["type"] == "video_embeds"
+            assert refusal(proxy, part(f"http://{host}/away"))[1] == "clip_url_refused"
+            assert refusal(proxy, part(data_uri(MP4 + b"x")))[1] == "clip_too_large"
+        with router(server.target, stand_in.url, *flags[:1]) as proxy:
+            status, code, _, message = refusal(proxy, part(f"http://{host}/clip.mp4"))
+            assert (status, code) == (400, "clip_url_refused")
+            assert "no public address" in message
+        files.shutdown()
 
 
 def test_odd_clips_are_encoded(inline: RouterProcess, stand_in: EngineProcess) -> None:
