@@ -66,12 +66,20 @@ def _installed(extra: str) -> Iterator[None]:
         fail(f"{missing} is not installed; {remedy(extra)}")
 
 
+def _check_otlp(settings: GatewaySettings) -> None:
+    """End the command if a collector is set that nothing can be sent to."""
+    if settings.otlp_endpoint:
+        with _installed("otlp"):
+            import vitwire.shared.telemetry  # noqa: F401, PLC0415
+
+
 @_flagged(RouterSettings, _ROUTER_VARIABLES)
 def router(settings: RouterSettings) -> None:
     """Serve OpenAI's API in front of vLLM or SGLang: images of chat requests are encoded by Vitwire.
 
     Every flag is also an environment variable: --engine-url is VITWIRE_ROUTER_ENGINE_URL.
     """
+    _check_otlp(settings)
     with _installed("router"):
         from vitwire_gateway.router.router_process import serve  # noqa: PLC0415
     serve(settings)
@@ -80,6 +88,7 @@ def router(settings: RouterSettings) -> None:
 @_flagged(SglangSettings, _CLIENT_VARIABLES)
 def sglang_encoder(settings: SglangSettings) -> None:
     """Serve SGLang's encoder protocol: a --language-only SGLang uses Vitwire as its --encoder-urls."""
+    _check_otlp(settings)
     with _installed("sglang"):
         from vitwire_gateway.sglang.encoder_process import serve  # noqa: PLC0415
     serve(settings)

@@ -492,6 +492,7 @@ class Accepted(google.protobuf.message.Message):
     GRID_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
     FORECAST_FIELD_NUMBER: builtins.int
+    FRAME_SECONDS_FIELD_NUMBER: builtins.int
     tokens: builtins.int
     """Vectors of the embedding."""
     @property
@@ -502,15 +503,20 @@ class Accepted(google.protobuf.message.Message):
     def forecast(self) -> google.protobuf.duration_pb2.Duration:
         """Predicted time until the embedding is ready, once the item's bytes are there."""
 
+    @property
+    def frame_seconds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Seconds from the start of a clip's file to each frame that is used."""
+
     def __init__(
         self,
         *,
         grid: Global___Grid | None = ...,
         tokens: builtins.int = ...,
         forecast: google.protobuf.duration_pb2.Duration | None = ...,
+        frame_seconds: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["forecast", b"forecast", "grid", b"grid"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["forecast", b"forecast", "grid", b"grid", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["forecast", b"forecast", "frame_seconds", b"frame_seconds", "grid", b"grid", "tokens", b"tokens"]) -> None: ...
 
 Global___Accepted: typing_extensions.TypeAlias = Accepted
 

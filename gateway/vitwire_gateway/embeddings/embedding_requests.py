@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from vitwire.items import Modality
 from vitwire_gateway.api_errors import invalid
-from vitwire_gateway.bodies import Json, parse
+from vitwire_gateway.bodies import Json, model_of, parse
 from vitwire_gateway.openai.chat import images_of
 from vitwire_gateway.openai.chat_reading import ChatLimits, Place, Source, parse_form, sources_of
 
-Urls = list[tuple[str, str]]
-"""Names in errors and URLs of images."""
+Urls = list[tuple[str, str, Modality]]
+"""Names in errors and URLs of images, as `sources_of` takes them."""
 
 _MAX_DIMENSIONS = 1 << 31
 _NO_TEXT = "Vitwire embeds images, no text: use the text encoder of the same checkpoint"
@@ -41,12 +42,14 @@ class EmbeddingRequest(NamedTuple):
     """Of its images, in order."""
     sources: Sequence[Source]
     """Each once."""
+    model: str = ""
+    """As the request names it, cut to 256 characters."""
 
     @classmethod
     def of(cls, answer: Sequence[Any]) -> "EmbeddingRequest":
         """The request as a worker sends it."""
-        asked, places, sources = answer
-        return cls(Asked(*asked), [Place(*each) for each in places], [Source(*each) for each in sources])
+        asked, places, sources, model = answer
+        return cls(Asked(*asked), [Place(*each) for each in places], [Source(*each) for each in sources], model)
 
 
 def openai_request(body: bytes, form: str | None, limits: ChatLimits, *, has_engine: bool) -> EmbeddingRequest | None:
@@ -68,7 +71,7 @@ def openai_request(body: bytes, form: str | None, limits: ChatLimits, *, has_eng
     if not isinstance(normalize, bool | None):
         raise invalid("expected true or false", "normalize")
     asked = Asked((encoding,), _dimensions(request, "dimensions"), normalize)
-    return EmbeddingRequest(asked, *sources_of(found, files, limits, "input"))
+    return EmbeddingRequest(asked, *sources_of(found, files, limits, "input"), model_of(request))
 
 
 def cohere_request(body: bytes, form: str | None, limits: ChatLimits) -> EmbeddingRequest:
@@ -85,7 +88,7 @@ def cohere_request(body: bytes, form: str | None, limits: ChatLimits) -> Embeddi
         if each not in _COHERE_TYPES:
             raise invalid(f"expected {', '.join(_COHERE_TYPES)}, got {each[:32]!r}", "embedding_types")
     asked = Asked(tuple(dict.fromkeys(types)), _dimensions(request, "output_dimension"))
-    return EmbeddingRequest(asked, *sources_of(found, files, limits, "images"))
+    return EmbeddingRequest(asked, *sources_of(found, files, limits, "images"), model_of(request))
 
 
 def _opened(body: bytes, form: str | None, limits: ChatLimits) -> tuple[Json, Mapping[str, bytes]]:
@@ -179,7 +182,7 @@ def _checked(found: Sequence[tuple[str, object]], field: str) -> Urls:
             raise invalid(f"expected a data URI or URL of an image; {_NO_TEXT}", param, "invalid_image_url")
         if url[:8].partition(":")[0].lower() not in ("data", "http", "https", "upload"):
             raise invalid(f"neither a data URI nor a URL of an image; {_NO_TEXT}", param, "invalid_image_url")
-        urls.append((param, url))
+        urls.append((param, url, "image"))
     if not urls:
         raise invalid("there are no images", field)
     return urls

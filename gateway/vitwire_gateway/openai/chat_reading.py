@@ -1,4 +1,4 @@
-"""Chat requests from bodies of JSON and of forms, with the images in them.
+"""Chat requests from bodies of JSON and of forms, with the images and clips in them.
 
 Small requests are read where they are; the rest, and all forms, in a worker.
 """
@@ -12,12 +12,13 @@ from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
+from vitwire.items import Modality
 from vitwire.wire import Buffer
 from vitwire_gateway.api_errors import ApiError, invalid
-from vitwire_gateway.bodies import parse
+from vitwire_gateway.bodies import model_of, parse
 from vitwire_gateway.fairness import Caller
 from vitwire_gateway.images.fetching import too_large
-from vitwire_gateway.openai.chat import Hole, cut, images_of
+from vitwire_gateway.openai.chat import Hole, check_clip_options, cut, images_of
 from vitwire_gateway.workers import Workers
 
 Kind = Literal["data", "upload", "url"]
@@ -30,22 +31,24 @@ _CHARSETS = (b"utf-8", b"utf8")
 _SMALL_BYTES = 64 << 10
 """Bodies that are read at once: no such body takes more than a few milliseconds."""
 _MAX_URL = 8192
+_MODALITIES: Mapping[str, Modality] = {"image_url": "image", "video_url": "video"}
 _LONGER_BYTES = 32 << 20
 """JSON in ASCII takes three times the bytes of UTF-8 at most, and numbers are written out: 1e15 has 18 characters."""
 
 
 class Place(NamedTuple):
-    """The name of an image of a request in errors, and which of the sources it is."""
+    """The name of an image or clip of a request in errors, and which of the sources it is."""
 
     param: str
     source: int
 
 
 class Source(NamedTuple):
-    """An image of a request: its file, its URL, or what is wrong with it."""
+    """An image or clip of a request: its file, its URL, or what is wrong with it."""
 
     kind: Kind
     content: Buffer | str | ApiError
+    modality: Modality = "image"
 
 
 class ChatRequest(NamedTuple):
@@ -54,9 +57,11 @@ class ChatRequest(NamedTuple):
     pieces: Sequence[Buffer]
     """Its JSON, cut for `chat.filled`; empty if the engine gets the body as it is."""
     places: Sequence[Place]
-    """Of its images, in order."""
+    """Of its images and clips, in order."""
     sources: Sequence[Source]
     """Each once."""
+    model: str = ""
+    """As the request names it, cut to 256 characters."""
 
 
 class WithImages(Protocol):
@@ -75,14 +80,16 @@ class ChatLimits(NamedTuple):
     max_images: int
     max_image_bytes: int
     hole: Hole
+    with_clips: bool = True
+    """False: clips are left to the engine."""
 
 
 async def read_chat(
     workers: Workers, caller: Caller, body: bytes, content_type: str, limits: ChatLimits
 ) -> ChatRequest:
     """The request in a body of JSON or of a form. Raises ApiError."""
-    pieces, places, sources = await read(workers, caller, chat_of, body, content_type, limits)
-    return ChatRequest(pieces, [Place(*each) for each in places], [Source(*each) for each in sources])
+    pieces, places, sources, model = await read(workers, caller, chat_of, body, content_type, limits)
+    return ChatRequest(pieces, [Place(*each) for each in places], [Source(*each) for each in sources], model)
 
 
 async def read(
@@ -102,41 +109,47 @@ def chat_of(body: bytes, form: str | None, limits: ChatLimits) -> ChatRequest:
     """The request in a body; `form` is the type of a form. Raises ApiError."""
     content, files = (body, {}) if form is None else parse_form(form, body, limits.max_images)
     request = parse(content)
-    found = images_of(request)
-    places, sources = sources_of([(each.param, each.url) for each in found], files, limits, "messages")
+    found = images_of(request, with_clips=limits.with_clips)
+    files_of = [(each.param, each.url, _MODALITIES[each.field]) for each in found]
+    places, sources = sources_of(files_of, files, limits, "messages")
+    check_clip_options(request, found)
     pieces = cut(request, found, limits.hole) if found else [] if form is None else [content]
-    return ChatRequest(pieces, places, sources)
+    return ChatRequest(pieces, places, sources, model_of(request))
 
 
 def sources_of(
-    urls: Sequence[tuple[str, str]], files: Mapping[str, bytes], limits: ChatLimits, field: str
+    found: Sequence[tuple[str, str, Modality]], files: Mapping[str, bytes], limits: ChatLimits, field: str
 ) -> tuple[list[Place], list[Source]]:
-    """The images of a request, given as names in errors and URLs. Raises ApiError for too many in `field`."""
-    if len(urls) > limits.max_images:
-        text = f"the request has {len(urls)} images, the limit is {limits.max_images}"
+    """The images and clips of a request, given as names in errors, URLs and what they are.
+
+    Raises ApiError for too many in `field`.
+    """
+    if len(found) > limits.max_images:
+        what = "images and clips" if limits.with_clips else "images"
+        text = f"the request has {len(found)} {what}, the limit is {limits.max_images}"
         raise invalid(text, field, "too_many_images")
-    first: dict[str, str] = {}
-    for param, url in urls:
-        first.setdefault(url, param)
-    numbers = {url: number for number, url in enumerate(first)}
-    sources = [_source(url, files, limits.max_image_bytes, param) for url, param in first.items()]
-    return [Place(param, numbers[url]) for param, url in urls], sources
+    first: dict[tuple[str, Modality], str] = {}
+    for param, url, modality in found:
+        first.setdefault((url, modality), param)
+    numbers = {key: number for number, key in enumerate(first)}
+    sources = [_source(*key, files, limits.max_image_bytes, param) for key, param in first.items()]
+    return [Place(param, numbers[url, modality]) for param, url, modality in found], sources
 
 
-def _source(url: str, files: Mapping[str, bytes], max_bytes: int, param: str) -> Source:
+def _source(url: str, modality: Modality, files: Mapping[str, bytes], max_bytes: int, param: str) -> Source:
     scheme = url[:8].partition(":")[0].lower()
     kind: Kind = "data" if scheme == "data" else "upload" if scheme == UPLOAD_SCHEME[:-1] else "url"
     try:
         if kind == "url":
             if len(url) > _MAX_URL:
                 raise invalid(f"the URL exceeds the limit of {_MAX_URL} characters", param, "invalid_image_url")
-            return Source(kind, url)
+            return Source(kind, url, modality)
         file = decode_data_uri(url, max_bytes, param) if kind == "data" else upload(url, files, param)
         if len(file) > max_bytes:
             raise too_large(max_bytes, param)
     except ApiError as error:
-        return Source(kind, error)
-    return Source(kind, file)
+        return Source(kind, error, modality)
+    return Source(kind, file, modality)
 
 
 def upload(url: str, files: Mapping[str, bytes], param: str) -> bytes:
@@ -151,7 +164,7 @@ def decode_data_uri(url: str, max_bytes: int, param: str) -> bytes:
     """The bytes of a `data:` URI in base64. Raises ApiError."""
     head, comma, payload = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
-        raise invalid("expected data:image/...;base64,...", param, "invalid_image_url")
+        raise invalid("expected data:...;base64,...", param, "invalid_image_url")
     if len(payload) // 4 * 3 > max_bytes + 2:
         raise too_large(max_bytes, param)
     try:

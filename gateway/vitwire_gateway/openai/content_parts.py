@@ -1,4 +1,4 @@
-"""The images of one request, and the engine's content parts that take their place."""
+"""The images and clips of one request, and the engine's content parts that take their place."""
 
 import asyncio
 import math
@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 from anyio.to_thread import run_sync
 
 from vitwire import Model, VitwireError
-from vitwire_gateway.api_errors import ApiError, from_encoder
+from vitwire.items import Modality
+from vitwire_gateway.api_errors import ApiError, from_encoder, of_clip
 from vitwire_gateway.fairness import Caller
 from vitwire_gateway.gateway_settings import Mode, RouterSettings
 from vitwire_gateway.images.encoding import Encoded, Encoder
@@ -26,12 +27,12 @@ T = TypeVar("T")
 Part = dict[str, Any]
 
 _MAX_AT_ONCE = 8
-"""Images of one request that are fetched, or encoded alone, at a time."""
+"""Files of one request that are fetched, or encoded alone, at a time."""
 _FLOAT32_BYTES = 4
 
 
 class Dialect(NamedTuple):
-    """The form in which an engine takes images: `part` makes what `filled` puts into the hole.
+    """The form in which an engine takes images and clips: `part` makes what `filled` puts into the hole.
 
     `part` raises VitwireError, or ValueError for a model that the engine has no such input for.
     """
@@ -40,19 +41,19 @@ class Dialect(NamedTuple):
     part: Callable[[Encoder, ImageFile], Awaitable[Part]]
 
 
-async def _image(encoder: Encoder, image: ImageFile) -> Part:
-    """The image itself, checked."""
-    kind = (await encoder.header(image)).kind
-    name = "jpeg" if kind == "MPO" else kind.lower()  # a camera's JPEG with further pictures
-    return {"url": await run_sync(lambda: f"data:image/{name};base64,{b64encode(image.content).decode()}")}
+async def _file(encoder: Encoder, image: ImageFile) -> Part:
+    """The file itself, checked."""
+    kind = await encoder.media_type(image)
+    return {"url": await run_sync(lambda: f"data:{kind};base64,{b64encode(image.content).decode()}")}
 
 
-async def _whole_image(encoder: Encoder, image: ImageFile) -> Part:
-    return {"type": "image_url", "image_url": await _image(encoder, image)}
+async def _whole(encoder: Encoder, image: ImageFile) -> Part:
+    field = "image_url" if image.modality == "image" else "video_url"
+    return {"type": field, field: await _file(encoder, image)}
 
 
-UNCHANGED = Dialect("part", _whole_image)
-"""Requests carry the images: the engine encodes them."""
+UNCHANGED = Dialect("part", _whole)
+"""Requests carry the files: the engine encodes them."""
 
 
 def mode_of(settings: RouterSettings) -> Mode:
@@ -68,34 +69,40 @@ def dialect_of(settings: RouterSettings) -> Dialect:
             raise ValueError("--mode inline: SGLang's chat API takes no embeddings; use --mode reference with SGLang")
         if settings.on_encoder_failure == "engine":
             raise ValueError("--on-encoder-failure engine: SGLang requests embeddings itself; leave it out with SGLang")
-        return Dialect("image", _image)
+        return Dialect("image", _file)
     from vitwire.integrations.vllm import parts  # noqa: PLC0415  # only for this engine
 
     async def inline(encoder: Encoder, image: ImageFile) -> Part:
+        if image.modality == "video":
+            parts.check_clips(await encoder.model.get())
         content_id, embedding, model = await encoder.encode(image)
-        return await run_sync(lambda: parts.unencoded_image_part(embedding, model, uuid=content_id))
+        part_of = parts.unencoded_image_part if image.modality == "image" else parts.unencoded_video_part
+        return await run_sync(lambda: part_of(embedding, model, uuid=content_id))
 
     async def reference(encoder: Encoder, image: ImageFile) -> Part:
-        content_id, grid, model = await encoder.store(image)
-        return parts.reference_part(grid, model, content_id)
+        if image.modality == "video":
+            parts.check_clips(await encoder.model.get())
+        content_id, grid, model, seconds = await encoder.store(image)
+        times = model.group_seconds(seconds)
+        return parts.reference_part(grid, model, content_id, modality=image.modality, timestamps=times)
 
     return Dialect("part", inline if mode == "inline" else reference)
 
 
 class Loaded(NamedTuple):
-    """The image files of a request."""
+    """The files of a request."""
 
     files: Mapping[bytes, tuple[ImageFile, str]]
     """By digest, with the name of the first place in errors."""
     order: Sequence[bytes]
-    """The digest of each image of the request."""
+    """The digest of each image and clip of the request."""
     until: float
-    """When all images must be encoded, on the loop's clock."""
+    """When all must be encoded, on the loop's clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """Turns images of requests into content parts."""
+    """Turns images and clips of requests into content parts."""
 
     settings: RouterSettings
     encoder: Encoder
@@ -110,7 +117,7 @@ class Images:
         return replace(self, encoder=self.encoder.serving(caller, metadata), hold=hold)
 
     async def load(self, request: WithImages) -> Loaded:
-        """The image files of a request. Raises ApiError."""
+        """The files of a request. Raises ApiError."""
         until = asyncio.get_running_loop().time() + self.settings.encode_seconds
         params: dict[int, str] = {}
         for place in request.places:
@@ -127,7 +134,7 @@ class Images:
         return Loaded(files, [images[place.source].digest for place in request.places], until)
 
     async def parts(self, loaded: Loaded) -> list[Part]:
-        """The engine's part for each image of the request, in order. Raises ApiError."""
+        """The engine's part for each image and clip of the request, in order. Raises ApiError."""
         until = min(loaded.until, asyncio.get_running_loop().time() + self.settings.encoder_wait)
         try:
             async with asyncio.timeout_at(until):
@@ -158,19 +165,19 @@ class Images:
             return await self.encoder.model.get()
 
     async def unchanged(self, loaded: Loaded) -> list[Part]:
-        """The same with the images themselves, for the engine to encode. Raises ApiError."""
+        """The same with the files themselves, for the engine to encode. Raises ApiError."""
         return await self._parts(loaded, UNCHANGED)
 
     async def check_stored(self, loaded: Loaded, *, still: bool) -> None:
         """Wait until the encoder has stored what it accepted. Raises ApiError if it fails, or with `still` lost it."""
         for image, param in loaded.files.values():
-            with _naming(param):
+            with _naming(param, image.modality):
                 await self.encoder.check_stored(image, still=still)
 
     async def _parts(self, loaded: Loaded, dialect: Dialect) -> list[Part]:
         async def part(digest: bytes) -> Part:
             image, param = loaded.files[digest]
-            with _naming(param):
+            with _naming(param, image.modality):
                 part = await dialect.part(self.encoder, image)
             self.hold(size_of(part))
             return part
@@ -179,7 +186,8 @@ class Images:
         return [parts[digest] for digest in loaded.order]
 
     async def _load(self, source: Source, param: str) -> ImageFile:
-        image = source.content
+        image, is_clip = source.content, source.modality == "video"
+        counter = self.metrics.clips if is_clip else self.metrics.images
         try:
             if isinstance(image, ApiError):
                 raise image
@@ -187,22 +195,26 @@ class Images:
                 image = await self.fetcher.fetch(image, param, self.hold)
             else:
                 self.hold(len(image))
-        except ApiError:
-            self.metrics.images.labels(source.kind, "refused").inc()
-            raise
-        self.metrics.images.labels(source.kind, "loaded").inc()
-        return await run_sync(ImageFile.of, image)
+        except ApiError as error:
+            counter.labels(source.kind, "refused").inc()
+            raise of_clip(error) if is_clip else error from None
+        counter.labels(source.kind, "loaded").inc()
+        return await run_sync(ImageFile.of, image, source.modality)
 
 
 @contextmanager
-def _naming(param: str | None) -> Iterator[None]:
-    """Errors of the encoder in the block become errors of the image `param`."""
+def _naming(param: str | None, modality: Modality = "image") -> Iterator[None]:
+    """Errors of the encoder in the block become errors of the image or clip `param`."""
+    is_clip = modality == "video"
     try:
         yield
     except VitwireError as error:
-        raise from_encoder(error, param) from error
+        found = from_encoder(error, param)
+        raise of_clip(found) if is_clip else found from error
     except ValueError as error:
-        raise ApiError(502, f"the engine has no input for this model's images: {error}", "unsupported_model") from error
+        what = "clips; send frames as images" if is_clip else "images"
+        text = f"{param}: the engine has no input for this model's {what}: {error}"
+        raise ApiError(502, text, "unsupported_model", param) from error
 
 
 async def _each(

@@ -17,8 +17,10 @@ from starlette.types import Receive, Scope, Send
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.metrics import Metrics
+from vitwire_gateway.router.conventions import attributes_of, error_of, name_of
 from vitwire_gateway.router.entrance import Admission, Ticket
 from vitwire_gateway.router.llm_engine import Headers, from_transport, is_of_events, returned
+from vitwire_gateway.spans import SPAN, Span, Spans
 
 logger = logging.getLogger("vitwire.router")
 
@@ -41,6 +43,10 @@ class Exchange:
         self.stage: Stage = "receive"
         self.status = 0
         self.images = 0
+        self.model = ""
+        """That the request names, for its span; empty if the router does not read it."""
+        self.first_event: float | None = None
+        """When the first bytes of a stream of events arrived, by `time.perf_counter`."""
         self.is_complete = False
         self._receive = receive
         self._send = send
@@ -55,7 +61,9 @@ class Exchange:
 
     @property
     def trace(self) -> dict[str, str]:
-        """Metadata that joins the encoder's logs and traces to this request."""
+        """Metadata that joins the encoder's logs and traces to this request; the client adds the current span."""
+        if SPAN.get():
+            return {"x-request-id": self.request_id}
         parent = self.request.headers.get("traceparent", "")
         return {"x-request-id": self.request_id} | ({"traceparent": parent} if _TRACEPARENT.fullmatch(parent) else {})
 
@@ -106,11 +114,14 @@ class Exchange:
         """Send the engine's response as it arrives; a stream of events that breaks off ends in one with the error."""
         self.stage = "response"
         await self._start(response.status_code, returned(response))
+        is_stream = is_of_events(response)
         try:
             async for chunk in cast("httpx2.AsyncByteStream", response.stream):
+                if is_stream and self.first_event is None:
+                    self.first_event = time.perf_counter()
                 await self._write(chunk, more=True)
         except httpx2.TransportError as error:
-            if "content-length" in response.headers or not is_of_events(response):
+            if "content-length" in response.headers or not is_stream:
                 raise from_transport(error) from error
             await self._write(b"\n\ndata: " + from_transport(error).body + b"\n\n", more=True)
         await self._write(b"", more=False)
@@ -146,11 +157,13 @@ class Endpoint:
     settings: RouterSettings
     admission: Admission
     metrics: Metrics
+    spans: Spans | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, self.settings.stall_seconds)
         began = time.perf_counter()
         outcome = "done"
+        span = self._span(exchange) if self.spans else None
         try:
             exchange.check_head(self.settings.max_header_bytes)
             async with self.admission.admitted(exchange.request) as ticket:
@@ -172,6 +185,8 @@ class Endpoint:
             await exchange.refuse(ApiError(500, "the router failed; its log has the reason", "internal_error"))
         finally:
             self.metrics.answered(self.route, exchange.status)
+            if span:
+                self._end(span, exchange, outcome, began)
             logger.info(
                 "%s %s %s %d %s images=%d %.1f ms",
                 exchange.request_id,
@@ -182,6 +197,31 @@ class Endpoint:
                 exchange.images,
                 (time.perf_counter() - began) * 1e3,
             )
+
+    def _span(self, exchange: Exchange) -> Span:
+        assert self.spans
+        request = exchange.request
+        method, path = request.method, request.scope["path"]
+        host, port = request.scope["server"]
+        attributes = {
+            **attributes_of(method, path, "vitwire" if self.settings.no_engine else self.settings.engine),
+            "vitwire.request_id": exchange.request_id,
+            "server.address": host,
+            "server.port": port,
+        }
+        return self.spans.begin(name_of(method, path), request.headers, attributes)
+
+    def _end(self, span: Span, exchange: Exchange, outcome: str, began: float) -> None:
+        attributes: dict[str, str | int | float] = {"vitwire.images": exchange.images}
+        if exchange.status:
+            attributes["http.response.status_code"] = exchange.status
+        if exchange.model:
+            attributes["gen_ai.request.model"] = exchange.model
+        if exchange.first_event is not None:
+            attributes["gen_ai.response.time_to_first_chunk"] = exchange.first_event - began
+        error, is_fault = error_of(exchange.status, outcome)
+        request = exchange.request
+        span.end(name_of(request.method, request.scope["path"], exchange.model), attributes, error, is_fault=is_fault)
 
 
 def _request_id(given: str) -> str:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from anyio.to_thread import run_sync
 
 from vitwire import Model
+from vitwire_gateway import spans
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import read_body
 from vitwire_gateway.embeddings.embedding_answers import (
@@ -119,10 +120,12 @@ class Router:
     async def _chat(self, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
         exchange.stage = "images"
         images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take)
-        limits = ChatLimits(self.settings.max_images, self.settings.max_image_bytes, images.dialect.hole)
+        settings = self.settings
+        with_clips = settings.clips == "encode"
+        limits = ChatLimits(settings.max_images, settings.max_image_bytes, images.dialect.hole, with_clips)
         content_type = exchange.request.headers.get("content-type", "")
         request = await read_chat(images.encoder.workers, ticket.caller, body, content_type, limits)
-        exchange.images = len(request.places)
+        exchange.images, exchange.model = len(request.places), request.model
         if request.places:
             await self._with_images(exchange, ticket, images, request)
             return
@@ -134,14 +137,14 @@ class Router:
     async def _embeddings(self, form: EmbeddingForm, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
         exchange.stage = "images"
         images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take)
-        limits = ChatLimits(self.settings.max_images, self.settings.max_image_bytes, "part")
+        limits = ChatLimits(self.settings.max_images, self.settings.max_image_bytes, "part", with_clips=False)
         content_type = exchange.request.headers.get("content-type", "")
         found = await read(images.encoder.workers, ticket.caller, form.read, body, content_type, limits)
         if found is None:
             await self._forward(exchange, body)
             return
         request = EmbeddingRequest.of(found)
-        exchange.images = len(request.places)
+        exchange.images, exchange.model = len(request.places), request.model
         with self._timed("images"):
             model = await images.model()
             form.check(request.asked, model)
@@ -216,7 +219,8 @@ class Router:
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
         began = time.perf_counter()
-        yield
+        with spans.stage(stage):
+            yield
         self.metrics.seconds.labels(stage).observe(time.perf_counter() - began)
 
 
