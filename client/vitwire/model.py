@@ -1,5 +1,6 @@
 """The server's description of its model and limits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -114,6 +115,17 @@ class Model:
     """None if the model takes patches."""
     rows_by_grid: tuple[str, ...] = ()
     """Modalities whose items of grid (t, h, w) have t*h*w / merge_size**2 vectors."""
+    matryoshka: tuple[int, ...] | None = None
+    """Lengths that pooled vectors may be cut to, any if empty; None if they may not be cut."""
+
+    def group_seconds(self, frame_seconds: Sequence[float]) -> list[float]:
+        """The middle of each group of a clip's frames in seconds, as the models' processors compute it for prompts.
+
+        frame_seconds: of `Accepted`, or of the embedding's report.
+        """
+        size = self.temporal_patch_size
+        groups = [frame_seconds[start : start + size] for start in range(0, len(frame_seconds), size)]
+        return [(group[0] + group[-1]) / 2 for group in groups]
 
     @classmethod
     def from_message(cls, message: pb.GetModelResponse) -> "Model":
@@ -128,6 +140,7 @@ class Model:
             precision=_same(Precision, message.precision) if message.HasField("precision") else None,
             available_poolings=poolings or ("none",),
             tiles=_tile_shapes(message.tiles) if message.HasField("tiles") else None,
+            matryoshka=tuple(message.matryoshka.dimensions) if message.HasField("matryoshka") else None,
         )
         if model.embedding_width < 1 or model.embedding_width % (1 + model.deepstack_levels):
             raise ValueError(f"embedding_width {model.embedding_width} with {model.deepstack_levels} deepstack levels")

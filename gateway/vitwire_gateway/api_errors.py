@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vitwire import (
     DeadlineExceeded,
@@ -42,6 +42,11 @@ class ApiError(Exception):
 def invalid(message: str, param: str | None, code: str = "invalid_value") -> ApiError:
     """The request is wrong at `param`."""
     return ApiError(400, f"{param}: {message}" if param else message, code, param)
+
+
+def of_clip(error: ApiError) -> ApiError:
+    """The error, with a code that names clips in place of images."""
+    return replace(error, code=error.code.replace("image", "clip"))
 
 
 def overloaded(message: str, code: str, retry_after: float | None = None) -> ApiError:

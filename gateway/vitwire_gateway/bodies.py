@@ -7,6 +7,7 @@ from starlette.requests import Request
 
 from vitwire_gateway.api_errors import ApiError, invalid
 from vitwire_gateway.fairness import Holding
+from vitwire_gateway.spans import short
 
 Json = dict[str, Any]
 
@@ -56,6 +57,12 @@ def parse(body: bytes | bytearray) -> Json:
     if not isinstance(request, dict):
         raise invalid("the body is not a JSON object", None, "invalid_json")
     return request
+
+
+def model_of(request: Json) -> str:
+    """The model that a request names, for its span: 256 characters at most."""
+    model = request.get("model")
+    return short(model) if isinstance(model, str) else ""
 
 
 def _integer(digits: str) -> int:

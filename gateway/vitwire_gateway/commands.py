@@ -46,7 +46,8 @@ def _flagged(kind: type[S], variables: Mapping[str, str]) -> Callable[[Callable[
 def _parameter(setting: "Field[Any]", hint: object, variable: str | None) -> inspect.Parameter:
     kind, flag = get_args(hint)
     assert isinstance(flag, Flag)
-    option = typer.Option(envvar=variable, help=flag.help, min=flag.minimum, max=flag.maximum)
+    names = [f"--{setting.name.replace('_', '-')}"] if setting.name.startswith("no_") else []  # no --no-no-engine
+    option = typer.Option(*names, envvar=variable, help=flag.help, min=flag.minimum, max=flag.maximum)
     repeats = get_origin(kind) is tuple
     default = [] if repeats else setting.default
     annotation = Annotated[list[get_args(kind)[0]] if repeats else kind, option]  # type: ignore  # noqa: PGH003  # typer's
@@ -65,12 +66,20 @@ def _installed(extra: str) -> Iterator[None]:
         fail(f"{missing} is not installed; {remedy(extra)}")
 
 
+def _check_otlp(settings: GatewaySettings) -> None:
+    """End the command if a collector is set that nothing can be sent to."""
+    if settings.otlp_endpoint:
+        with _installed("otlp"):
+            import vitwire.shared.telemetry  # noqa: F401, PLC0415
+
+
 @_flagged(RouterSettings, _ROUTER_VARIABLES)
 def router(settings: RouterSettings) -> None:
     """Serve OpenAI's API in front of vLLM or SGLang: images of chat requests are encoded by Vitwire.
 
     Every flag is also an environment variable: --engine-url is VITWIRE_ROUTER_ENGINE_URL.
     """
+    _check_otlp(settings)
     with _installed("router"):
         from vitwire_gateway.router.router_process import serve  # noqa: PLC0415
     serve(settings)
@@ -79,6 +88,7 @@ def router(settings: RouterSettings) -> None:
 @_flagged(SglangSettings, _CLIENT_VARIABLES)
 def sglang_encoder(settings: SglangSettings) -> None:
     """Serve SGLang's encoder protocol: a --language-only SGLang uses Vitwire as its --encoder-urls."""
+    _check_otlp(settings)
     with _installed("sglang"):
         from vitwire_gateway.sglang.encoder_process import serve  # noqa: PLC0415
     serve(settings)

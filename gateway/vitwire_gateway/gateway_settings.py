@@ -1,5 +1,6 @@
 """Settings of both commands: one table for flags, environment variables and help."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -10,8 +11,10 @@ import grpc
 Engine = Literal["vllm", "sglang"]
 Mode = Literal["inline", "reference"]
 OnFailure = Literal["error", "engine"]
+Clips = Literal["encode", "engine"]
 MIB = 1 << 20
 _MAX_PORT = 65535
+_COLLECTOR = re.compile(r"(https?://)?[^/\s]+/?")
 
 
 class Flag(NamedTuple):
@@ -36,25 +39,32 @@ class GatewaySettings:
     key: Annotated[Path | None, Flag("private key of the client certificate, PEM")] = None
     allow_image_host: Annotated[
         tuple[str, ...],
-        Flag("host that image URLs may name: host, host:port or *.domain; repeatable; without it URLs are refused"),
+        Flag("host that URLs may name: host, host:port or *.domain; repeatable; without it URLs are refused"),
     ] = ()
     allow_image_network: Annotated[
-        tuple[str, ...], Flag("non-public network (CIDR) that image hosts may be in; repeatable")
+        tuple[str, ...], Flag("non-public network (CIDR) that these hosts may be in; repeatable")
     ] = ()
-    fetch_seconds: Annotated[float, Flag("seconds to fetch one image URL, with redirects", 0.001)] = 10.0
+    fetch_seconds: Annotated[float, Flag("seconds to fetch one URL, with redirects", 0.001)] = 10.0
     max_requests: Annotated[
         int, Flag("maximum requests in flight, at most 3/4 of them from one caller; further ones are refused", 1)
     ] = 256
-    max_images: Annotated[int, Flag("maximum number of images per request", 0)] = 64
-    max_image_bytes: Annotated[int, Flag("maximum bytes of one image file", 1)] = 20 * MIB
+    max_images: Annotated[int, Flag("maximum number of images and clips per request", 0)] = 64
+    max_image_bytes: Annotated[int, Flag("maximum bytes of one file", 1)] = 20 * MIB
     max_image_pixels: Annotated[int, Flag("maximum pixels of one image", 1)] = 50_000_000
     max_body_bytes: Annotated[int, Flag("maximum bytes of a request's body", 1024)] = 64 * MIB
     drain_seconds: Annotated[
         float, Flag("seconds for requests in flight to end after SIGTERM, once no more are accepted", 0)
     ] = 60.0
+    otlp_endpoint: Annotated[
+        str | None,
+        Flag("OpenTelemetry collector to send traces and metrics to: host:4317, or https://host:4317 for TLS"),
+    ] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag("lowest level that is logged")] = "info"
 
     def __post_init__(self) -> None:
+        if self.otlp_endpoint is not None and not _COLLECTOR.fullmatch(self.otlp_endpoint):
+            expected = "host:port, http://host:port or https://host:port"
+            raise ValueError(f"--otlp-endpoint {self.otlp_endpoint!r}: expected {expected}")
         if (self.cert is None) != (self.key is None):
             raise ValueError("--cert and --key must be set together")
 
@@ -72,6 +82,7 @@ class RouterSettings(GatewaySettings):
 
     engine: Annotated[Engine, Flag("the engine's dialect")] = "vllm"
     engine_url: Annotated[str, Flag("address of the engine's HTTP server, without /v1")] = "http://127.0.0.1:8000"
+    no_engine: Annotated[bool, Flag("run without an engine: only embeddings of images are answered")] = False
     engine_ca: Annotated[Path | None, Flag("root certificates of the engine, PEM, for an https:// address")] = None
     mode: Annotated[
         Mode | None,
@@ -102,6 +113,9 @@ class RouterSettings(GatewaySettings):
         OnFailure,
         Flag("if the encoder fails or the wait is over: answer with an error, or let the engine encode the images"),
     ] = "error"
+    clips: Annotated[
+        Clips, Flag("encode clips (video_url), or leave them to the engine, which fetches their URLs itself")
+    ] = "encode"
     body_seconds: Annotated[float, Flag("seconds for a request's body to arrive", 0.001)] = 60.0
     encode_seconds: Annotated[float, Flag("seconds to fetch and encode the images of a request", 0.001)] = 60.0
     engine_connect_seconds: Annotated[float, Flag("seconds to connect to the engine", 0.001)] = 5.0
@@ -119,6 +133,13 @@ class RouterSettings(GatewaySettings):
             raise ValueError(f"--engine-url {self.engine_url!r} ends in /v1: leave that out, request paths include it")
         if self.max_image_bytes > self.max_body_bytes:
             raise ValueError("--max-image-bytes exceeds --max-body-bytes")
+        engines = {
+            "--mode": self.mode,
+            "--engine-api-key-file": self.engine_api_key_file,
+            "--on-encoder-failure engine": self.on_encoder_failure == "engine",
+        }
+        if self.no_engine and (names := [name for name, value in engines.items() if value]):
+            raise ValueError(f"{names[0]} needs an engine: leave it out with --no-engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ class Metrics:
         gauge = partial(Gauge, registry=self.registry)
         self.requests = counter(
             "vitwire_router_requests",
-            "requests by route (chat, responses, messages, proxied) and HTTP status, 0 if the caller left before",
+            "requests by route (chat, responses, messages, embeddings, proxied) and status, 0 if the caller left",
             ["route", "code"],
         )
         self.seconds = Histogram(
@@ -36,8 +36,14 @@ class Metrics:
             "images by source (data, upload, url) and result (loaded, refused)",
             ["source", "result"],
         )
+        self.clips = counter(
+            "vitwire_router_clips",
+            "clips by source (data, upload, url) and result (loaded, refused)",
+            ["source", "result"],
+        )
         for labels in product(("data", "upload", "url"), ("loaded", "refused")):
             self.images.labels(*labels)
+            self.clips.labels(*labels)
         self.inflight = gauge("vitwire_router_inflight_requests", "requests in flight")
         self.buffered = gauge("vitwire_router_buffered_bytes", "bytes of requests and images held")
         self.rejected = counter("vitwire_router_rejected", "requests refused at a limit: requests, bytes", ["reason"])

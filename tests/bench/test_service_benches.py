@@ -107,7 +107,7 @@ def test_service_bench_lists_what_there_was_no_time_for(tmp_path: Path) -> None:
 def test_service_bench_without_a_package_only_skips_its_timeline(
     missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("collectors", "vitwire_server.observe.otlp"):
+    for name in ("collectors", "vitwire.shared.telemetry", "vitwire_server.observe.otlp"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     report = Report("service", None, {})

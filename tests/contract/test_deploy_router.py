@@ -10,6 +10,7 @@ import pytest
 
 import custom_resources
 from manifests import (
+    NO_ENGINE,
     RELEASE,
     ROOT,
     ROUTER,
@@ -85,6 +86,13 @@ def test_the_router_may_reach_encoder_engine_and_names(router: list[Document]) -
     assert [each["port"] for each in encoder["ports"]] == [50051]
     assert [str(each["port"]) for each in engine["ports"]] == [variables(router)[f"{PREFIX}ENGINE_URL"].split(":")[-1]]
     assert {each["port"] for each in names["ports"]} == {53}
+
+
+def test_a_router_without_an_engine(router: list[Document]) -> None:
+    documents = documents_of(NO_ENGINE)
+    assert variables(documents) == variables(router) | {f"{PREFIX}NO_ENGINE": "true"}
+    encoder, _, names = only(router, "NetworkPolicy")["spec"]["egress"]
+    assert only(documents, "NetworkPolicy")["spec"]["egress"] == [encoder, names]
 
 
 def test_probes_of_the_router(router: list[Document]) -> None:

@@ -78,5 +78,5 @@ def test_an_unknown_extra_is_named() -> None:
     assert "requirements.lock has no extra vidoes; it has build, cli, client, flash, gateway, jpeg, nixl" in done.stderr
 
 
-def test_the_gateway_is_router_and_sglang() -> None:
-    assert selected("gateway") == selected("router,sglang")
+def test_the_gateway_is_all_of_its_extras() -> None:
+    assert selected("gateway") == selected("otlp,router,sglang")

@@ -216,3 +216,29 @@ def test_a_missing_projection_is_named(checkpoints: Checkpoints, tmp_path: Path)
 
 def copied(source: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(source, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "lengths"),
+    [
+        ({}, None),
+        ({"is_matryoshka": False}, None),
+        ({"is_matryoshka": True}, ()),
+        ({"matryoshka_dimensions": [32, 16, 32]}, (16, 32)),
+        ({"matryoshka_dimensions": [32], "is_matryoshka": True}, (32,)),
+    ],
+)
+def test_a_checkpoint_says_whether_vectors_may_be_cut(
+    fields: dict[str, object], lengths: tuple[int, ...] | None, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoints("clip"), tmp_path / "clip")
+    edit("config.json", **fields)(folder)
+    assert open_checkpoint(str(folder)).matryoshka == lengths
+
+
+@pytest.mark.parametrize("lengths", [[0], ["16"], [True], 16, {"16": 1}])
+def test_malformed_lengths_of_vectors_are_refused(lengths: object, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoints("clip"), tmp_path / "clip")
+    edit("config.json", matryoshka_dimensions=lengths)(folder)
+    with pytest.raises(CheckpointError, match="matryoshka_dimensions must be a list of positive integers"):
+        open_checkpoint(str(folder))

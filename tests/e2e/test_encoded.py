@@ -18,7 +18,7 @@ from checkpoints import Checkpoints
 from encoded_files import HOSTILE, clip, frames_of, jpeg_of_size, moving, photograph, saved, sound, turned
 from prepared import clip_items, image_items, of_clips, of_images
 from servers import ServerProcess, serving
-from vitwire import AsyncClient, Client, Embedding, InvalidItem, Item, NotCached, VitwireError
+from vitwire import Accepted, AsyncClient, Client, Embedding, InvalidItem, Item, NotCached, Stored, VitwireError
 from vitwire_server.preparing.rules.recipe import Recipe
 from vitwire_server.preparing.rules.sampling import sampled
 
@@ -134,6 +134,17 @@ def test_clips_are_sampled_by_the_rule_of_the_model(client: Client, checkpoints:
     assert_same(client.encode([of_file])[0], client.encode([pruned])[0])
     with pytest.raises(InvalidItem, match="has no video"):
         client.encode([Item(encoded=sound(), modality="video")])
+
+
+def test_a_stored_clip_comes_with_the_seconds_of_its_frames(client: Client) -> None:
+    """In every answer, so that whoever lays out a prompt need not wait for the rows."""
+    item = Item(encoded=clip(moving(30), 10.0), modality="video", content_id="a clip")
+    accepted, stored = (answer for _, answer in client.iter_store([item]))
+    (again,) = client.store([item])
+    assert isinstance(accepted, Accepted)
+    assert isinstance(stored, Stored)
+    assert accepted.frame_seconds == stored.report.frame_seconds == again.report.frame_seconds
+    assert (len(accepted.frame_seconds), again.report.path) == (6, "cache")
 
 
 def test_cached_files_are_not_decoded_again(client: Client, server: ServerProcess) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import skimage
 import torch
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
@@ -139,6 +140,27 @@ def test_the_openai_client_streams_an_answer_through_the_router(server: ServerPr
         (request,) = stand_in.requests()
     assert lines == ["".join(WORDS)]
     assert "image_embeds" in str(request)
+
+
+def test_a_photograph_is_found_by_a_smaller_copy(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    folder = tmp_path / "photographs"
+    folder.mkdir()
+    for file in (*DATA.glob("*.png"), *DATA.glob("*.jpg")):
+        shutil.copy(file, folder)
+    assert len(list(folder.iterdir())) > 16, "more than one request"
+    (folder / "notes.txt").write_text("no photograph")
+    with (
+        serving(checkpoints("clip"), "--dtype", "float32", "--graphs", "simulated", "--pooling", "cls") as server,
+        router(server.target, None) as proxy,
+    ):
+        for name in ("chelsea.png", "coffee.png"):
+            query = tmp_path / "query.jpg"
+            with Image.open(DATA / name) as opened:
+                opened.convert("RGB").resize((opened.width // 2, opened.height // 2)).save(query)
+            lines = printed("search_photographs.py", f"{proxy.url}/v1", folder, query)
+            similarities = [float(line.split()[0]) for line in lines]
+            assert (lines[0].split()[1], similarities) == (name, sorted(similarities, reverse=True))
+            assert similarities[0] > similarities[1]
 
 
 def test_every_example_is_described() -> None:

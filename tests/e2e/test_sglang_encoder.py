@@ -24,14 +24,17 @@ import pytest
 import torch
 import zmq
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from PIL import Image
 from smg_grpc_proto import sglang_encoder_pb2 as pb
 from smg_grpc_proto import sglang_encoder_pb2_grpc as pb_grpc
 
 from adapters import Adapter, adapting
 from checkpoints import Checkpoints
+from collectors import attributes, collecting
+from encoded_files import clip, moving
 from servers import ServerProcess, serving
-from vitwire import Client, Embedding
+from vitwire import Client, Embedding, Item
 
 _SECONDS = 60
 
@@ -167,7 +170,7 @@ def test_errors_reach_the_caller_and_the_receiver(
         ("/encode", b"[]", 400, "the body is not a JSON object"),
         ("/encode", {}, 400, "modality: expected a string, got NoneType"),
         ("/encode", b"x" * 100_001, 413, "the body exceeds the limit of 100000 bytes"),
-        ("/encode", part(["aGk="] * 4, 5), 400, "mm_items: 4 images exceed the limit of 3"),
+        ("/encode", part(["aGk="] * 4, 5), 400, "mm_items: 4 images or clips exceed the limit of 3"),
         ("/encode", part(["http://127.0.0.1:1/a.png"], 5), 400, "mm_items[0]: this gateway fetches no URLs"),
         ("/encode", part(["file:///etc/passwd"], 5), 400, "mm_items[0]: this encoder reads no files"),
         ("/encode", part(["file://["], 5), 400, "mm_items[0]: not a file URL"),
@@ -178,7 +181,8 @@ def test_errors_reach_the_caller_and_the_receiver(
             "mm_items[0]: this encoder has no per",
         ),
         ("/encode", part(["aGk="], 5, prefill_host="ipc:///tmp/x"), 400, "prefill_host and embedding_port: expected"),
-        ("/encode", part(["aGk="], 5, modality="VIDEO"), 400, "modality: this encoder takes images only"),
+        ("/encode", part(["aGk="], 5, modality="AUDIO"), 400, "modality: this encoder takes images and clips only"),
+        ("/encode", part(["aGk="], 5, modality="VIDEO"), 400, "mm_items[0]: neither an MP4 nor a WebM file"),
         ("/scheduler_receive_url", {"req_id": "r", "receive_url": "x"}, 400, "receive_url: expected host:port"),
         ("/send", {"req_id": "r"}, 501, "this encoder sends embeddings over ZMQ only"),
         ("/scheduler_receive_meta_data", {"req_id": "r"}, 501, "this encoder sends embeddings over ZMQ only"),
@@ -189,6 +193,24 @@ def test_requests_that_cannot_be_served_are_refused(
 ) -> None:
     found, answer = post(adapter, path, body)
     assert (found, answer["message"][: len(message)]) == (status, message)
+
+
+def test_clips_arrive_with_the_times_of_their_frames(
+    adapter: Adapter, vitwire: ServerProcess, receiver: tuple[zmq.Socket[bytes], int]
+) -> None:
+    socket, port = receiver
+    files = [clip(moving(30), 10.0), clip(moving(9, 64, 96), 6.0, "webm", "libvpx-vp9")]
+    sources = ["data:video/mp4;base64," + base64.b64encode(each).decode() for each in files]
+    assert post(adapter, "/encode", part(sources, port, modality="VIDEO")) == (200, None)
+    header, rows = read(socket.recv_multipart())
+    with Client(vitwire.target) as client:
+        model = client.model()
+        expected = client.encode([Item(encoded=each, modality="video") for each in files])
+    assert header.modality == 2
+    assert header.grid_dim == [list(each.grid) for each in expected]
+    assert header.video_timestamps == [model.group_seconds(each.report.frame_seconds) for each in expected]
+    assert rows is not None
+    torch.testing.assert_close(rows, torch.cat([each.torch() for each in expected]), rtol=0, atol=0.02)
 
 
 def test_errors_name_the_request_as_it_was_sent(adapter: Adapter) -> None:
@@ -324,3 +346,32 @@ def test_it_registers_with_sglangs_bootstrap_server_and_leaves(vitwire: ServerPr
         web.shutdown()
     url = {"url": "http://encoder:30100"}
     assert calls == [("POST", "/register_encoder_url", url)] * 2 + [("DELETE", "/unregister_encoder_url", url)]
+
+
+def test_spans_and_metrics_go_to_a_collector(vitwire: ServerProcess, images: list[Path]) -> None:
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    parent = f"00-{trace_id}-00f067aa0ba902b7-01"
+    with collecting() as collector, zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        request = pb.EncodeRequest(
+            mm_items=uris(images[:2]), req_id="r", num_parts=1, prefill_host="127.0.0.1", embedding_port=[port]
+        )
+        bad = pb.EncodeRequest(mm_items=["no image"], req_id="r", num_parts=1)
+        with adapting(vitwire.target, "--otlp-endpoint", collector.endpoint) as adapter:
+            with stub(adapter) as encoder:
+                encoder.Encode(request, metadata=[("traceparent", parent)], timeout=_SECONDS)
+                with pytest.raises(grpc.RpcError):
+                    encoder.Encode(bad, timeout=_SECONDS)
+            assert post(adapter, "/encode", part(uris(images[:1]), port))[0] == 200
+            assert adapter.server.stop() == 0
+        assert "process_resident_memory_bytes" in collector.metrics.exports[-1]
+    assert {each["service.name"] for each in collector.resources} == {"vitwire-sglang-encoder"}
+    good, failed = (each for each in collector.spans if each.name == "sglang.grpc.encoder.SglangEncoder/Encode")
+    assert (good.trace_id.hex(), good.parent_span_id.hex()) == (trace_id, "00f067aa0ba902b7")
+    below = [each for each in collector.spans if each.parent_span_id == good.span_id]
+    assert [each.name for each in below] == ["encode", "encode", "deliver"]
+    assert attributes(good)["rpc.response.status_code"] == "OK"
+    assert attributes(failed)["error.type"] == "INVALID_ARGUMENT"
+    assert failed.status.code == Status.STATUS_CODE_UNSET
+    (posted,) = (each for each in collector.spans if each.name == "POST /encode")
+    assert attributes(posted)["http.response.status_code"] == 200

@@ -46,6 +46,7 @@ FUSED = (
     "mistral3",
     "kimi_k25",
     "muse_glimmer",
+    "mllama",
     "qwen2_5_omni",
 )
 """A row for each form of a layer, each activation, with masks, with kept states and with packed patches."""

@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from vitwire import AsyncClient, Item, VitwireError
 
 _FETCH_SECONDS = 10.0
+_EMBEDS = ("image_embeds", "video_embeds")
 WORDS = ["Two", " cats", " on", " a", " sofa"]
 USAGE = {"prompt_tokens": 20, "completion_tokens": 5, "total_tokens": 25}
 CALL = {"id": "call-1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sofa"}'}}
@@ -199,8 +200,8 @@ async def _fetch(target: str, body: dict[str, Any], *, late: bool) -> bool:
     """Whether the embeddings of all references arrived; nothing is fetched without a target."""
     if not target:
         return True
-    parts = [part for message in body["messages"] for part in message["content"] if part["type"] == "image_embeds"]
-    items = [Item(None, part["image_embeds"]["image_grid_thw"], content_id=part["uuid"]) for part in parts]
+    parts = [part for message in body["messages"] for part in message["content"] if part["type"] in _EMBEDS]
+    items = [_item(part["uuid"], part[part["type"]]) for part in parts]
     async with AsyncClient(target, timeout=_FETCH_SECONDS) as client:
         try:
             if late:
@@ -208,6 +209,13 @@ async def _fetch(target: str, body: dict[str, Any], *, late: bool) -> bool:
             return len(await client.encode(items)) == len(items)
         except VitwireError:
             return False
+
+
+def _item(content_id: str, metadata: dict[str, Any]) -> Item:
+    """The embedding that a reference names."""
+    if "image_grid_thw" in metadata:
+        return Item(None, metadata["image_grid_thw"], content_id=content_id)
+    return Item(None, metadata["video_grid_thw"], "video", content_id)
 
 
 def _event(value: dict[str, Any]) -> bytes:

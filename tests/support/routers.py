@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +18,9 @@ import numpy as np
 from openai import OpenAI
 from PIL import Image
 
-from servers import ServerProcess, end
+from servers import PYTHON, ServerProcess, end
 
-_VITWIRE = Path(sys.executable).with_name("vitwire")
+_VITWIRE = Path(PYTHON).with_name("vitwire")
 _STOP_SECONDS = 30
 CHAT = "/v1/chat/completions"
 
@@ -63,10 +62,11 @@ def engine(port: int = 0) -> Iterator[EngineProcess]:
 
 @contextmanager
 def router(
-    target: str, engine_url: str, *flags: str, environment: dict[str, str] | None = None
+    target: str, engine_url: str | None, *flags: str, environment: dict[str, str] | None = None
 ) -> Iterator[RouterProcess]:
-    """A router in front of an encoder and an engine."""
-    command = [str(_VITWIRE), "router", "--port", "0", "--target", target, "--engine-url", engine_url, *flags]
+    """A router in front of an encoder and an engine, if it has one."""
+    engine_flags = ["--engine-url", engine_url] if engine_url else ["--no-engine"]
+    command = [str(_VITWIRE), "router", "--port", "0", "--target", target, *engine_flags, *flags]
     with _process(command, environment) as (process, log):
         found = RouterProcess(process, log)
         found.port = found.metrics_port = int(found.wait_for(r"listening on [\d.]+:(\d+)")[1])
@@ -79,7 +79,7 @@ def _process(
 ) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     variables = os.environ | {"PYTHONUNBUFFERED": "1"} | (environment or {})
     with tempfile.NamedTemporaryFile(prefix="vitwire-", suffix=".log") as log:
-        process = subprocess.Popen([sys.executable, *arguments], stdout=log, stderr=subprocess.STDOUT, env=variables)
+        process = subprocess.Popen([PYTHON, *arguments], stdout=log, stderr=subprocess.STDOUT, env=variables)
         try:
             yield process, Path(log.name)
         finally:
@@ -93,15 +93,34 @@ def until(condition: Callable[[], bool], seconds: float = 30) -> None:
         time.sleep(0.02)
 
 
+def clip_file(frames: int, rate: float) -> bytes:
+    """An MP4 file of moving pictures, made in the environment of servers, which has PyAV."""
+    program = f"import encoded_files, sys; file = encoded_files.clip(encoded_files.moving({frames}), {rate})"
+    command = [PYTHON, "-c", f"{program}; sys.stdout.buffer.write(file)"]
+    return subprocess.run(command, check=True, capture_output=True).stdout
+
+
+def sent_to_engine(target: str, parts: Sequence[Any], *flags: str, **fields: Any) -> dict[str, Any]:
+    """The body of a request with these content parts, as a router sends it to its engine."""
+    body = {"model": "tiny", "messages": [{"role": "user", "content": list(parts)}], **fields}
+    with engine() as stand_in, router(target, stand_in.url, *flags) as proxy:
+        content = json.dumps(body).encode()
+        request = Request(f"{proxy.url}{CHAT}", content, {"content-type": "application/json"})
+        with urlopen(request, timeout=60):
+            pass
+        found: dict[str, Any] = stand_in.requests()[-1]["body"]
+        return found
+
+
 def client_of(proxy: RouterProcess, key: str = "sk-caller") -> OpenAI:
     return OpenAI(base_url=f"{proxy.url}/v1", api_key=key, max_retries=0, timeout=60)
 
 
-def leaving(proxy: RouterProcess, body: dict[str, Any]) -> socket.socket:
+def leaving(proxy: RouterProcess, body: dict[str, Any], path: str = CHAT) -> socket.socket:
     """A connection that has sent a request; close it to go away."""
     sock = socket.create_connection(("127.0.0.1", proxy.port))
     content = json.dumps(body).encode()
-    sock.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+    sock.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
     return sock
 
 

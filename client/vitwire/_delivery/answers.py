@@ -35,6 +35,8 @@ class Accepted:
     """Rows that the embedding will have."""
     forecast: float
     """Predicted seconds until the rows are stored, once the item's bytes have arrived."""
+    frame_seconds: tuple[float, ...] = ()
+    """Seconds from the start of an encoded clip to each frame that is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,8 @@ def accepted_of(message: pb.Accepted, expected: Expected) -> Accepted:
     grid = (message.grid.t, message.grid.h, message.grid.w)
     if not all(grid) or (any(expected.grid) and grid != expected.grid):
         raise ValueError(f"the server accepted a grid of {grid}, expected {expected.grid}")
-    return Accepted(grid, message.tokens, message.forecast.seconds + message.forecast.nanos / 1e9)
+    forecast = message.forecast.seconds + message.forecast.nanos / 1e9
+    return Accepted(grid, message.tokens, forecast, tuple(message.frame_seconds))
 
 
 def stored_of(message: pb.EmbeddingStored, report: Report, expected: Expected) -> Stored:

@@ -13,7 +13,7 @@ from vitwire.cli._connection import Connection, Json, PatientConnection, with_op
 _CONNECTION, _PATIENT = Connection(), PatientConnection()
 _SECTIONS = {
     "model": ("model_id", "model_type", "weights_fingerprint", "dtype", "pooling", "available_poolings"),
-    "embeddings": ("embedding_width", "deepstack_levels", "rows_by_grid", "deliveries"),
+    "embeddings": ("embedding_width", "deepstack_levels", "matryoshka", "rows_by_grid", "deliveries"),
     "pixels": ("patch_size", "merge_size", "temporal_patch_size", "channels"),
     "preparation": ("prepared", "encodings", "preparation_fingerprint"),
     "server": ("server_version", "device", "attention_backend", "graphs", "budgets"),

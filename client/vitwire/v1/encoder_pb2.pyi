@@ -492,6 +492,7 @@ class Accepted(google.protobuf.message.Message):
     GRID_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
     FORECAST_FIELD_NUMBER: builtins.int
+    FRAME_SECONDS_FIELD_NUMBER: builtins.int
     tokens: builtins.int
     """Vectors of the embedding."""
     @property
@@ -502,15 +503,20 @@ class Accepted(google.protobuf.message.Message):
     def forecast(self) -> google.protobuf.duration_pb2.Duration:
         """Predicted time until the embedding is ready, once the item's bytes are there."""
 
+    @property
+    def frame_seconds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Seconds from the start of a clip's file to each frame that is used."""
+
     def __init__(
         self,
         *,
         grid: Global___Grid | None = ...,
         tokens: builtins.int = ...,
         forecast: google.protobuf.duration_pb2.Duration | None = ...,
+        frame_seconds: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["forecast", b"forecast", "grid", b"grid"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["forecast", b"forecast", "grid", b"grid", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["forecast", b"forecast", "frame_seconds", b"frame_seconds", "grid", b"grid", "tokens", b"tokens"]) -> None: ...
 
 Global___Accepted: typing_extensions.TypeAlias = Accepted
 
@@ -905,6 +911,7 @@ class GetModelResponse(google.protobuf.message.Message):
     ROWS_BY_GRID_FIELD_NUMBER: builtins.int
     PREPARATION_FIELD_NUMBER: builtins.int
     DECODING_FIELD_NUMBER: builtins.int
+    MATRYOSHKA_FIELD_NUMBER: builtins.int
     model_id: builtins.str
     """Hugging Face id, or name of the directory that the server loaded."""
     model_type: builtins.str
@@ -994,6 +1001,12 @@ class GetModelResponse(google.protobuf.message.Message):
     def decoding(self) -> Global___Preparation:
         """Where baseline JPEG files are decoded and prepared."""
 
+    @property
+    def matryoshka(self) -> Global___Matryoshka:
+        """Present if pooled vectors may be cut to their first columns, by the
+        checkpoint's config.json (is_matryoshka, matryoshka_dimensions).
+        """
+
     def __init__(
         self,
         *,
@@ -1028,11 +1041,32 @@ class GetModelResponse(google.protobuf.message.Message):
         rows_by_grid: collections.abc.Iterable[Global___Modality.ValueType] | None = ...,
         preparation: Global___Preparation | None = ...,
         decoding: Global___Preparation | None = ...,
+        matryoshka: Global___Matryoshka | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["decoding", b"decoding", "limits", b"limits", "precision", b"precision", "preparation", b"preparation", "tiles", b"tiles"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "available_poolings", b"available_poolings", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "decoding", b"decoding", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "limits", b"limits", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "pooling", b"pooling", "precision", b"precision", "preparation", b"preparation", "preparation_fingerprint", b"preparation_fingerprint", "prepared", b"prepared", "raster_patches", b"raster_patches", "rows_by_grid", b"rows_by_grid", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "tiles", b"tiles", "unavailable", b"unavailable", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["decoding", b"decoding", "limits", b"limits", "matryoshka", b"matryoshka", "precision", b"precision", "preparation", b"preparation", "tiles", b"tiles"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "available_poolings", b"available_poolings", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "decoding", b"decoding", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "limits", b"limits", "matryoshka", b"matryoshka", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "pooling", b"pooling", "precision", b"precision", "preparation", b"preparation", "preparation_fingerprint", b"preparation_fingerprint", "prepared", b"prepared", "raster_patches", b"raster_patches", "rows_by_grid", b"rows_by_grid", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "tiles", b"tiles", "unavailable", b"unavailable", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
 
 Global___GetModelResponse: typing_extensions.TypeAlias = GetModelResponse
+
+@typing.final
+class Matryoshka(google.protobuf.message.Message):
+    """Lengths that vectors may be cut to."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DIMENSIONS_FIELD_NUMBER: builtins.int
+    @property
+    def dimensions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """In ascending order; empty if any is allowed."""
+
+    def __init__(
+        self,
+        *,
+        dimensions: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dimensions", b"dimensions"]) -> None: ...
+
+Global___Matryoshka: typing_extensions.TypeAlias = Matryoshka
 
 @typing.final
 class Preparation(google.protobuf.message.Message):

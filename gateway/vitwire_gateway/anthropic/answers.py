@@ -21,7 +21,7 @@ _BROKEN = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
 """Raised while an answer is read that is none."""
 
 
-def error_of(status: int, message: str) -> Json:
+def error_message_of(status: int, message: str) -> Json:
     """An error with the type that Anthropic has for the status."""
     kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
@@ -33,7 +33,9 @@ def translated_error(status: int, body: bytes) -> Json:
         message = json.loads(body)["error"]["message"]
     except _BROKEN:
         message = body[:500].decode("utf-8", "replace")
-    return error_of(status, message if isinstance(message, str) and message else f"the engine answered with {status}")
+    return error_message_of(
+        status, message if isinstance(message, str) and message else f"the engine answered with {status}"
+    )
 
 
 def message_of(body: bytes) -> Json:
@@ -137,7 +139,7 @@ class MessageEvents:
     def failed(self, error: ApiError) -> bytes:
         """The events for a stream that breaks off."""
         self._is_over = True
-        return _joined([*self._closed(), error_of(error.status, error.message)])
+        return _joined([*self._closed(), error_message_of(error.status, error.message)])
 
     def _of(self, text: bytes) -> Iterator[Json]:
         if text == b"[DONE]":

@@ -1,28 +1,31 @@
-"""Image files to embeddings: as many at a time as the limit allows, by turns of the callers."""
+"""Files of images and clips to embeddings: as many at a time as the limit allows, by turns of the callers."""
 
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from copy import copy
 from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
 
-from vitwire import AsyncClient, DType, Embedding, InvalidItem, Item, Model, NotCached, VitwireError
+from vitwire import Accepted, AsyncClient, DType, Embedding, InvalidItem, Item, Model, NotCached, Stored, VitwireError
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.fairness import Caller, Turns
-from vitwire_gateway.images.image_files import Header, ImageFile, header_of
+from vitwire_gateway.images.batching import Batches
+from vitwire_gateway.images.image_files import Header, ImageFile, clip_kind, header_of
+from vitwire_gateway.spans import stage
 from vitwire_gateway.workers import Workers
 
 T = TypeVar("T")
 
 _MODEL_SECONDS = 2.0
 """Less than a server takes to restart, so that its new weights never get content ids of the old ones."""
+_NO_TIMES = "the file does not say how many frames a second has"
 
 
 class Encoded(NamedTuple):
-    """An image's embedding, and the id of its content in the engine's caches."""
+    """The embedding of an image or clip, and the id of its content in the engine's caches."""
 
     content_id: str
     embedding: Embedding
@@ -30,11 +33,13 @@ class Encoded(NamedTuple):
 
 
 class Referenced(NamedTuple):
-    """The id and the grid by which an engine asks for an image's embedding."""
+    """The id and the grid by which an engine asks for the embedding of an image or clip."""
 
     content_id: str
     grid: tuple[int, int, int]
     model: Model
+    frame_seconds: Sequence[float] = ()
+    """Of a clip: seconds from its start to each frame that is used."""
 
 
 class Recent(Generic[T]):
@@ -56,9 +61,9 @@ class Recent(Generic[T]):
 
 
 class Encoder:
-    """Encodes images with Vitwire.
+    """Encodes images and clips with Vitwire.
 
-    max_encoding: images that are read and encoded at a time. seconds: time limit of each call to the server; None for
+    max_encoding: files that are read and encoded at a time. seconds: time limit of each call to the server; None for
     the client's.
     """
 
@@ -73,7 +78,7 @@ class Encoder:
         self._turns = Turns(max_encoding)
         self.caller = Caller.of("anybody")
         self.stores: dict[bytes, asyncio.Task[str]] = {}
-        """Images that are being stored, by digest."""
+        """Files that are being stored, by digest."""
 
     def serving(self, caller: Caller, metadata: Mapping[str, str] | None = None) -> "Encoder":
         """The same encoder for a request, whose calls carry this metadata."""
@@ -93,15 +98,37 @@ class Encoder:
             return str(error)
 
     async def encode(self, image: ImageFile, *, output_type: DType | None = None) -> Encoded:
-        """The embedding of an image file.
+        """The embedding of a file.
 
-        Raises VitwireError, or ApiError if no worker is left, or the server prepares no images.
+        Raises VitwireError, or ApiError if no worker is left, or the server prepares no such files.
         """
+        with stage("encode", {"vitwire.bytes": len(image.content)}):
+            return await self._encode(image, output_type)
+
+    async def _encode(self, image: ImageFile, output_type: DType | None) -> Encoded:
         async with self._turns.turn(self.caller):
             model = await self.model.get()
             item = await self._item(image, model)
             (embedding,) = await self.client.encode([item], timeout=self._seconds, output_type=output_type)
+        if image.modality == "video" and not embedding.report.frame_seconds:
+            raise InvalidItem(_NO_TIMES, item=0)
         return Encoded(content_id_of(image.digest, model), embedding, model)
+
+    def batches(self) -> Batches:
+        """For `encode_in`: the calls that images of one request share."""
+        return Batches(self.client, self._seconds)
+
+    async def encode_in(self, batches: Batches, image: ImageFile) -> Encoded:
+        """As `encode`, together with others of the request. Each image has its turn."""
+        with stage("encode", {"vitwire.bytes": len(image.content)}):
+            return await self._encode_in(batches, image)
+
+    async def _encode_in(self, batches: Batches, image: ImageFile) -> Encoded:
+        async with self._turns.turn(self.caller):
+            with batches.reading():
+                model = await self.model.get()
+                answer = batches.add(await self._item(image, model))
+            return Encoded(content_id_of(image.digest, model), await answer, model)
 
     @asynccontextmanager
     async def storing(self) -> AsyncGenerator[None, None]:
@@ -116,27 +143,32 @@ class Encoder:
             await asyncio.gather(*self.stores.values(), return_exceptions=True)
 
     async def store(self, image: ImageFile) -> Referenced:
-        """Let the server cache the embedding of an image file: returns as soon as requests for it wait for it.
+        """Let the server cache the embedding of a file: returns as soon as requests for it wait for it.
 
         The rest happens in the block of `storing`. Raises VitwireError, or ApiError if no worker is left, or the server
-        has no cache or prepares no images.
+        has no cache or prepares no such files.
         """
         accepted: asyncio.Future[Referenced] = asyncio.get_running_loop().create_future()
-        task = self.stores[image.digest] = asyncio.create_task(self._store(image, accepted))
+        task = self.stores[image.digest] = asyncio.create_task(self._traced_store(image, accepted))
         await asyncio.wait((task, accepted), return_when=asyncio.FIRST_COMPLETED)
         if not accepted.done():
             await task
         return accepted.result()
 
     async def check_stored(self, image: ImageFile, *, still: bool) -> None:
-        """Wait until an image that the server accepted is stored. Raises as `store`.
+        """Wait until a file that the server accepted is stored. Raises as `store`.
 
         still: raises also if the server does not have it any more.
         """
         if task := self.stores.get(image.digest):
             content_id = await task
             if still:
-                await self.client.store([Item(content_id=content_id)], timeout=self._seconds)
+                item = Item(content_id=content_id, modality=image.modality)
+                await self.client.store([item], timeout=self._seconds)
+
+    async def _traced_store(self, image: ImageFile, accepted: "asyncio.Future[Referenced]") -> str:
+        with stage("store", {"vitwire.bytes": len(image.content)}):
+            return await self._store(image, accepted)
 
     async def _store(self, image: ImageFile, accepted: asyncio.Future[Referenced]) -> str:
         async with self._turns.turn(self.caller):
@@ -145,41 +177,70 @@ class Encoder:
                 message = "the encoder keeps no embeddings: --mode reference needs --cache-bytes on every server"
                 raise ApiError(502, message, "encoder_without_cache")
             content_id = content_id_of(image.digest, model)
-            try:
-                (stored,) = await self.client.store([Item(content_id=content_id)], timeout=self._seconds)
-                accepted.set_result(Referenced(content_id, stored.grid, model))
-            except NotCached:
-                item = replace(await self._item(image, model), content_id=content_id)
-                async with aclosing(self.client.iter_store([item], timeout=self._seconds)) as answers:
-                    async for _, answer in answers:
-                        if isinstance(answer, VitwireError):
-                            raise answer from None
-                        if not accepted.done():
-                            accepted.set_result(Referenced(content_id, answer.grid, model))
+            if image.modality == "image":  # the seconds of a clip's frames come only if its file is sent
+                with suppress(NotCached):
+                    (stored,) = await self.client.store([Item(content_id=content_id)], timeout=self._seconds)
+                    accepted.set_result(Referenced(content_id, stored.grid, model))
+                    return content_id
+            item = replace(await self._item(image, model), content_id=content_id)
+            async with aclosing(self.client.iter_store([item], timeout=self._seconds)) as answers:
+                async for _, answer in answers:
+                    if isinstance(answer, VitwireError):
+                        raise answer from None
+                    seconds = _frame_seconds(image, answer)
+                    if seconds is not None and not accepted.done():
+                        accepted.set_result(Referenced(content_id, answer.grid, model, seconds))
         return content_id
 
     async def _item(self, image: ImageFile, model: Model) -> Item:
-        """The only place where an image file becomes an item: as it is, once its header is known."""
-        if "image" not in model.prepared:
+        """The only place where a file becomes an item: as it is, once its header is known."""
+        is_clip = image.modality == "video"
+        if image.modality not in model.prepared or (is_clip and "mp4" not in model.encodings):
+            noun, extra = ("clips", " and the extra `videos`") if is_clip else ("images", "")
             message = (
-                f"the encoder prepares no images of {model.model_type}: it needs --decode-processes above 0 on every "
-                "server, and a model whose images servers prepare"
+                f"the encoder prepares no {noun} of {model.model_type}: it needs --decode-processes above 0{extra} on "
+                f"every server, and a model whose {noun} servers prepare"
             )
             raise ApiError(502, message, "encoder_without_decoders")
-        await self.header(image)
-        return Item(encoded=image.content)
+        await self.media_type(image)
+        return Item(encoded=image.content, modality=image.modality)
+
+    async def media_type(self, image: ImageFile) -> str:
+        """The media type of a file, such as image/png, from its header. Raises as `header`."""
+        if image.modality == "video":
+            with _invalid():
+                return f"video/{clip_kind(image.content)}"
+        kind = (await self.header(image)).kind
+        return "image/jpeg" if kind == "MPO" else f"image/{kind.lower()}"  # a camera's JPEG with further pictures
 
     async def header(self, image: ImageFile) -> Header:
         """The header of an image file. Raises InvalidItem, or ApiError if no worker is left."""
-        try:
+        with _invalid():
             return Header(*await self.workers.run(self.caller, header_of, image.content, 0, self._max_pixels))
-        except ApiError as error:
-            if error.status == 400:
-                raise InvalidItem(error.message, item=0) from error
-            raise
+
+
+@contextmanager
+def _invalid() -> Generator[None, None, None]:
+    """What is wrong with a file becomes InvalidItem."""
+    try:
+        yield
+    except ApiError as error:
+        if error.status == 400:
+            raise InvalidItem(error.message, item=0) from error
+        raise
+
+
+def _frame_seconds(image: ImageFile, answer: Accepted | Stored) -> Sequence[float] | None:
+    """The seconds of a clip's frames; None if a later answer has them. Raises InvalidItem if none has."""
+    seconds = answer.frame_seconds if isinstance(answer, Accepted) else answer.report.frame_seconds
+    if seconds or image.modality == "image":
+        return seconds
+    if isinstance(answer, Stored):
+        raise InvalidItem(_NO_TIMES, item=0)
+    return None
 
 
 def content_id_of(digest: bytes, model: Model) -> str:
-    """An id that equal images have under equal weights and preparation, and no others."""
+    """An id that equal files have under equal weights and preparation, and no others."""
     recipe = f"{model.weights_fingerprint} {model.dtype} {model.preparation_fingerprint}".encode()
     return hashlib.sha256(hashlib.sha256(recipe).digest() + digest).hexdigest()

@@ -1,4 +1,4 @@
-"""Images fetched from URLs: only from allowed hosts, never from private addresses, bounded in bytes and time.
+"""Files fetched from URLs: only from allowed hosts, never from private addresses, bounded in bytes and time.
 
 The address that was checked is the one that is connected to, so a name that resolves anew to another address (DNS
 rebinding) gains nothing. Redirects are followed by hand, each checked like the first URL.
@@ -15,15 +15,16 @@ import httpx2
 from vitwire_gateway.api_errors import ApiError, invalid
 from vitwire_gateway.gateway_settings import GatewaySettings
 from vitwire_gateway.images.image_hosts import AllowedHost, Network, is_permitted, parse_networks
+from vitwire_gateway.spans import stage
 
 Hold = Callable[[int], None]
 """Takes memory for bytes; raises ApiError if there is none left."""
 
-_NO_URLS = "this gateway fetches no URLs; send the image as data:image/...;base64,..."
+_NO_URLS = "this gateway fetches no URLs; send the file as data:...;base64,..."
 _MAX_REDIRECTS = 3
 _MAX_CONNECTIONS = 64
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-_HEADERS = ((b"user-agent", b"vitwire-router"), (b"accept", b"image/*"), (b"accept-encoding", b"identity"))
+_HEADERS = ((b"user-agent", b"vitwire-router"), (b"accept", b"image/*, video/*"), (b"accept-encoding", b"identity"))
 
 
 class _ForbiddenAddress(Exception):
@@ -60,7 +61,7 @@ class _CheckedBackend(httpcore2.AnyIOBackend):
 
 
 class Fetcher:
-    """Fetches images from URLs within the limits of settings."""
+    """Fetches files from URLs within the limits of settings."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         """Raises ValueError for hosts and networks that cannot be understood."""
@@ -75,12 +76,15 @@ class Fetcher:
         )
 
     async def fetch(self, url: str, param: str | None, hold: Hold | None = None) -> bytes:
-        """The image at the URL. Raises ApiError; `hold`, called as bytes arrive, may too."""
+        """The file at the URL. Raises ApiError; `hold`, called as bytes arrive, may too."""
         if not self._hosts:
             raise invalid(_NO_URLS, param, "image_url_refused")
         try:
-            async with asyncio.timeout(self._seconds):
-                return await self._follow(url, param, hold or (lambda _: None))
+            with stage("fetch", is_call=True) as note:
+                async with asyncio.timeout(self._seconds):
+                    image = await self._follow(url, param, hold or (lambda _: None))
+                note({"vitwire.bytes": len(image)})
+                return image
         except TimeoutError as error:
             raise _failed(f"it took longer than {self._seconds:g} s", param) from error
         except _ForbiddenAddress as error:
@@ -118,11 +122,11 @@ class Fetcher:
             raise invalid("the URL has a user name or password", param, "image_url_refused")
         port = url.port or (443 if url.scheme == "https" else 80)
         if not any(each.matches(host, port) for each in self._hosts):
-            raise invalid(f"images may not be fetched from {host}:{port}", param, "image_url_refused")
+            raise invalid(f"files may not be fetched from {host}:{port}", param, "image_url_refused")
         return url
 
     async def _get(self, url: httpx2.URL, param: str | None, hold: Hold) -> bytes | httpx2.URL:
-        """The image, or where the response redirects to."""
+        """The file, or where the response redirects to."""
         timeouts = dict.fromkeys(("connect", "read", "write", "pool"), self._seconds)
         target = httpcore2.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
         headers = [(b"host", url.netloc), *_HEADERS]
@@ -135,19 +139,19 @@ class Fetcher:
                     raise _failed("it redirects to an invalid URL", param) from error
             if response.status != 200:
                 raise _failed(f"status {response.status}", param)
-            image = bytearray()
+            file = bytearray()
             async for chunk in response.aiter_stream():
-                if len(image) + len(chunk) > self._max_bytes:
+                if len(file) + len(chunk) > self._max_bytes:
                     raise too_large(self._max_bytes, param)
                 hold(len(chunk))
-                image += chunk
-            return bytes(image)
+                file += chunk
+            return bytes(file)
 
 
 def too_large(max_bytes: int, param: str | None) -> ApiError:
-    """The error for an image of too many bytes."""
-    return invalid(f"the image exceeds the limit of {max_bytes} bytes", param, "image_too_large")
+    """The error for a file of too many bytes."""
+    return invalid(f"the file exceeds the limit of {max_bytes} bytes", param, "image_too_large")
 
 
 def _failed(reason: str, param: str | None) -> ApiError:
-    return invalid(f"the image cannot be fetched: {reason}", param, "image_fetch_failed")
+    return invalid(f"the file cannot be fetched: {reason}", param, "image_fetch_failed")

@@ -1,4 +1,4 @@
-"""Files: of images, whose header is read in a worker, and regular ones on disk."""
+"""Files: of images, whose header is read in a worker, of clips, and regular ones on disk."""
 
 import hashlib
 import io
@@ -8,23 +8,30 @@ from typing import NamedTuple
 
 from PIL import Image, UnidentifiedImageError
 
+from vitwire.items import Modality
 from vitwire.wire import Buffer
 from vitwire_gateway.api_errors import ApiError
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 """The only ones that are tried on what callers send."""
+_CLIPS = {"mp4": (4, b"ftyp"), "webm": (0, b"\x1a\x45\xdf\xa3")}
+"""Offset and first bytes of the files of clips that encoders decode."""
 
 
 class ImageFile(NamedTuple):
-    """The bytes of an image file, and their SHA-256."""
+    """The bytes of the file of an image or a clip, and a digest of them."""
 
     content: bytes
     digest: bytes
+    modality: Modality = "image"
 
     @classmethod
-    def of(cls, content: Buffer) -> "ImageFile":
+    def of(cls, content: Buffer, modality: Modality = "image") -> "ImageFile":
         """The file with these bytes."""
-        return cls(bytes(content), hashlib.sha256(content).digest())
+        digest = hashlib.sha256(content).digest()
+        if modality == "video":  # sent as an image too, the same bytes are other content
+            digest = hashlib.sha256(b"video" + digest).digest()
+        return cls(bytes(content), digest, modality)
 
 
 class Header(NamedTuple):
@@ -50,6 +57,14 @@ def header_of(content: bytes, max_pixels: int) -> Header:
     if width * height > max_pixels:
         raise ApiError(400, f"{width}x{height} exceeds the limit of {max_pixels} pixels")
     return Header(kind, width * height)
+
+
+def clip_kind(content: bytes) -> str:
+    """`mp4` or `webm`, by the first bytes of a clip's file. Raises ApiError for other files."""
+    for kind, (at, mark) in _CLIPS.items():
+        if content.startswith(mark, at):
+            return kind
+    raise ApiError(400, "neither an MP4 nor a WebM file")
 
 
 def opened_regular(path: str, flags: int) -> int:

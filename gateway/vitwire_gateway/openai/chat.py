@@ -1,4 +1,4 @@
-"""OpenAI chat requests: their images, and the request with other parts in the images' place. Pure functions."""
+"""OpenAI chat requests: their images and clips, and the request with other parts in their place. Pure functions."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,13 +11,17 @@ from vitwire_gateway.api_errors import invalid
 from vitwire_gateway.bodies import Json
 
 Hole = Literal["part", "image", "input_image", "source"]
-"""The engine gets another part in the place of an image, or the part with another URL, `input_image` or `source`."""
+"""The engine gets another part in the place of an image or clip, or the part with another URL or source."""
 Path = tuple[str | int, ...]
 """Keys and indices that lead to a part in a request."""
 
 _IMAGE_TYPES = ("image_url", "input_image")
-_REPLACED = frozenset({"type", "image_url", "image_embeds", "detail", "uuid"})
-"""Fields of an image part that the engine's part takes the place of; others are kept."""
+_REPLACED = frozenset(
+    {"type", "detail", "uuid", "image_url", "image_embeds", "image_pil", "video_url", "video_embeds", "audio_embeds"}
+)
+"""Fields that the engine's part takes the place of; others are kept. In a part with a `uuid`, vLLM would read any."""
+_CLIP_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs", "video_config", "use_audio_in_video")
+"""Fields of a request by which engines choose the frames of its clips, or use their sound."""
 _INNER = ("content", "output", "source")
 """Fields of parts that may have parts in them."""
 _DEEPEST = 16
@@ -33,7 +37,7 @@ class Late(Protocol):
 
 
 class ImageRef(NamedTuple):
-    """The path to an image part in a request, and its URL."""
+    """The path to the part of an image or clip in a request, its URL and the field that has it."""
 
     path: Path
     url: str
@@ -57,24 +61,25 @@ class RequestForm(NamedTuple):
 
 
 def param_of(path: Path, field: str = "image_url") -> str:
-    """The name of an image in errors, such as `messages[1].content[2].image_url`."""
+    """The name of an image or clip in errors, such as `messages[1].content[2].image_url`."""
     return "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in (*path, field))[1:]
 
 
-def images_of(request: Json) -> list[ImageRef]:
-    """The images of all messages, in order. Raises ApiError for a malformed image part.
+def images_of(request: Json, *, with_clips: bool = False) -> list[ImageRef]:
+    """The images of all messages, and perhaps the clips, in order. Raises ApiError for a malformed part of these.
 
-    Every part with a field `image_url` counts, as engines read it whatever the part's type says. Messages and parts of
-    other kinds are left to the engine to check.
+    Every part with a field `image_url` (or `video_url`) counts, as engines read it whatever the part's type says.
+    Messages and parts of other kinds are left to the engine to check.
     """
     found = []
     messages = request.get("messages")
     for number, message in enumerate(messages if isinstance(messages, list) else ()):
         content = message.get("content") if isinstance(message, dict) else None
         for position, part in enumerate(content if isinstance(content, list) else ()):
-            if isinstance(part, dict) and ("image_url" in part or part.get("type") in _IMAGE_TYPES):
+            field = _field(part) if isinstance(part, dict) else None
+            if field == "image_url" or (field and with_clips):
                 path = ("messages", number, "content", position)
-                found.append(ImageRef(path, url_of(part.get("image_url"), param_of(path))))
+                found.append(ImageRef(path, url_of(part.get(field), param_of(path, field), field), field))
     return found
 
 
@@ -95,19 +100,44 @@ def image_parts(value: object, path: Path) -> Iterator[tuple[Path, Json]]:
             waiting += (((*path, key), each) for key, each in reversed(inner) if isinstance(each, dict | list))
 
 
-def url_of(image: object, param: str) -> str:
-    """The URL of an image, given as a string or as an object with `url`. Raises ApiError."""
-    url = image.get("url") if isinstance(image, dict) else image
+def _field(part: Json) -> str | None:
+    """The field with the image or clip of a part."""
+    if "image_url" in part or part.get("type") in _IMAGE_TYPES:
+        return "image_url"
+    return "video_url" if "video_url" in part or part.get("type") == "video_url" else None
+
+
+def url_of(source: object, param: str, field: str = "image_url") -> str:
+    """The URL of an image or clip, given as a string or as an object with `url`. Raises ApiError."""
+    url = source.get("url") if isinstance(source, dict) else source
     if isinstance(url, str) and url:
         return url
-    if isinstance(image, dict):
-        raise invalid("expected a string in the field url", f"{param}.url", "invalid_image_url")
-    kind = "nothing" if image is None else type(image).__name__
-    raise invalid(f'expected {{"url": "data:image/..."}}, got {kind}', param, "invalid_image_url")
+    code = "invalid_image_url" if field == "image_url" else "invalid_clip_url"
+    if isinstance(source, dict):
+        raise invalid("expected a string in the field url", f"{param}.url", code)
+    kind = "nothing" if source is None else type(source).__name__
+    raise invalid(f'expected {{"url": "data:{field.removesuffix("_url")}/..."}}, got {kind}', param, code)
+
+
+def check_clip_options(request: Json, refs: Iterable[ImageRef]) -> None:
+    """Raises ApiError if the clips among `refs` have options, which would have no effect on their embeddings."""
+    clips = [each for each in refs if each.field == "video_url"]
+    given = [name for name in _CLIP_OPTIONS if clips and request.get(name)]
+    for clip in clips:
+        part: Any = request
+        for key in clip.path:
+            part = part[key]
+        if isinstance(part["video_url"], dict):
+            given += [
+                f"{clip.param}.{name[:32]}" for name, value in part["video_url"].items() if name != "url" and value
+            ]
+    if given:
+        text = "it has no effect on clips that the encoder prepares, by the rule of its model; leave it out"
+        raise invalid(text, given[0], "unsupported_option")
 
 
 def cut(request: Json, refs: Iterable[ImageRef], hole: Hole) -> list[bytes]:
-    """The request as JSON, cut in the part of each image where `filled` puts members of the engine's part.
+    """The request as JSON, cut in the part of each image and clip where `filled` puts members of the engine's part.
 
     Raises ApiError for numbers that JSON cannot carry.
     """
@@ -121,7 +151,7 @@ def cut(request: Json, refs: Iterable[ImageRef], hole: Hole) -> list[bytes]:
                 inner[key] = inner[key].copy()
                 copied.add(id(inner[key]))
             inner = inner[key]
-        inner[ref.path[-1]] = _opened(inner[ref.path[-1]], hole, mark)
+        inner[ref.path[-1]] = _opened(inner[ref.path[-1]], ref.field, hole, mark)
     try:
         text = json.dumps(root, separators=(",", ":"), allow_nan=False)
     except (ValueError, RecursionError) as error:
@@ -129,8 +159,8 @@ def cut(request: Json, refs: Iterable[ImageRef], hole: Hole) -> list[bytes]:
     return text.encode().split(f'"{mark}":0'.encode())
 
 
-def _opened(part: Json, hole: Hole, mark: str) -> Json:
-    """The part without what is replaced, and with the mark among its members or its image's members."""
+def _opened(part: Json, field: str, hole: Hole, mark: str) -> Json:
+    """The part without what is replaced, and with the mark among its members or those of the field."""
     kept = {name: value for name, value in part.items() if name not in _REPLACED}
     if hole == "part":
         return kept | {mark: 0}
@@ -138,9 +168,9 @@ def _opened(part: Json, hole: Hole, mark: str) -> Json:
         return kept | {"type": hole, "detail": part.get("detail", "auto"), mark: 0}
     if hole == "source":
         return kept | {"type": "image", hole: {mark: 0}}
-    image = part["image_url"]
-    others = {name: value for name, value in image.items() if name != "url"} if isinstance(image, dict) else {}
-    return kept | {"type": "image_url", "image_url": others | {mark: 0}}
+    source = part[field]
+    others = {name: value for name, value in source.items() if name != "url"} if isinstance(source, dict) else {}
+    return kept | {"type": field, field: others | {mark: 0}}
 
 
 class Filled:

@@ -1,23 +1,24 @@
-"""Chat requests from bodies of JSON and of forms, with the images in them.
+"""Chat requests from bodies of JSON and of forms, with the images and clips in them.
 
 Small requests are read where they are; the rest, and all forms, in a worker.
 """
 
 import asyncio
 import binascii
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
+from vitwire.items import Modality
 from vitwire.wire import Buffer
 from vitwire_gateway.api_errors import ApiError, invalid
-from vitwire_gateway.bodies import parse
+from vitwire_gateway.bodies import model_of, parse
 from vitwire_gateway.fairness import Caller
 from vitwire_gateway.images.fetching import too_large
-from vitwire_gateway.openai.chat import Hole, ImageRef, RequestForm, cut, images_of
+from vitwire_gateway.openai.chat import Hole, ImageRef, RequestForm, check_clip_options, cut, images_of
 from vitwire_gateway.workers import Workers
 
 Kind = Literal["data", "upload", "url"]
@@ -35,18 +36,30 @@ _LONGER_BYTES = 32 << 20
 written out: 1e15 has 18 characters."""
 
 
+class Named(NamedTuple):
+    """An image or clip as a request names it."""
+
+    param: str
+    """Its name in errors."""
+    url: str
+    modality: Modality = "image"
+    is_base64: bool = False
+    """The URL is the file itself, in base64."""
+
+
 class Place(NamedTuple):
-    """The name of an image of a request in errors, and which of the sources it is."""
+    """The name of an image or clip of a request in errors, and which of the sources it is."""
 
     param: str
     source: int
 
 
 class Source(NamedTuple):
-    """An image of a request: its file, its URL, or what is wrong with it."""
+    """An image or clip of a request: its file, its URL, or what is wrong with it."""
 
     kind: Kind
     content: Buffer | str | ApiError
+    modality: Modality = "image"
 
 
 class ChatRequest(NamedTuple):
@@ -55,9 +68,21 @@ class ChatRequest(NamedTuple):
     pieces: Sequence[Buffer]
     """Its JSON, cut for `chat.filled`; empty if the engine gets the body as it is."""
     places: Sequence[Place]
-    """Of its images, in order."""
+    """Of its images and clips, in order."""
     sources: Sequence[Source]
     """Each once."""
+    model: str = ""
+    """As the request names it, cut to 256 characters."""
+
+
+class WithImages(Protocol):
+    """A request of any form: its images."""
+
+    @property
+    def places(self) -> Sequence[Place]: ...
+
+    @property
+    def sources(self) -> Sequence[Source]: ...
 
 
 class ChatLimits(NamedTuple):
@@ -73,13 +98,21 @@ async def read_chat(
     workers: Workers, caller: Caller, body: bytes, content_type: str, limits: ChatLimits
 ) -> ChatRequest:
     """The request in a body of JSON or of a form. Raises ApiError."""
-    is_form = content_type.lower().startswith("multipart/form-data")
-    if not is_form and len(body) <= _SMALL_BYTES:
-        return chat_of(body, None, limits)
-    max_bytes = 4 * len(body) + _LONGER_BYTES
-    form = content_type if is_form else None
-    pieces, places, sources = await workers.run(caller, chat_of, body, max_bytes, form, limits)
-    return ChatRequest(pieces, [Place(*each) for each in places], [Source(*each) for each in sources])
+    pieces, places, sources, model = await read(workers, caller, chat_of, body, content_type, limits)
+    return ChatRequest(pieces, [Place(*each) for each in places], [Source(*each) for each in sources], model)
+
+
+async def read(
+    workers: Workers, caller: Caller, job: Callable[..., Any], body: bytes, content_type: str, *arguments: object
+) -> Any:  # noqa: ANN401  # as the job returned it
+    """`job(body, form, *arguments)`, as `Workers.run`, but here if the body is small and JSON. Raises ApiError.
+
+    form: the type of a form; None if the body is JSON.
+    """
+    form = content_type if content_type.lower().startswith("multipart/form-data") else None
+    if form is None and len(body) <= _SMALL_BYTES:
+        return job(body, None, *arguments)
+    return await workers.run(caller, job, body, 4 * len(body) + _LONGER_BYTES, form, *arguments)
 
 
 def chat_of(body: bytes, form: str | None, limits: ChatLimits) -> ChatRequest:
@@ -87,42 +120,58 @@ def chat_of(body: bytes, form: str | None, limits: ChatLimits) -> ChatRequest:
     content, files = (body, {}) if form is None else parse_form(form, body, limits.max_images)
     request = parse(content)
     found = limits.form.images_of(request)
-    if len(found) > limits.max_images:
-        text = f"the request has {len(found)} images, the limit is {limits.max_images}"
-        raise invalid(text, str(found[0].path[0]), "too_many_images")
     if not found:
-        return ChatRequest([] if form is None else [content], [], [])
-    first: dict[tuple[str, bool], ImageRef] = {}
-    for each in found:
-        first.setdefault((each.url, each.is_base64), each)
-    numbers = {key: number for number, key in enumerate(first)}
-    sources = [_source(ref, files, limits.max_image_bytes) for ref in first.values()]
-    places = {each.param: Place(each.param, numbers[each.url, each.is_base64]) for each in found}
+        return ChatRequest([] if form is None else [content], [], [], model_of(request))
+    named = [Named(each.param, each.url, _modality_of(each), each.is_base64) for each in found]
+    places, sources = sources_of(named, files, limits, str(found[0].path[0]))
+    check_clip_options(request, found)
     if limits.form.as_chat is None:
-        return ChatRequest(cut(request, found, limits.hole), list(places.values()), sources)
+        return ChatRequest(cut(request, found, limits.hole), places, sources, model_of(request))
+    by_name = {place.param: place for place in places}
     chat = limits.form.as_chat(request)
     translated = images_of(chat)
-    return ChatRequest(cut(chat, translated, limits.hole), [places[each.url] for each in translated], sources)
+    pieces = cut(chat, translated, limits.hole)
+    return ChatRequest(pieces, [by_name[each.url] for each in translated], sources, model_of(request))
 
 
-def _source(ref: ImageRef, files: Mapping[str, bytes], max_bytes: int) -> Source:
-    url, param = ref.url, ref.param
-    scheme = "data" if ref.is_base64 else url[:8].partition(":")[0].lower()
+def _modality_of(ref: ImageRef) -> Modality:
+    return "video" if ref.field == "video_url" else "image"
+
+
+def sources_of(
+    found: Sequence[Named], files: Mapping[str, bytes], limits: ChatLimits, field: str
+) -> tuple[list[Place], list[Source]]:
+    """The images and clips of a request, each source once. Raises ApiError for too many in `field`."""
+    if len(found) > limits.max_images:
+        what = "images and clips" if any(each.modality == "video" for each in found) else "images"
+        text = f"the request has {len(found)} {what}, the limit is {limits.max_images}"
+        raise invalid(text, field, "too_many_images")
+    first: dict[Named, Named] = {}
+    for each in found:
+        first.setdefault(each._replace(param=""), each)
+    numbers = {key: number for number, key in enumerate(first)}
+    sources = [_source(each, files, limits.max_image_bytes) for each in first.values()]
+    return [Place(each.param, numbers[each._replace(param="")]) for each in found], sources
+
+
+def _source(named: Named, files: Mapping[str, bytes], max_bytes: int) -> Source:
+    param, url, modality, is_base64 = named
+    scheme = "data" if is_base64 else url[:8].partition(":")[0].lower()
     kind: Kind = "data" if scheme == "data" else "upload" if scheme == UPLOAD_SCHEME[:-1] else "url"
     try:
         if kind == "url":
             if len(url) > _MAX_URL:
                 raise invalid(f"the URL exceeds the limit of {_MAX_URL} characters", param, "invalid_image_url")
-            return Source(kind, url)
+            return Source(kind, url, modality)
         if kind == "upload":
             file = upload(url, files, param)
         else:
-            file = (decode_base64 if ref.is_base64 else decode_data_uri)(url, max_bytes, param)
+            file = (decode_base64 if is_base64 else decode_data_uri)(url, max_bytes, param)
         if len(file) > max_bytes:
             raise too_large(max_bytes, param)
     except ApiError as error:
-        return Source(kind, error)
-    return Source(kind, file)
+        return Source(kind, error, modality)
+    return Source(kind, file, modality)
 
 
 def upload(url: str, files: Mapping[str, bytes], param: str) -> bytes:
@@ -137,7 +186,7 @@ def decode_data_uri(url: str, max_bytes: int, param: str) -> bytes:
     """The bytes of a `data:` URI in base64. Raises ApiError."""
     head, comma, payload = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
-        raise invalid("expected data:image/...;base64,...", param, "invalid_image_url")
+        raise invalid("expected data:...;base64,...", param, "invalid_image_url")
     return decode_base64(payload, max_bytes, param)
 
 

@@ -5,7 +5,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -13,19 +14,24 @@ import httpx2
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from vitwire_gateway.anthropic.answers import MessageEvents, encoded, error_of, event_of
+from vitwire_gateway.anthropic.answers import MessageEvents, encoded, error_message_of, event_of
 from vitwire_gateway.anthropic.messages import is_anthropic
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.metrics import Metrics
+from vitwire_gateway.openai.content_parts import Api
+from vitwire_gateway.router.conventions import attributes_of, error_of, name_of
 from vitwire_gateway.router.entrance import Admission, Ticket
 from vitwire_gateway.router.llm_engine import Headers, from_transport, is_of_events, returned
+from vitwire_gateway.spans import SPAN, Span, Spans
 
 logger = logging.getLogger("vitwire.router")
 
 Stage = Literal["receive", "images", "engine", "response"]
+RouteName = Literal[Api, "embeddings", "proxied"]
 
 _MAX_REQUEST_ID = 128
+_CHUNK_BYTES = 64 << 10
 _UPSTREAMS = ("encoder", "engine")
 """Codes of their errors begin with their names."""
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}(-[0-9a-f]{2,32}){3}")
@@ -42,6 +48,10 @@ class Exchange:
         self.images = 0
         self.is_translated = False
         """The engine gets a chat request, and its answer is translated back."""
+        self.model = ""
+        """That the request names, for its span; empty if the router does not read it."""
+        self.first_event: float | None = None
+        """When the first bytes of a stream of events arrived, by `time.perf_counter`."""
         self.is_complete = False
         self._receive = receive
         self._send = send
@@ -56,7 +66,9 @@ class Exchange:
 
     @property
     def trace(self) -> dict[str, str]:
-        """Metadata that joins the encoder's logs and traces to this request."""
+        """Metadata that joins the encoder's logs and traces to this request; the client adds the current span."""
+        if SPAN.get():
+            return {"x-request-id": self.request_id}
         parent = self.request.headers.get("traceparent", "")
         return {"x-request-id": self.request_id} | ({"traceparent": parent} if _TRACEPARENT.fullmatch(parent) else {})
 
@@ -84,7 +96,7 @@ class Exchange:
         """Send an error. In a response that has begun, it becomes an event or, elsewhere, a broken connection."""
         if not self.status:
             is_anthropic_error = is_anthropic(self.request.url.path)
-            body = encoded(error_of(error.status, error.message)) if is_anthropic_error else error.body
+            body = encoded(error_message_of(error.status, error.message)) if is_anthropic_error else error.body
             headers = [(name.encode(), value.encode()) for name, value in error.headers.items()]
             await self.respond(error.status, headers, body)
 
@@ -94,6 +106,23 @@ class Exchange:
         await self._start(status, [(b"content-type", b"application/json"), (b"content-length", size), *headers])
         await self._write(body, more=False)
 
+    async def respond_in_turns(
+        self, pieces: Iterator[bytes], turn: Callable[[], AbstractAsyncContextManager[None]]
+    ) -> None:
+        """Send JSON in chunks of 64 KiB, each of which is made in a turn."""
+        self.stage = "response"
+        await self._start(200, [(b"content-type", b"application/json")])
+        more = True
+        while more:
+            chunk = bytearray()
+            async with turn():
+                while more and len(chunk) < _CHUNK_BYTES:
+                    piece = next(pieces, None)
+                    more = piece is not None
+                    chunk += piece or b""
+                await asyncio.sleep(0)  # whatever others wait for comes before the next chunk
+            await self._write(bytes(chunk), more=more)
+
     async def relay(self, response: httpx2.Response, events: MessageEvents | None = None) -> None:
         """Send the engine's response as it arrives; a stream of events that breaks off ends in one with the error.
 
@@ -101,15 +130,18 @@ class Exchange:
         """
         self.stage = "response"
         await self._start(response.status_code, returned(response))
+        is_stream = is_of_events(response)
         try:
             async for chunk in cast("httpx2.AsyncByteStream", response.stream):
+                if is_stream and self.first_event is None:
+                    self.first_event = time.perf_counter()
                 if piece := events.fed(chunk) if events else chunk:
                     await self._write(piece, more=True)
             if events:
                 await self._write(events.ended(), more=True)
         except (httpx2.TransportError, ApiError) as error:
             failure = error if isinstance(error, ApiError) else from_transport(error)
-            if "content-length" in response.headers or not is_of_events(response):
+            if "content-length" in response.headers or not is_stream:
                 raise failure from error
             await self._write(b"\n\n" + self._event(failure, events), more=True)
         await self._write(b"", more=False)
@@ -119,7 +151,7 @@ class Exchange:
         if events:
             return events.failed(error)
         if is_anthropic(self.request.url.path):
-            return event_of(error_of(error.status, error.message))
+            return event_of(error_message_of(error.status, error.message))
         return b"data: " + error.body + b"\n\n"
 
     async def _start(self, status: int, headers: Headers) -> None:
@@ -148,16 +180,18 @@ class Exchange:
 class Endpoint:
     """An ASGI application around one way to answer requests: admission, errors, metrics, and one line of log."""
 
-    route: Literal["chat", "responses", "messages", "proxied"]
+    route: RouteName
     answer: Callable[[Exchange, Ticket], Awaitable[None]]
     settings: RouterSettings
     admission: Admission
     metrics: Metrics
+    spans: Spans | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, self.settings.stall_seconds)
         began = time.perf_counter()
         outcome = "done"
+        span = self._span(exchange) if self.spans else None
         try:
             exchange.check_head(self.settings.max_header_bytes)
             async with self.admission.admitted(exchange.request) as ticket:
@@ -179,6 +213,8 @@ class Endpoint:
             await exchange.refuse(ApiError(500, "the router failed; its log has the reason", "internal_error"))
         finally:
             self.metrics.answered(self.route, exchange.status)
+            if span:
+                self._end(span, exchange, outcome, began)
             logger.info(
                 "%s %s %s %d %s images=%d %.1f ms",
                 exchange.request_id,
@@ -189,6 +225,31 @@ class Endpoint:
                 exchange.images,
                 (time.perf_counter() - began) * 1e3,
             )
+
+    def _span(self, exchange: Exchange) -> Span:
+        assert self.spans
+        request = exchange.request
+        method, path = request.method, request.scope["path"]
+        host, port = request.scope["server"]
+        attributes = {
+            **attributes_of(method, path, "vitwire" if self.settings.no_engine else self.settings.engine),
+            "vitwire.request_id": exchange.request_id,
+            "server.address": host,
+            "server.port": port,
+        }
+        return self.spans.begin(name_of(method, path), request.headers, attributes)
+
+    def _end(self, span: Span, exchange: Exchange, outcome: str, began: float) -> None:
+        attributes: dict[str, str | int | float] = {"vitwire.images": exchange.images}
+        if exchange.status:
+            attributes["http.response.status_code"] = exchange.status
+        if exchange.model:
+            attributes["gen_ai.request.model"] = exchange.model
+        if exchange.first_event is not None:
+            attributes["gen_ai.response.time_to_first_chunk"] = exchange.first_event - began
+        error, is_fault = error_of(exchange.status, outcome)
+        request = exchange.request
+        span.end(name_of(request.method, request.scope["path"], exchange.model), attributes, error, is_fault=is_fault)
 
 
 def _request_id(given: str) -> str:

@@ -24,10 +24,11 @@ class ImageApi(NamedTuple):
 
 def image_apis(settings: RouterSettings) -> list[ImageApi]:
     """All of them. Raises ValueError for a mode that the engine does not have."""
+    in_chat = partial(chat.images_of, with_clips=settings.clips == "encode")
     in_responses = partial(responses.images_of, engine=settings.engine)
     as_chat = chat_request if settings.engine == "vllm" else None  # whose /v1/messages takes no embeddings
     forms: list[tuple[Api, str, RequestForm]] = [
-        ("chat", CHAT, RequestForm(chat.images_of)),
+        ("chat", CHAT, RequestForm(in_chat)),
         ("responses", "/v1/responses", RequestForm(in_responses)),
         ("messages", messages.MESSAGES, RequestForm(messages.images_of, as_chat)),
     ]

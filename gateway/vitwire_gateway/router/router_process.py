@@ -7,8 +7,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 from types import FrameType
 
@@ -21,17 +21,19 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from vitwire import AsyncClient
+from vitwire_gateway.collector import collecting
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.images.encoding import Encoder, Recent
 from vitwire_gateway.images.fetching import Fetcher
 from vitwire_gateway.listening import configured, listening
 from vitwire_gateway.metrics import Metrics
 from vitwire_gateway.openai.content_parts import Images, dialect_of, mode_of
-from vitwire_gateway.router.endpoint import Endpoint
-from vitwire_gateway.router.entrance import Admission, read_keys
+from vitwire_gateway.router.endpoint import Endpoint, Exchange, RouteName
+from vitwire_gateway.router.entrance import Admission, Ticket, read_keys
 from vitwire_gateway.router.image_apis import image_apis
 from vitwire_gateway.router.llm_engine import Engine
-from vitwire_gateway.router.routing import Router
+from vitwire_gateway.router.routing import Router, embedding_forms
+from vitwire_gateway.spans import Spans
 from vitwire_gateway.workers import Workers, memory_for
 
 logger = logging.getLogger("vitwire.router")
@@ -43,7 +45,7 @@ _KEEP_ALIVE_SECONDS = 75
 """Longer than callers keep idle connections, so that they close them, never in the middle of a request."""
 
 
-def _application(settings: RouterSettings, metrics: Metrics, admission: Admission) -> Starlette:
+def _application(settings: RouterSettings, metrics: Metrics, admission: Admission, spans: Spans | None) -> Starlette:
     """The application. Raises ValueError for settings, and OSError for files, that cannot be used."""
     client = AsyncClient(
         settings.target,
@@ -62,6 +64,9 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
 
     async def readiness() -> dict[str, str]:
         probe = encoder.probe(_PROBE_SECONDS, needs_cache=settings.mode == "reference")
+        if settings.no_engine:
+            of_encoder = await probe
+            return {"status": "ready" if of_encoder == "SERVING" else "not ready", "encoder": of_encoder}
         of_encoder, of_engine = await asyncio.gather(probe, engine.probe())
         status = "ready" if of_encoder == "SERVING" and of_engine == "ok" else "not ready"
         return {"status": status, "encoder": of_encoder, "engine": of_engine}
@@ -85,16 +90,20 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
     async def page(_: Request) -> Response:
         return Response(metrics.page(), headers={"content-type": CONTENT_TYPE_LATEST})
 
+    def endpoint(route: RouteName, answer: Callable[[Exchange, Ticket], Awaitable[None]]) -> Endpoint:
+        return Endpoint(route, answer, settings, admission, metrics, spans)
+
+    forms = embedding_forms(has_engine=not settings.no_engine)
+    apis = [] if settings.no_engine else image_apis(settings)
+    proxied = router.without_engine if settings.no_engine else router.proxied
     routes = [
         Route("/health", health),
         Route("/healthz", health),
         Route("/livez", alive),
         Route("/metrics", page),
-        *(
-            Route(api.path, Endpoint(api.name, partial(router.with_images, api), settings, admission, metrics))
-            for api in image_apis(settings)
-        ),
-        Route("/{path:path}", Endpoint("proxied", router.proxied, settings, admission, metrics)),
+        *(Route(api.path, endpoint(api.name, partial(router.with_images, api))) for api in apis),
+        *(Route(path, endpoint("embeddings", partial(router.embeddings, form))) for path, form in forms.items()),
+        Route("/{path:path}", endpoint("proxied", proxied)),
     ]
     app = Starlette(routes=routes, lifespan=lifespan)
     app.router.redirect_slashes = False
@@ -166,17 +175,21 @@ def serve(settings: RouterSettings) -> None:
     logger.setLevel(settings.log_level.upper())
     metrics = Metrics()
     admission = Admission(settings, metrics)
-    app = _application(settings, metrics, admission)
-    engine = httpx2.URL(settings.engine_url).netloc.decode()  # without a password
-    logger.info("encoder %s, engine %s at %s, mode %s", settings.target, settings.engine, engine, mode_of(settings))
-    config = configured(
-        app,
-        settings.stall_seconds,
-        settings.drain_seconds,
-        lifespan="on",
-        h11_max_incomplete_event_size=settings.max_header_bytes,
-        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-    )
-    with listening(settings.host, settings.port) as listener:
+    if settings.no_engine:
+        logger.info("encoder %s, no engine", settings.target)
+    else:
+        engine = httpx2.URL(settings.engine_url).netloc.decode()  # without a password
+        logger.info("encoder %s, engine %s at %s, mode %s", settings.target, settings.engine, engine, mode_of(settings))
+    with ExitStack() as stack:
+        spans = stack.enter_context(collecting(settings.otlp_endpoint, "vitwire-router", metrics.registry))
+        config = configured(
+            _application(settings, metrics, admission, spans),
+            settings.stall_seconds,
+            settings.drain_seconds,
+            lifespan="on",
+            h11_max_incomplete_event_size=settings.max_header_bytes,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        )
+        listener = stack.enter_context(listening(settings.host, settings.port))
         _Server(config, admission, settings.lame_duck_seconds).run(sockets=[listener])
     logger.info("ended")

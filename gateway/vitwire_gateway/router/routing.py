@@ -4,18 +4,32 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import httpx2
 from anyio.to_thread import run_sync
 
+from vitwire import Model
+from vitwire_gateway import spans
 from vitwire_gateway.anthropic.answers import MessageEvents, encoded, message_of, translated_error
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import read_body
+from vitwire_gateway.embeddings.embedding_answers import (
+    Answer,
+    check_cohere,
+    check_openai,
+    cohere_answer,
+    openai_answer,
+    vectors_of,
+)
+from vitwire_gateway.embeddings.embedding_requests import Asked, EmbeddingRequest, cohere_request, openai_request
+from vitwire_gateway.fairness import Turns
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.metrics import FALLBACKS, Metrics
 from vitwire_gateway.openai.chat import Filled, filled
-from vitwire_gateway.openai.chat_reading import ChatLimits, ChatRequest, read_chat
+from vitwire_gateway.openai.chat_reading import ChatLimits, ChatRequest, read, read_chat
 from vitwire_gateway.openai.content_parts import Images, Part, size_of
 from vitwire_gateway.router.endpoint import Exchange
 from vitwire_gateway.router.entrance import Ticket
@@ -30,6 +44,27 @@ Check = Callable[[bool], Awaitable[None]]
 """Called before a response that may lack images is passed on; with whether it is an error. Raises ApiError."""
 
 
+class EmbeddingForm(NamedTuple):
+    """The form of an API for embeddings."""
+
+    read: Callable[..., EmbeddingRequest | None]
+    """As `openai_request`; None: the engine's."""
+    check: Callable[[Asked, Model], None]
+    """Raises ApiError for what is asked of a model in vain."""
+    answer: Callable[[Answer], Iterator[bytes]]
+    is_shared: bool = False
+    """Whether an engine gets what is not of images."""
+
+
+def embedding_forms(*, has_engine: bool) -> dict[str, EmbeddingForm]:
+    """By path. An engine gets the requests in OpenAI's form that have text."""
+    openai = EmbeddingForm(partial(openai_request, has_engine=has_engine), check_openai, openai_answer, has_engine)
+    return {
+        "/v1/embeddings": openai,
+        "/v2/embed": EmbeddingForm(cohere_request, check_cohere, cohere_answer),
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Router:
     """Answers requests of APIs with images, and passes others on."""
@@ -42,15 +77,32 @@ class Router:
     """The caller's key is for the router alone."""
     engine_key: str | None
     """Sent in place of the caller's key."""
+    answering: Turns = field(default_factory=lambda: Turns(1))
+    """To write vectors as JSON, which takes 2 ms for 64 KiB."""
 
     async def with_images(self, api: ImageApi, exchange: Exchange, ticket: Ticket) -> None:
         """A request of an API whose images become embeddings."""
-        if exchange.request.method != "POST":
-            raise ApiError(405, "expected POST", "method_not_allowed", headers={"allow": "POST"})
-        if exchange.request.headers.get("content-encoding", "identity") != "identity":
-            raise ApiError(415, "a compressed body is not supported", "unsupported_encoding")
+        _check_posted(exchange)
         body = await self._body(exchange, ticket)
         await exchange.unless_disconnected(self._read(api, exchange, ticket, body))
+
+    async def embeddings(self, form: EmbeddingForm, exchange: Exchange, ticket: Ticket) -> None:
+        """Embeddings: of images, or the engine's."""
+        try:
+            _check_posted(exchange)
+        except ApiError:
+            if not form.is_shared:
+                raise
+            await self.proxied(exchange, ticket)
+            return
+        body = await self._body(exchange, ticket)
+        await exchange.unless_disconnected(self._embeddings(form, exchange, ticket, body))
+
+    async def without_engine(self, exchange: Exchange, _: Ticket) -> None:
+        """Any request that only an engine could answer."""
+        path = exchange.request.scope["path"]
+        text = f"{path} needs an engine, and the router runs with --no-engine: it has /v1/embeddings and /v2/embed"
+        raise ApiError(404, text, "no_engine")
 
     async def proxied(self, exchange: Exchange, ticket: Ticket) -> None:
         """Any other request: it and its response pass as they are."""
@@ -74,7 +126,7 @@ class Router:
         limits = ChatLimits(self.settings.max_images, self.settings.max_image_bytes, api.dialect.hole, api.form)
         content_type = exchange.request.headers.get("content-type", "")
         request = await read_chat(images.encoder.workers, ticket.caller, body, content_type, limits)
-        exchange.images = len(request.places)
+        exchange.images, exchange.model = len(request.places), request.model
         if request.places:
             exchange.is_translated = api.form.as_chat is not None
             await self._encoded(exchange, ticket, images, request)
@@ -83,6 +135,34 @@ class Router:
             body = b"".join(request.pieces)
             ticket.bytes.take(len(body))
         await self._forward(exchange, body, as_json=True)
+
+    async def _embeddings(self, form: EmbeddingForm, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
+        exchange.stage = "images"
+        images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take)
+        limits = ChatLimits(self.settings.max_images, self.settings.max_image_bytes, "part")
+        content_type = exchange.request.headers.get("content-type", "")
+        found = await read(images.encoder.workers, ticket.caller, form.read, body, content_type, limits)
+        if found is None:
+            await self._forward(exchange, body)
+            return
+        request = EmbeddingRequest.of(found)
+        exchange.images, exchange.model = len(request.places), request.model
+        with self._timed("images"):
+            model = await images.model()
+            form.check(request.asked, model)
+            loaded = await images.load(request)
+            found = await images.encoded(loaded)
+            if any(each.model.weights_fingerprint != model.weights_fingerprint for each in found.values()):
+                raise ApiError(503, "the encoder changed its model during the request", "encoder_unavailable")
+            vectors = {
+                digest: await run_sync(vectors_of, each.embedding, each.model, request.asked)
+                for digest, each in found.items()
+            }
+        answer = Answer(request.asked, model, [vectors[digest] for digest in loaded.order], exchange.request_id)
+        limit = self.settings.max_buffered_bytes
+        if (size := sum(each.rows.nbytes for each in answer.images)) > limit:  # equal images are held once
+            raise ApiError(413, f"the vectors have {size} bytes, the limit is {limit}", "request_too_large")
+        await exchange.respond_in_turns(form.answer(answer), lambda: self.answering.turn(ticket.caller))
 
     async def _encoded(self, exchange: Exchange, ticket: Ticket, images: Images, request: ChatRequest) -> None:
         async def forward(parts: Sequence[Part], check: Check | None = None) -> None:
@@ -160,5 +240,14 @@ class Router:
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
         began = time.perf_counter()
-        yield
+        with spans.stage(stage):
+            yield
         self.metrics.seconds.labels(stage).observe(time.perf_counter() - began)
+
+
+def _check_posted(exchange: Exchange) -> None:
+    """Raises ApiError for another method, and for a compressed body."""
+    if exchange.request.method != "POST":
+        raise ApiError(405, "expected POST", "method_not_allowed", headers={"allow": "POST"})
+    if exchange.request.headers.get("content-encoding", "identity") != "identity":
+        raise ApiError(415, "a compressed body is not supported", "unsupported_encoding")

@@ -1,4 +1,4 @@
-"""An encoder of SGLang that encodes with Vitwire: images in, embeddings to SGLang's receivers over ZMQ."""
+"""An encoder of SGLang that encodes with Vitwire: images and clips in, embeddings to SGLang's receivers over ZMQ."""
 
 import asyncio
 import logging
@@ -15,13 +15,14 @@ from vitwire_gateway.gateway_settings import SglangSettings
 from vitwire_gateway.images.encoding import Encoded, Encoder
 from vitwire_gateway.sglang.media import Media
 from vitwire_gateway.sglang.posted import Part, Posted, refused
-from vitwire_gateway.sglang.pushing import Frame, Pusher, embedding_header, error_header
+from vitwire_gateway.sglang.pushing import Frame, Pusher, embedding_header, error_header, times_of
 from vitwire_gateway.sglang.receivers import Receivers
+from vitwire_gateway.spans import stage
 
 logger = logging.getLogger("vitwire.sglang")
 
 MAX_ENCODING = 32
-"""Images that are read and encoded at a time; more wait."""
+"""Files that are read and encoded at a time; more wait."""
 _EMBEDDING_BYTES = 2 << 30
 """Of embeddings that their receivers have not taken."""
 _MOONCAKE = (
@@ -79,7 +80,7 @@ class Adapter:
             raise refused(_MOONCAKE, 501)
 
     async def encode(self, part: Part, caller: Caller, body: Holding | None = None) -> None:
-        """Encode the part's images and send them to its receivers. Raises ApiError; the receivers get that too."""
+        """Encode the part's files and send them to its receivers. Raises ApiError; the receivers get that too."""
         async with self._bytes.holding(caller.name) as held:
             try:
                 for receiver in part.receivers:
@@ -106,8 +107,9 @@ class Adapter:
             async with AsyncExitStack() as stack:
                 for holding in holdings:
                     await stack.enter_async_context(holding.losable(math.inf, _GRACE_SECONDS))
-                receivers = part.receivers or await self._receivers.take(part.req_id, caller.name)
-                await self._pusher.push_all(receivers, frames, caller)
+                with stage("deliver"):
+                    receivers = part.receivers or await self._receivers.take(part.req_id, caller.name)
+                    await self._pusher.push_all(receivers, frames, caller)
         except TimeoutError:
             raise _crowded() from None
 
@@ -122,20 +124,20 @@ class Adapter:
         await asyncio.gather(*self._reports, return_exceptions=True)
 
     async def _frames(self, part: Part, caller: Caller, held: Holding) -> list[Frame]:
-        """The message with the embeddings of the part. Raises ApiError, naming the first image that has none."""
+        """The message with the embeddings of the part. Raises ApiError, naming the first file that has none."""
         limit = self._settings.max_images
         if len(part.sources) > limit:
-            raise refused(f"mm_items: {len(part.sources)} images exceed the limit of {limit}")
-        work = [self._encoded(source, index, caller, held) for index, source in enumerate(part.sources)]
+            raise refused(f"mm_items: {len(part.sources)} images or clips exceed the limit of {limit}")
+        work = [self._encoded(part, index, caller, held) for index in range(len(part.sources))]
         results = await asyncio.gather(*work, return_exceptions=True)
         if error := next((each for each in results if isinstance(each, BaseException)), None):
             raise error
         return _message(part, [each for each in results if isinstance(each, Encoded)])
 
-    async def _encoded(self, source: str, index: int, caller: Caller, held: Holding) -> Encoded:
+    async def _encoded(self, part: Part, index: int, caller: Caller, held: Holding) -> Encoded:
         async with self._encoding.turn(caller):
             try:
-                image = await self._media.image(source)
+                image = await self._media.image(part.sources[index], part.modality)
                 encoder = self._encoder.serving(caller)
                 encoded = await encoder.encode(image, output_type=self._settings.output_type)
                 held.take(encoded.embedding._host().nbytes)  # noqa: SLF001  # as received
@@ -172,5 +174,8 @@ def _message(part: Part, images: Sequence[Encoded]) -> list[Frame]:
             )
     arrays = [each.embedding._host() for each in images]  # noqa: SLF001  # as received, in types that numpy lacks too
     joined = np.ascontiguousarray(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
-    header = embedding_header(part, [each.embedding.grid for each in images], joined.shape, images[0].embedding.dtype)
+    grids, dtype = [each.embedding.grid for each in images], images[0].embedding.dtype
+    is_of_clips = part.modality == "video"
+    times = times_of(images[0].model, [each.embedding.report.frame_seconds for each in images]) if is_of_clips else {}
+    header = embedding_header(part, grids, joined.shape, dtype, times)
     return [header, joined.reshape(-1).view(np.uint8)]

@@ -9,9 +9,11 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 import httpx2
 import uvicorn
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from vitwire import AsyncClient, VitwireError
 from vitwire.cli._connection import warn
+from vitwire_gateway.collector import collecting
 from vitwire_gateway.fairness import Budget
 from vitwire_gateway.gateway_settings import SglangSettings
 from vitwire_gateway.images.encoding import Encoder
@@ -22,6 +24,7 @@ from vitwire_gateway.sglang.media import Media
 from vitwire_gateway.sglang.posted import refused
 from vitwire_gateway.sglang.pushing import Pusher
 from vitwire_gateway.sglang.services import grpc_server, http_app
+from vitwire_gateway.spans import Spans
 from vitwire_gateway.workers import Workers, memory_for
 
 logger = logging.getLogger("vitwire.sglang")
@@ -58,7 +61,10 @@ async def _serve(settings: SglangSettings) -> None:
     media = Media(settings, fetcher)
     pusher = Pusher(settings.send_seconds, tuple(map(ipaddress.ip_network, settings.receiver_network)))
     tls, token, timeout = settings.credentials(), settings.token, settings.timeout
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)  # there are no other metrics
     async with AsyncExitStack() as stack:
+        spans = stack.enter_context(collecting(settings.otlp_endpoint, "vitwire-sglang-encoder", registry))
         stack.callback(pusher.close)
         client = await stack.enter_async_context(AsyncClient(settings.target, tls=tls, token=token, timeout=timeout))
         adapter = Adapter(settings, Encoder(client, workers, pixels, MAX_ENCODING), media, pusher)
@@ -67,9 +73,9 @@ async def _serve(settings: SglangSettings) -> None:
         addresses = []
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         if settings.grpc_port >= 0:
-            addresses.append(f"grpc://{host}:{await _serve_grpc(adapter, workers, settings, stack)}")
+            addresses.append(f"grpc://{host}:{await _serve_grpc(adapter, workers, settings, stack, spans)}")
         if settings.port >= 0:
-            addresses.append(f"http://{host}:{await _serve_http(adapter, workers, settings, stack)}")
+            addresses.append(f"http://{host}:{await _serve_http(adapter, workers, settings, stack, spans)}")
         await stack.enter_async_context(_registered(settings))
         warn(f"listening on {', '.join(addresses)}")
         try:
@@ -81,8 +87,10 @@ async def _serve(settings: SglangSettings) -> None:
         await stop.wait()
 
 
-async def _serve_grpc(adapter: Adapter, workers: Workers, settings: SglangSettings, stack: AsyncExitStack) -> int:
-    server = grpc_server(adapter, workers, settings)
+async def _serve_grpc(
+    adapter: Adapter, workers: Workers, settings: SglangSettings, stack: AsyncExitStack, spans: Spans | None
+) -> int:
+    server = grpc_server(adapter, workers, settings, spans)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     try:
         port = server.add_insecure_port(f"{host}:{settings.grpc_port}")
@@ -93,10 +101,12 @@ async def _serve_grpc(adapter: Adapter, workers: Workers, settings: SglangSettin
     return int(port)
 
 
-async def _serve_http(adapter: Adapter, workers: Workers, settings: SglangSettings, stack: AsyncExitStack) -> int:
+async def _serve_http(
+    adapter: Adapter, workers: Workers, settings: SglangSettings, stack: AsyncExitStack, spans: Spans | None
+) -> int:
     listener = listening(settings.host, settings.port)
     bodies = Budget(_BODIES, lambda: refused("the requests in flight are too large together", 503))
-    app = http_app(adapter, workers, bodies, settings)
+    app = http_app(adapter, workers, bodies, settings, spans)
     limit, seconds = 4 * settings.max_requests, max(1.0, settings.drain_seconds)
     server = _HttpServer(configured(app, settings.send_seconds, seconds, lifespan="off", limit_concurrency=limit))
     task = asyncio.create_task(server.serve(sockets=[listener]))

@@ -1,4 +1,4 @@
-"""Requests of SGLang's receivers: parts of images to encode, and addresses for their embeddings.
+"""Requests of SGLang's receivers: parts of images or clips to encode, and addresses for their embeddings.
 
 Small requests are read where they are, the rest in a worker.
 """
@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, TypeGuard, TypeVar
 from google.protobuf.message import DecodeError, Message
 from smg_grpc_proto import sglang_encoder_pb2 as pb
 
+from vitwire.items import Modality
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import Json, parse
 from vitwire_gateway.fairness import Caller
@@ -30,6 +31,7 @@ _MAX_RECEIVERS = 64
 """SGLang has one for each tensor parallel rank."""
 _NEUTRAL_OPTIONS = frozenset({"url", "content_hash", "detail"})
 """Keys of an image that do not change its pixels in models with grids."""
+_MODALITIES: dict[str, Modality] = {"IMAGE": "image", "VIDEO": "video"}
 _SMALL_BYTES = 64 << 10
 _MARGIN = 1 << 20
 _MAX_ECHO = 1024
@@ -38,22 +40,23 @@ _MAX_ECHO = 1024
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Images of one request that this encoder is to encode; other encoders get the other parts."""
+    """Images or clips of one request that this encoder is to encode; other encoders get the other parts."""
 
     req_id: str
     num_parts: int
     part_idx: int
     sources: tuple[str, ...]
-    """The images: `data:` URIs, base64, URLs or paths."""
+    """The files: `data:` URIs, base64, URLs or paths."""
     receivers: tuple[str, ...]
     """ZMQ endpoints that the embedding goes to; empty if SGLang's schedulers register themselves."""
+    modality: Modality = "image"
 
     def __post_init__(self) -> None:
         _check("req_id", len(self.req_id), 1, _MAX_ID, " characters")
         _check("num_parts", self.num_parts, 1, _MAX_PARTS)
         _check("part_idx", self.part_idx, 0, self.num_parts - 1)
         if not self.sources:
-            raise refused("mm_items: expected at least one image, got none")
+            raise refused("mm_items: expected at least one image or clip, got none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +91,19 @@ async def read(workers: Workers, caller: Caller, body: bytes, form: Form, kind: 
         return posted_of(body, form, kind)
     req_id, asked, refusal = await workers.run(caller, _read, body, 2 * len(body) + _MARGIN, form, kind)
     if asked and kind == "part":
-        part_id, num_parts, part_idx, images, receivers = asked
-        sources = tuple(each.decode("utf-8", "surrogatepass") for each in images)
-        return Posted(req_id, Part(part_id, num_parts, part_idx, sources, tuple(receivers)))
+        part_id, num_parts, part_idx, files, receivers, modality = asked
+        sources = tuple(each.decode("utf-8", "surrogatepass") for each in files)
+        return Posted(req_id, Part(part_id, num_parts, part_idx, sources, tuple(receivers), modality))
     return Posted(req_id, Registration(*asked) if asked else None, refusal)
 
 
 def _read(body: bytes, form: Form, kind: Kind) -> Sequence[object]:
-    """The job of `read`: fields in place of classes, and the images, which may be large, as bytes."""
+    """The job of `read`: fields in place of classes, and the files, which may be large, as bytes."""
     req_id, asked, refusal = posted_of(body, form, kind)
     fields: Sequence[object] = ()
     if isinstance(asked, Part):
-        images = [each.encode("utf-8", "surrogatepass") for each in asked.sources]
-        fields = asked.req_id, asked.num_parts, asked.part_idx, images, asked.receivers
+        files = [each.encode("utf-8", "surrogatepass") for each in asked.sources]
+        fields = asked.req_id, asked.num_parts, asked.part_idx, files, asked.receivers, asked.modality
     elif asked:
         fields = asked.req_id, asked.receiver, asked.count
     return req_id and req_id[:_MAX_ECHO], fields, refusal
@@ -132,7 +135,7 @@ def _parsed(message: M, body: bytes) -> M:
 
 
 def part_of_message(message: pb.EncodeRequest) -> Part:
-    """The part that a gRPC request asks for. Raises ApiError."""
+    """The part that a gRPC request asks for, always of images. Raises ApiError."""
     _check_number(message.mm_items, "mm_items", _MAX_SOURCES)
     _check_number(message.embedding_port, "embedding_port", _MAX_RECEIVERS)
     receivers = _receivers(message.prefill_host, [port for port in message.embedding_port if port])
@@ -147,8 +150,8 @@ def registration_of_message(message: pb.SchedulerReceiveUrlRequest) -> Registrat
 def part_of_json(body: Json) -> Part:
     """The part that the JSON of `/encode` asks for. Raises ApiError."""
     modality = _text(body, "modality")
-    if modality.upper() != "IMAGE":
-        raise refused(f"modality: this encoder takes images only, got {modality[:32]!r}")
+    if modality.upper() not in _MODALITIES:
+        raise refused(f"modality: this encoder takes images and clips only, got {modality[:32]!r}")
     items = body.get("mm_items")
     items = items if isinstance(items, list) else [items]
     ports = body.get("embedding_port")
@@ -163,6 +166,7 @@ def part_of_json(body: Json) -> Part:
         _int(body, "part_idx"),
         tuple(_source(item, index) for index, item in enumerate(items)),
         _receivers(_text(body, "prefill_host"), ports) if ports else (),
+        _MODALITIES[modality.upper()],
     )
 
 

@@ -10,6 +10,7 @@ import pickle
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ import numpy.typing as npt
 import zmq
 import zmq.asyncio
 
+from vitwire import Model
+from vitwire.items import Modality
 from vitwire_gateway.fairness import Caller, Turns
 from vitwire_gateway.images.image_hosts import Network
 from vitwire_gateway.sglang.posted import Part, refused
@@ -32,8 +35,10 @@ _LINGER_MS = 5000
 _PROTOCOL = 2
 _CLASS = ("sglang.srt.disaggregation.encoder.receiver", "EmbeddingData")
 _MODALITY = ("sglang.srt.multimodal.modality", "Modality")
-_IMAGE = 1
-"""Value of `Modality.IMAGE`."""
+_MODALITIES: dict[Modality, int] = {"image": 1, "video": 2}
+"""Values of `Modality`."""
+_BY_INTERVAL = ("qwen2_5_vl", "qwen2_5_omni", "qwen3_omni_moe")
+"""Models whose positions follow from the seconds between groups of frames; others have the seconds in the prompt."""
 
 
 class Pusher:
@@ -132,16 +137,33 @@ async def _resolved(endpoint: str) -> str:
     return f"tcp://[{address[0]}]:{port}" if family == socket.AF_INET6 else f"tcp://{address[0]}:{port}"
 
 
-def embedding_header(part: Part, grids: Sequence[tuple[int, int, int]], shape: Sequence[int], dtype: str) -> bytes:
-    """The header of embeddings of `shape` and `dtype` (float32, float16 or bfloat16), of images with these grids."""
+def times_of(model: Model, clips: Sequence[Sequence[float]]) -> dict[str, object]:
+    """The attribute with the times of clips, by the seconds of the frames of each; SGLang fails if it gets both."""
+    groups = [model.group_seconds(each) for each in clips]
+    if model.model_type.startswith(_BY_INTERVAL):
+        return {"second_per_grid_ts": [each[1] - each[0] if len(each) > 1 else 1.0 for each in groups]}
+    return {"video_timestamps": groups}
+
+
+def embedding_header(
+    part: Part,
+    grids: Sequence[tuple[int, int, int]],
+    shape: Sequence[int],
+    dtype: str,
+    times: Mapping[str, object] = MappingProxyType({}),
+) -> bytes:
+    """The header of embeddings of `shape` and `dtype` (float32, float16 or bfloat16), of items with these grids.
+
+    times: of `times_of`, for clips.
+    """
     plain = _plain(part) | {"grid_dim": [list(grid) for grid in grids], "shape": list(shape), "error_msg": None}
-    return _pickled(plain | {"error_code": None}, _global("torch", dtype))
+    return _pickled(plain | {"error_code": None, **times}, part.modality, _global("torch", dtype))
 
 
 def error_header(part: Part, message: str, status: int) -> bytes:
     """The header, and only frame, of a message that fails the request in SGLang."""
     plain = _plain(part) | {"grid_dim": None, "shape": None, "error_msg": message, "error_code": int(status)}
-    return _pickled(plain, pickle.NONE)
+    return _pickled(plain, part.modality, pickle.NONE)
 
 
 def _plain(part: Part) -> dict[str, Any]:
@@ -149,10 +171,10 @@ def _plain(part: Part) -> dict[str, Any]:
     return identity | {"embedding": None, "send_time": None, "_mr_ptr": None}
 
 
-def _pickled(plain: Mapping[str, Any], dtype: bytes) -> bytes:
+def _pickled(plain: Mapping[str, Any], modality: Modality, dtype: bytes) -> bytes:
     """An object of `_CLASS` with the attributes `plain`, `dtype` and `modality`."""
-    modality = _global(*_MODALITY) + _fragment(_IMAGE) + pickle.TUPLE1 + pickle.REDUCE
-    attributes = {key: _fragment(value) for key, value in plain.items()} | {"dtype": dtype, "modality": modality}
+    member = _global(*_MODALITY) + _fragment(_MODALITIES[modality]) + pickle.TUPLE1 + pickle.REDUCE
+    attributes = {key: _fragment(value) for key, value in plain.items()} | {"dtype": dtype, "modality": member}
     state = b"".join(_fragment(key) + value for key, value in attributes.items())
     return (
         pickle.PROTO + bytes([_PROTOCOL])

@@ -6,7 +6,7 @@ with gRPC's health service.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
@@ -24,9 +24,11 @@ from vitwire_gateway.fairness import Budget, Caller, host_name
 from vitwire_gateway.gateway_settings import SglangSettings
 from vitwire_gateway.sglang.adapter import Adapter
 from vitwire_gateway.sglang.posted import Kind, read
+from vitwire_gateway.spans import Attributes, Spans
 from vitwire_gateway.workers import Workers
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 _BODY_SECONDS = 60.0
 _SERVICE = pb.DESCRIPTOR.services_by_name["SglangEncoder"].full_name
@@ -39,9 +41,12 @@ _CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
+_FAULTS = frozenset(code for status, code in _CODES.items() if status >= 500) | {grpc.StatusCode.INTERNAL}
 
 
-def http_app(adapter: Adapter, workers: Workers, bodies: Budget, settings: SglangSettings) -> Starlette:
+def http_app(
+    adapter: Adapter, workers: Workers, bodies: Budget, settings: SglangSettings, spans: Spans | None
+) -> Starlette:
     """The ASGI application; `bodies` counts the bytes of bodies until their requests end."""
 
     async def health(_: Request) -> Response:
@@ -66,7 +71,7 @@ def http_app(adapter: Adapter, workers: Workers, bodies: Budget, settings: Sglan
                 return Response(status_code=499)
             return JSONResponse(None)
 
-        return Route(path, endpoint, methods=["POST"])
+        return Route(path, _traced(path, endpoint, spans) if spans else endpoint, methods=["POST"])
 
     return Starlette(
         routes=[
@@ -80,22 +85,54 @@ def http_app(adapter: Adapter, workers: Workers, bodies: Budget, settings: Sglan
     )
 
 
-def grpc_server(adapter: Adapter, workers: Workers, settings: SglangSettings) -> grpc.aio.Server:
+def _traced(path: str, endpoint: Endpoint, spans: Spans) -> Endpoint:
+    """The endpoint, each of whose requests has a span."""
+    name = f"POST {path}"
+    known: Attributes = {"http.request.method": "POST", "http.route": path, "url.path": path, "url.scheme": "http"}
+
+    async def traced(request: Request) -> Response:
+        span = spans.begin(name, request.headers, known)
+        status = 500
+        try:
+            response = await endpoint(request)
+            status = response.status_code
+            return response
+        finally:
+            error = str(status) if status >= 400 else ""
+            span.end(name, {"http.response.status_code": status}, error, is_fault=status >= 500)
+
+    return traced
+
+
+def grpc_server(adapter: Adapter, workers: Workers, settings: SglangSettings, spans: Spans | None) -> grpc.aio.Server:
     """A server without ports yet. It gets messages as bytes, as those that take long to read are read in workers."""
 
-    async def answered(body: bytes, kind: Kind, context: Context) -> None:
+    async def answered(body: bytes, method: str, kind: Kind, context: Context) -> None:
         caller = Caller.of(_host(context.peer()))
+        name = f"{_SERVICE}/{method}"
+        span = spans.begin(name, _headers(context), {"rpc.system.name": "grpc", "rpc.method": name}) if spans else None
+        code = grpc.StatusCode.INTERNAL
         try:
             await adapter.serve(await read(workers, caller, body, "message", kind), caller)
+            code = grpc.StatusCode.OK
         except ApiError as error:
-            await context.abort(_CODES.get(error.status, grpc.StatusCode.INTERNAL), str(error))
+            code = _CODES.get(error.status, code)
+            await context.abort(code, str(error))
+        except asyncio.CancelledError:
+            code = grpc.StatusCode.CANCELLED
+            raise
+        finally:
+            if span:
+                error_type = "" if code is grpc.StatusCode.OK else code.name
+                attributes = {"rpc.response.status_code": code.name}
+                span.end(name, attributes, error_type, is_fault=code in _FAULTS)
 
     async def encode(body: bytes, context: Context) -> pb.EncodeResponse:
-        await answered(body, "part", context)
+        await answered(body, "Encode", "part", context)
         return pb.EncodeResponse()
 
     async def register(body: bytes, context: Context) -> pb.SchedulerReceiveUrlResponse:
-        await answered(body, "registration", context)
+        await answered(body, "SchedulerReceiveUrl", "registration", context)
         return pb.SchedulerReceiveUrlResponse()
 
     async def refuse(_: bytes, context: Context) -> NoReturn:
@@ -145,6 +182,10 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generate
         states = health_pb2.HealthCheckResponse
         healthy = await self._adapter.is_healthy()
         return states(status=states.SERVING if healthy else states.NOT_SERVING)
+
+
+def _headers(context: Context) -> dict[str, str]:
+    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 
 def _host(peer: str) -> str:

@@ -339,6 +339,8 @@ class ModelCard:
     pooling: Pooling = Pooling.NONE
     poolings: tuple[Pooling, ...] = (Pooling.NONE,)
     """Poolings of the checkpoint."""
+    matryoshka: tuple[int, ...] | None = None
+    """Lengths that pooled vectors may be cut to, any if empty; None if they may not be cut."""
 
     @property
     def rows_by_grid(self) -> tuple[Modality, ...]:

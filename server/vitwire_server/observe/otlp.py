@@ -1,22 +1,19 @@
-"""OpenTelemetry traces, sent to a collector over OTLP."""
+"""The server's traces and metrics, sent to a collector over OTLP."""
 
-import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from threading import Thread
+from functools import partial
 
 from opentelemetry import trace
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from prometheus_client import CollectorRegistry
 
+from vitwire.shared.telemetry import MetricsSender, in_time, sends, tracer_provider
 from vitwire_server.observe.tracing import REQUEST_ID, SPAN, Attributes, Span
 from vitwire_server.release import release
 
-_CLOSE_SECONDS = 3.0
+_SERVICE = "vitwire-server"
 _SERVER_FAULTS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
 """Statuses that count as errors of a server span in OpenTelemetry's conventions for gRPC."""
 
@@ -26,12 +23,7 @@ class OtlpTracer:
 
     def __init__(self, endpoint: str) -> None:
         """`endpoint` is host:port, or https://host:port for TLS; it need not be reachable yet."""
-        attributes = {"service.version": release()}
-        if "OTEL_SERVICE_NAME" not in os.environ:
-            attributes["service.name"] = "vitwire-server"
-        self._provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
-        exporter = OTLPSpanExporter(endpoint, insecure=not endpoint.startswith("https://"))
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._provider = tracer_provider(endpoint, _SERVICE, release())
         self._tracer = self._provider.get_tracer("vitwire_server", release())
         self._propagator = TraceContextTextMapPropagator()
 
@@ -69,6 +61,19 @@ class OtlpTracer:
 
     def close(self) -> None:
         """Send remaining spans, for a few seconds at most."""
-        closing = Thread(target=self._provider.shutdown, name="traces", daemon=True)
-        closing.start()
-        closing.join(_CLOSE_SECONDS)
+        in_time(self._provider.shutdown)
+
+
+def tracer(endpoint: str) -> OtlpTracer | None:
+    """None if the SDK's variables turn traces off."""
+    return OtlpTracer(endpoint) if sends("traces") else None
+
+
+def send_metrics(endpoint: str, registry: CollectorRegistry) -> Callable[[], None]:
+    """Send the metrics of a registry in the background, until the result is called, which takes a few seconds at most.
+
+    Does nothing if the SDK's variables turn metrics off.
+    """
+    if not sends("metrics"):
+        return lambda: None
+    return partial(in_time, MetricsSender(endpoint, _SERVICE, release(), registry).shutdown)

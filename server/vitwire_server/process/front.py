@@ -54,7 +54,7 @@ class LocalFront:
         if settings.otlp_endpoint:
             from vitwire_server.observe import otlp  # noqa: PLC0415 - slow import, needed only for tracing
 
-            self._tracer = otlp.OtlpTracer(settings.otlp_endpoint)
+            self._tracer = otlp.tracer(settings.otlp_endpoint)
 
     def serve(self, card: ModelCard, footprints: Footprints, sessions: Sessions) -> None:
         """The model is loaded: accept RPCs."""

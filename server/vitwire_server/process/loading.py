@@ -209,6 +209,7 @@ def _card(settings: ServeSettings, computing: _Computing, graphs: GraphSet, mode
         precision=computing.precision,
         pooling=checkpoint.pooling,
         poolings=checkpoint.poolings,
+        matryoshka=checkpoint.matryoshka if checkpoint.pooling is not Pooling.NONE else None,
     )
 
 

@@ -83,6 +83,10 @@ async def serve(settings: ServeSettings) -> int:
             registry = edge_metrics.registry
         else:
             front = LocalFront(settings, metrics.rpc, health)
+        if settings.otlp_endpoint:
+            from vitwire_server.observe import otlp  # noqa: PLC0415 - slow import, needed only for a collector
+
+            stack.callback(otlp.send_metrics(settings.otlp_endpoint, registry))  # called after all else has ended
         stack.push_async_callback(front.stop)
         pages = None
         if settings.metrics:

@@ -83,10 +83,10 @@ async def _decode(call: Call, index: int, given: Unprepared, region_seconds: flo
     flow = Flow(*call.caller, id(call), call.priority)
     measured, attributes = await _measured(pool, flow, index, given)
     item = call.serving.codec.measured(f"items[{index}]", given, measured, call.consumer)
+    call.answers.item(index).prepared = Prepared(measured.grid, measured.frame_seconds)
     asked = time.monotonic()
     item = await call.placed(index, item, region_seconds)
     began += time.monotonic() - asked  # the client's time
-    call.answers.item(index).prepared = Prepared(measured.grid, measured.frame_seconds)
     digests = await call.digests({index: [repr(given.picture).encode(), given.data]}, _OTHER_SEED)
     if digests and await call.answer(index, item, digests[index]):
         return

@@ -38,10 +38,12 @@ class Outgoing(NamedTuple):
     """Whether it completes the answer to its item."""
 
 
-def accepted_message(kind: type[Answer], item: int, accepted: Accepted) -> Outgoing:
+def accepted_message(kind: type[Answer], item: int, accepted: Accepted, prepared: Prepared | None = None) -> Outgoing:
     """The message that precedes the answer to an item whose rows are only stored."""
     (t, h, w), forecast = accepted.grid, duration(accepted.forecast)
-    message = pb.Accepted(grid=pb.Grid(t=t, h=h, w=w), tokens=accepted.tokens, forecast=forecast)
+    seconds = prepared.frame_seconds if prepared else ()
+    grid = pb.Grid(t=t, h=h, w=w)
+    message = pb.Accepted(grid=grid, tokens=accepted.tokens, forecast=forecast, frame_seconds=seconds)
     return Outgoing(kind(item=item, accepted=message).SerializeToString(), 0, last=False)
 
 
@@ -144,6 +146,7 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         decoding=_preparation(card.decoding),
         preparation_fingerprint=card.preparation_fingerprint,
         tiles=_tiles(card),
+        matryoshka=None if card.matryoshka is None else pb.Matryoshka(dimensions=card.matryoshka),
         unavailable=[pb.Unavailable(feature=name, reason=why) for name, why in sorted(card.unavailable.items())],
     )
 

@@ -143,7 +143,7 @@ class EncoderService:
         while (answered := await call.answers.next()) is not None:
             index, outcome = answered
             if isinstance(outcome, Accepted):
-                await writer.write(accepted_message(kind, index, outcome))
+                await writer.write(accepted_message(kind, index, outcome, call.answers.items[index].prepared))
                 continue
             if isinstance(outcome, EncoderError):
                 self._metrics.item_failed(code_of(outcome).name)

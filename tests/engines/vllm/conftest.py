@@ -85,3 +85,33 @@ def engines(checkpoint: Path, server: ServerProcess, frontend: InputProcessor) -
 @pytest.fixture
 def engine(engines: Engines) -> Engine:
     return engines()
+
+
+@pytest.fixture(scope="session")
+def dynamo_configs(checkpoints: dict[str, Path]) -> dict[str, tuple[Any, Any]]:
+    """Dynamo's and vLLM's configuration for each model."""
+    from tests.engines.vllm.dynamo_worker import worker_config  # noqa: PLC0415  # other tests do without Dynamo
+
+    found = {name: worker_config(checkpoints[name]) for name in ("qwen2_vl", "qwen3_vl", "qwen3_5")}
+    return {name: (config, config.engine_args.create_engine_config()) for name, config in found.items()}
+
+
+@pytest.fixture
+def dynamo_workers(
+    dynamo_configs: dict[str, tuple[Any, Any]], server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Any]]:
+    """Makes workers of Dynamo that have loaded the encoder, with these variables."""
+    from tests.engines.vllm.dynamo_worker import loaded_worker  # noqa: PLC0415  # as above
+
+    made: list[Any] = []
+    monkeypatch.setenv("VITWIRE_TARGET", server.target)
+
+    def make(model_type: str = "qwen3_vl", **variables: str) -> Any:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        made.append(loaded_worker(*dynamo_configs[model_type]))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each._custom_encoder.shutdown()

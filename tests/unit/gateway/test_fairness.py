@@ -146,7 +146,7 @@ async def workers() -> AsyncGenerator[Workers, None]:
 async def test_a_worker_that_ends_is_replaced(workers: Workers) -> None:
     caller = Caller.of("a")
     body = b'{"messages":[]}'
-    assert await workers.run(caller, chat_of, body, 1000, None, LIMITS) == [[], [], []]
+    assert await workers.run(caller, chat_of, body, 1000, None, LIMITS) == [[], [], [], ""]
     (worker,) = workers._idle
     os.kill(worker.process.pid, signal.SIGSTOP)
     job = asyncio.create_task(workers.run(caller, chat_of, body, 1000, None, LIMITS))
@@ -155,24 +155,24 @@ async def test_a_worker_that_ends_is_replaced(workers: Workers) -> None:
     with pytest.raises(ApiError) as caught:
         await job
     assert (caught.value.status, caught.value.code) == (503, "router_failed")
-    assert await workers.run(caller, chat_of, body, 1000, None, LIMITS) == [[], [], []]
+    assert await workers.run(caller, chat_of, body, 1000, None, LIMITS) == [[], [], [], ""]
 
 
 async def test_answers_carry_bytes_and_errors_within_a_limit(workers: Workers) -> None:
     caller = Caller.of("a")
     parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}} for text in ("QUJD", "%%%%")]
     body = json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
-    pieces, places, sources = await workers.run(caller, chat_of, body, 10_000, None, LIMITS)
+    pieces, places, sources, _ = await workers.run(caller, chat_of, body, 10_000, None, LIMITS)
     assert [bytes(each) for each in pieces[1:]] == [b"},{", b"}]}]}"]
     assert places == [[f"messages[0].content[{number}].image_url", number] for number in range(2)]
-    assert sources[0] == ["data", b"ABC"]
+    assert sources[0] == ["data", b"ABC", "image"]
     refused = sources[1][1]
     assert isinstance(refused, ApiError)
     assert (refused.status, refused.code, refused.param) == (400, "invalid_base64", places[1][0])
     with pytest.raises(ApiError) as caught:
         await workers.run(caller, chat_of, body, 20, None, LIMITS)
     assert (caught.value.status, caught.value.code) == (503, "router_failed")
-    assert await workers.run(caller, chat_of, b"{}", 20, None, LIMITS) == [[], [], []]
+    assert await workers.run(caller, chat_of, b"{}", 20, None, LIMITS) == [[], [], [], ""]
 
 
 async def test_work_is_bounded(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,8 @@ def image_embeds(
 
     embeddings: those of the prompt's images (or clips), in order.
     model: `Client.model()` of the server that encoded them.
-    timestamps: of each clip, the seconds of each of its `t` groups of frames; Qwen3-VL and Qwen3.5 need them.
+    timestamps: of each clip, the seconds of each of its `t` groups of frames; Qwen3-VL and Qwen3.5 need them. Default:
+        those of files, from their reports.
     Raises ValueError for a model or an embedding that vLLM has no input for.
     """
     for number, embedding in enumerate(embeddings):
@@ -66,11 +67,13 @@ def image_embeds(
         f"{modality}_grid_thw": torch.tensor([embedding.grid for embedding in embeddings]),
     }
     times = [
-        _times(embedding.grid, model, modality, None if timestamps is None else timestamps[number])
+        _times(
+            embedding.grid, model, modality, _seconds(embedding, model) if timestamps is None else timestamps[number]
+        )
         for number, embedding in enumerate(embeddings)
     ]
-    for name in times[0] if times else ():
-        fields[name] = [torch.tensor(each[name]) for each in times]
+    for name in times[0] if times else ():  # in float64, as vLLM rounds them for the prompt
+        fields[name] = [torch.tensor(each[name], dtype=torch.float64) for each in times]
     return {modality: fields}
 
 
@@ -105,8 +108,24 @@ def unencoded_image_part(embedding: Embedding, model: Model, *, uuid: str) -> di
 def video_part(
     embedding: Embedding, model: Model, *, timestamps: Sequence[float] | None = None, uuid: str | None = None
 ) -> dict[str, Any]:
-    """As `image_part`, of a clip; `timestamps` are the seconds of each of its `t` groups of frames."""
-    return _part(embedding, model, "video", _times(embedding.grid, model, "video", timestamps), uuid)
+    """As `image_part`, of a clip.
+
+    timestamps: the seconds of each of its `t` groups of frames; default: those of a file, from its report.
+    """
+    seconds = _seconds(embedding, model) if timestamps is None else timestamps
+    return _part(embedding, model, "video", _times(embedding.grid, model, "video", seconds), uuid)
+
+
+def unencoded_video_part(embedding: Embedding, model: Model, *, uuid: str) -> dict[str, Any]:
+    """As `video_part` of a clip's file, with the rows as a `TorchFile`, which encodes them when they are sent."""
+    times = _times(embedding.grid, model, "video", _seconds(embedding, model))
+    return _part(embedding, model, "video", times, uuid, TorchFile)
+
+
+def check_clips(model: Model) -> None:
+    """Raises ValueError for a model that vLLM takes no embeddings of clips for."""
+    if model.model_type not in _WITH_GRIDS:
+        raise ValueError(_unsupported(model, "embeddings of videos", _WITH_GRIDS))
 
 
 def reference_part(
@@ -147,15 +166,17 @@ def _part(
     if model.model_type in _WITH_GRIDS:
         grid = torch_base64(np.array(embedding.grid, np.int64), "int64")
         content = {kind: rows, f"{modality}_grid_thw": grid} | {
-            name: torch_base64(np.array(values, np.float32), "float32") for name, values in times.items()
+            name: torch_base64(np.array(values, np.float64), "float64") for name, values in times.items()
         }
     return {"type": kind, kind: content} | ({"uuid": uuid} if uuid else {})
 
 
 def _check(embedding: Embedding, model: Model, modality: Modality, field: str) -> None:
     """Raises ValueError if vLLM cannot take this embedding."""
-    if model.model_type not in _WITH_GRIDS and (model.model_type not in _WITHOUT_GRIDS or modality == "video"):
-        raise ValueError(_unsupported(model, f"embeddings of {modality}s", (*_WITH_GRIDS, *_WITHOUT_GRIDS)))
+    if modality == "video":
+        check_clips(model)
+    elif model.model_type not in _WITH_GRIDS and model.model_type not in _WITHOUT_GRIDS:
+        raise ValueError(_unsupported(model, "embeddings of images", (*_WITH_GRIDS, *_WITHOUT_GRIDS)))
     if embedding.report.kept:
         raise ValueError(f"{field}: its tokens were pruned, and vLLM expects all of them; encode without keep_ratio")
     rows, width = embedding.shape
@@ -175,6 +196,11 @@ def _tokens(grid: Grid, model: Model, modality: Modality, field: str) -> int:
     if modality == "image" and t > 1:
         raise ValueError(f"{field}: {grid} is the grid of a clip; pass it as a video")
     return t * h * w // model.merge_size**2
+
+
+def _seconds(embedding: Embedding, model: Model) -> list[float] | None:
+    """The seconds of a file's groups of frames; None for images, for clips in memory, and if the file has no rate."""
+    return model.group_seconds(embedding.report.frame_seconds) or None
 
 
 def _times(grid: Grid, model: Model, modality: Modality, timestamps: Sequence[float] | None) -> dict[str, list[float]]:

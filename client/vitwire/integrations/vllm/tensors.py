@@ -16,6 +16,7 @@ from vitwire._delivery.memory import empty
 from vitwire.wire import Buffer
 
 _STORAGES = {
+    "float64": "DoubleStorage",
     "float32": "FloatStorage",
     "float16": "HalfStorage",
     "bfloat16": "BFloat16Storage",

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vitwire_server.runtime.attention.backends import BACKENDS
 from vitwire_server.runtime.attention.selection import Selection
 from vitwire_server.runtime.fused.parts import OF_BLOCKS, OF_TILES, PLAIN, ROTARY, Exact, Float8, Form, Parts
-from vitwire_server.runtime.kernels.attention import segment_attention, segment_tiles
+from vitwire_server.runtime.kernels.attention import padded_tiles, segment_attention, segment_tiles
 from vitwire_server.runtime.kernels.operands import Segments
 from vitwire_server.runtime.kernels.rotary import rotate
 from vitwire_server.runtime.products.tuned import Products
@@ -24,6 +25,8 @@ from vitwire_server.towers.shared.siglip import packed_layers
 
 _LEADING = 5
 """Tokens of a tile that are not rotated when layers are compared."""
+_FEW_TOKENS = 320
+"""Tiles of up to this size are faster by our kernel than by torch's attention."""
 _KNOWN = {PLAIN: frozenset[str](), ROTARY: frozenset({"position_embeddings"})}
 """See `Layer.known_arguments`: of packed layers, but for Qwen's blocks."""
 Made = TypeVar("Made")
@@ -44,8 +47,8 @@ class Shared:
         """Start a new forward: the same tensors may have new values."""
         self._made.clear()
 
-    def of(self, source: Tensor, make: Callable[[], Made]) -> Made:
-        """The value `make` returned for this tensor, which must stay alive during the forward."""
+    def of(self, source: object, make: Callable[[], Made]) -> Made:
+        """The value `make` returned for this source, which must stay alive during the forward."""
         if id(source) not in self._made:
             self._made[id(source)] = make()
         made: Made = self._made[id(source)]
@@ -120,8 +123,10 @@ class TileLayer(Layer):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **_: object,
     ) -> Tensor:
-        """The layer's forward on `hidden_states (tiles, tokens, hidden)`; the mask is added to scores.
+        """The layer's forward on `hidden_states (tiles, tokens, hidden)`.
 
+        The mask is added to scores. With a mask of one dimension, tokens `mask[i]` and later of tile `i` attend only to
+        the tokens before.
         `position_embeddings` are the cosines and sines of the last tokens of each tile, `(patches, head_dim)`.
         """
         tiles, tokens = hidden_states.shape[:2]
@@ -131,6 +136,9 @@ class TileLayer(Layer):
             if position_embeddings:
                 cos, sin = self._shared.of(position_embeddings[0], lambda: _padded(*position_embeddings, tiles, tokens))
                 rotate(qkv, cos, sin)
+            if found := self._segments(attention_mask, tiles, tokens, qkv):
+                segments, own = found
+                return segment_attention(*self._split(qkv), segments, self._scale, own)
             q, k, v = (each.unflatten(0, (tiles, tokens)).transpose(1, 2) for each in self._split(qkv))
             attended = functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=attention_mask, scale=self._scale, is_causal=causal
@@ -138,6 +146,23 @@ class TileLayer(Layer):
             return attended.transpose(1, 2)
 
         return self._computed(hidden_states.flatten(0, 1), attend).view(hidden_states.shape)
+
+    def _segments(self, mask: Tensor | None, tiles: int, tokens: int, like: Tensor) -> tuple[Segments, Tensor] | None:
+        """Segments and their tiles for `segment_attention`; None if torch is faster, or only torch takes the mask."""
+        heads = self._heads
+        if mask is not None:
+            return self._shared.of(mask, lambda: padded_tiles(mask, tokens, heads)) if mask.dim() == 1 else None
+        if tokens > _FEW_TOKENS or self._causal:
+            return None
+        if BACKENDS["triton"].fault(like.device, like.dtype, like.shape[-1], captured=True):
+            return None
+
+        def made() -> tuple[Segments, Tensor]:
+            ends = torch.arange(0, (tiles + 1) * tokens, tokens, dtype=torch.int32, device=like.device)
+            segments = Segments(ends, tokens)
+            return segments, segment_tiles(segments, tiles * tokens, heads)
+
+        return self._shared.of(self._shared, made)
 
     def compared(self, stock: nn.Module, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
         """See Layer."""

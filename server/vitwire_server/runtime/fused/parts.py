@@ -4,7 +4,7 @@ Layers have the same form, norm, attention, add, norm, MLP, add, under several n
 (`Exact`) or in float8 (`Float8`).
 """
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from inspect import signature
 from operator import attrgetter
@@ -30,6 +30,7 @@ _MLPS = (
     *(("fc1", act, "fc2") for act in ("act", "activation_fn", "activation")),
 )
 """Names of an MLP's parts: its first layers, of which two are gated, the activation and the last layer."""
+_LLAMA = ("input_layernorm", "post_attention_layernorm")
 _IDLE = (nn.Identity, nn.Dropout)
 """Modules that do nothing in inference."""
 
@@ -43,7 +44,9 @@ class Form:
     output: str
     mlp: str = "mlp"
     factors: tuple[str, ...] = ()
-    """Paths of the factors `(hidden,)` of what attention and the MLP add."""
+    """Paths of the factors `(hidden,)` or `(1,)` of what attention and the MLP add."""
+    squash: Callable[[Tensor], Tensor] = torch.clone
+    """From such a parameter to the factor."""
     projections: tuple[str, ...] = _SEPARATE
     """The layers for queries, keys and values."""
 
@@ -57,6 +60,8 @@ class Form:
         wanted = {self.output, *self.projections}
         others = parts.keys() - named - {path.split(".")[0] for path in self.factors}
         extras = inner.keys() - wanted - {"q_norm", "k_norm"}
+        if not {path for path in self.factors if "." not in path} <= dict(layer.named_parameters(recurse=False)).keys():
+            return False
         return wanted <= inner.keys() and all(map(_is_idle, (*map(parts.get, others), *map(inner.get, extras))))
 
     def unknown_arguments(self, layer: nn.Module, known: Set[str]) -> list[str]:
@@ -85,8 +90,10 @@ OF_TILES = (
     Form(("layernorm_before", "layernorm_after"), "attention", "projection_layer", factors=("lambda_1", "lambda_2")),
     Form(("norm1", "norm2"), "attention", "o_proj", factors=("layer_scale1.lambda1", "layer_scale2.lambda1")),
     Form(("rms_norm1", "rms_norm2"), "attention", "out_proj", mlp="ffn"),
+    Form(_LLAMA, "self_attn", "o_proj", factors=("gate_attn", "gate_ffn"), squash=torch.tanh),
+    Form(_LLAMA, "self_attn", "o_proj"),
 )
-"""CLIP and SigLIP, Janus, ViT, InternVL, DINOv2, AIMv2."""
+"""CLIP and SigLIP, Janus, ViT, InternVL, DINOv2, AIMv2, Llama 3.2 Vision with gates and without."""
 OF_BLOCKS = tuple(
     Form(("norm1", "norm2"), "attn", "proj", projections=each) for each in (("qkv",), _SEPARATE, ("q", "k", "v"))
 )
@@ -108,8 +115,8 @@ class Exact:
         self._output: nn.Linear = getattr(attention, form.output)
         self.columns = self._output.out_features
         """Of a row."""
-        self.factors: list[Tensor] = [attrgetter(path)(stock) for path in form.factors]
-        """`(hidden,)` each, of what attention and the MLP add; or none."""
+        self.factors = [form.squash(attrgetter(path)(stock)) for path in form.factors]
+        """`(hidden,)` or `(1,)` each, of what attention and the MLP add; or none."""
         layers, self._kind, self._last = _mlp_of(form, stock)
         self._gated = len(layers) > 1
         self._inner = _joined(*layers)

@@ -15,7 +15,7 @@ from triton import language as tl
 
 from vitwire_server.runtime.devices import architecture
 from vitwire_server.runtime.kernels.dependent import begin, end, is_dependent
-from vitwire_server.runtime.kernels.operands import Segments, attention_division, attention_tile
+from vitwire_server.runtime.kernels.operands import Division, Segments, attention_division, attention_tile
 
 _LOG2_E = 1.4426950408889634
 _FEW_KEYS = 16
@@ -33,11 +33,30 @@ def segment_tiles(segments: Segments, rows: int, heads: int) -> Tensor:
     zero, and last.
     """
     boundaries, device = segments.boundaries, segments.boundaries.device
-    block = attention_division(rows, heads, segments.longest, architecture(device)).rows
-    slots = len(boundaries) - 1
-    tiles = torch.empty((triton.cdiv(rows, block) + slots, 4), dtype=torch.int32, device=device)
     keys, _ = segments.keys()
-    _map[(len(tiles),)](boundaries, keys, slots, tiles, ROWS=block, CHUNK=256, num_warps=4)
+    division = attention_division(rows, heads, segments.longest, architecture(device))
+    return _tiles(boundaries, keys, keys[1:], rows, division)
+
+
+def padded_tiles(held: Tensor, rows: int, heads: int) -> tuple[Segments, Tensor]:
+    """Segments and tiles for `segment_attention` of images of `rows` rows each.
+
+    Rows `held[i]` and later of image `i` are padding: they attend to the rows before only, which attend to all.
+    `held` is `(images,)` int32.
+    """
+    first = torch.arange(0, len(held) * rows, rows, dtype=torch.int32, device=held.device)
+    padding, last = first + held, first + rows
+    boundaries = torch.cat([torch.stack([first, padding], 1).flatten(), last[-1:]])
+    keys = first.repeat_interleave(2), torch.stack([last, padding], 1).flatten()
+    division = attention_division(len(held) * rows, heads, rows, architecture(held.device))
+    return Segments(boundaries, rows), _tiles(boundaries, *keys, len(held) * rows, division)
+
+
+def _tiles(boundaries: Tensor, first_keys: Tensor, last_keys: Tensor, rows: int, division: Division) -> Tensor:
+    """Tiles of segments, whose keys begin at `first_keys` and end at `last_keys`, of each segment."""
+    slots = len(boundaries) - 1
+    tiles = torch.empty((triton.cdiv(rows, division.rows) + slots, 4), dtype=torch.int32, device=boundaries.device)
+    _map[(len(tiles),)](boundaries, first_keys, last_keys, slots, tiles, ROWS=division.rows, CHUNK=256, num_warps=4)
     return tiles
 
 
@@ -94,7 +113,7 @@ def segment_attention(
 
 
 @triton.jit(do_not_specialize=["slots"])
-def _map(ends_ptr, key_ends_ptr, slots, tiles_ptr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+def _map(ends_ptr, first_keys_ptr, last_keys_ptr, slots, tiles_ptr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
     tile = tl.program_id(0)
     first = 0
     last = 0
@@ -111,8 +130,8 @@ def _map(ends_ptr, key_ends_ptr, slots, tiles_ptr, ROWS: tl.constexpr, CHUNK: tl
         own = (after > tile) & (after - tiles <= tile)
         first += tl.sum(tl.where(own, left + (tile - after + tiles) * ROWS, 0), 0)
         last += tl.sum(tl.where(own, right, 0), 0)
-        begin += tl.sum(tl.load(key_ends_ptr + slot, mask=own, other=0), 0)
-        end += tl.sum(tl.load(key_ends_ptr + slot + 1, mask=own, other=0), 0)
+        begin += tl.sum(tl.load(first_keys_ptr + slot, mask=own, other=0), 0)
+        end += tl.sum(tl.load(last_keys_ptr + slot, mask=own, other=0), 0)
         before += tl.sum(tiles, 0)
     tl.store(tiles_ptr + 4 * tile, first)
     tl.store(tiles_ptr + 4 * tile + 1, last)

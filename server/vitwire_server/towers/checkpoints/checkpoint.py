@@ -42,6 +42,8 @@ class Checkpoint:
     """The whole checkpoint's configuration."""
     dtype: torch.dtype
     """Type of its weights, by its configuration."""
+    matryoshka: tuple[int, ...] | None = None
+    """Lengths that its vectors may be cut to, any if empty; None if they may not be cut."""
 
     @property
     def pooling(self) -> Pooling:
@@ -97,7 +99,17 @@ def open_checkpoint(model: str) -> Checkpoint:
     if dtype not in _DTYPES:
         raise CheckpointError(f"{model}: weights in {dtype} are not supported")
     model_id = model if on_hub else folder.resolve().name
-    return Checkpoint(model_id, folder, on_hub, family, config, dtype)
+    return Checkpoint(model_id, folder, on_hub, family, config, dtype, _matryoshka(folder, settings))
+
+
+def _matryoshka(folder: Path, settings: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """`Checkpoint.matryoshka`, by the fields that vLLM reads too. Raises CheckpointError."""
+    lengths = settings.get("matryoshka_dimensions")
+    if not lengths:
+        return () if settings.get("is_matryoshka") is True else None
+    if not isinstance(lengths, list) or not all(type(each) is int and 0 < each < 1 << 31 for each in lengths):
+        raise CheckpointError(f"{folder}: matryoshka_dimensions must be a list of positive integers, got {lengths!r}")
+    return tuple(sorted(set(lengths)))
 
 
 def load_tower(

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface
 
 from vitwire_server.core.footprints import LayoutFootprints
 from vitwire_server.core.geometries import LayoutGeometry
@@ -48,10 +50,32 @@ def _fill_output(layers: Sequence[int], vision: Config) -> bool:
     )
 
 
+_PADDED_ATTENTION = "vitwire_padded"
+_MULTIPLE = 8
+"""Rows of a tile are padded to a multiple of it."""
+
+
+def _attend_padded(
+    _: nn.Module, query: Tensor, key: Tensor, value: Tensor, held: Tensor | None, *, scaling: float, **__: object
+) -> tuple[Tensor, None]:
+    """Attention in transformers' signature; rows `held[i]` and later of image `i` attend only to the rows before."""
+    allowed = None
+    if held is not None:
+        padding = torch.arange(query.shape[2], device=held.device) >= held[:, None]
+        allowed = ~(padding[:, None, :, None] & padding[:, None, None, :])
+    attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scaling)
+    return attended.transpose(1, 2), None
+
+
+AttentionInterface.register(_PADDED_ATTENTION, _attend_padded)
+
+
 class Mllama(AssembledEncoder, ProjectedTiles):
     """Tiles of an image attend to each other, and to those that it could have beyond: blank ones with positions.
 
-    So an image costs as much as one with all tiles. Only the tiles that it comes with give rows.
+    Only the tiles that it comes with give rows. Rows of blank tiles, and those that fill up a tile, are padding, which
+    attends to the other rows only. It is moved behind them, so that their number replaces transformers' mask of all
+    pairs.
     """
 
     def __init__(self, parts: Parts, config: Config) -> None:
@@ -64,6 +88,8 @@ class Mllama(AssembledEncoder, ProjectedTiles):
         if max(rows * columns for rows, columns in self._layouts) > self._most:
             raise ValueError(f"supported_aspect_ratios has layouts of more than {self._most} tiles")
         self.blocks = [*self.blocks, *self._tower.global_transformer.layers]
+        self._tower.config._attn_implementation = _PADDED_ATTENTION  # noqa: SLF001 - as transformers' users set it
+        self._joined = vision.intermediate_layers_indices
         longest = self._most * (positions - 1)
         self.footprint = LayoutFootprints(positions, self._most, longest)
         self.unit = Unit(self._most, self._most * positions, self._most * positions, longest)
@@ -94,13 +120,35 @@ class Mllama(AssembledEncoder, ProjectedTiles):
         return laid, torch.arange(grid.t * self.tile.tokens)
 
     def encode_units(self, tiles: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-        held = inputs["held"]
-        pictures = tiles.index_select(0, inputs["tiles"].flatten()).unflatten(0, (-1, 1, self._most))
-        blank = pictures.masked_fill(held.logical_not()[:, None, :, None, None, None], 0)
-        states = self._tower(
-            pixel_values=blank, aspect_ratio_ids=inputs["aspect_ratio"], aspect_ratio_mask=held[:, None]
-        ).last_hidden_state
-        return self._projector(states.flatten(1, 3))  # type: ignore[no-any-return]
+        held, ratio, tower = inputs["held"], inputs["aspect_ratio"], self._tower
+        pictures = tiles.index_select(0, inputs["tiles"].flatten())
+        blank = pictures.masked_fill(held.logical_not().flatten()[:, None, None, None], 0)
+        patches = tower.patch_embedding(blank).flatten(2).transpose(1, 2)
+        patches = tower.pre_tile_positional_embedding(patches.unflatten(0, held.shape), ratio)
+        rows = tower.apply_class_embedding(patches.flatten(0, 1)).unflatten(0, held.shape)
+        rows = tower.layernorm_pre(tower.gated_positional_embedding(rows, ratio))
+        filled = functional.pad(rows, (0, 0, 0, -rows.shape[2] % _MULTIPLE))
+
+        padding = held.logical_not()[:, :, None] | (torch.arange(filled.shape[2], device=held.device) >= rows.shape[2])
+        order = padding.flatten(1).int().argsort(dim=1, stable=True)
+        real = padding.logical_not().flatten(1).sum(1, dtype=torch.int32).clamp(min=1)  # for slots without an image
+        place = order.argsort(dim=1)
+
+        def moved(rows: Tensor, places: Tensor) -> Tensor:
+            return rows.take_along_dim(places[:, :, None], dim=1)
+
+        states, kept = moved(filled.flatten(1, 2), order), {}
+        for number, layer in enumerate(tower.transformer.layers):
+            states = layer(states, attention_mask=real)
+            if number in self._joined:
+                kept[number] = states
+        tiled = moved(tower.layernorm_post(states), place).unflatten(1, filled.shape[1:3])
+        states = moved(tower.post_tile_positional_embedding(tiled, ratio).flatten(1, 2), order)
+        for layer in tower.global_transformer.layers:
+            states = layer(states, attention_mask=real)
+        joined = torch.stack([kept[number] for number in self._joined], dim=-1).flatten(2)
+        found = moved(torch.cat([states, joined], dim=-1), place).unflatten(1, filled.shape[1:3])
+        return self._projector(found[:, :, : rows.shape[2]].flatten(1, 2))  # type: ignore[no-any-return]
 
 
 ROWS = (

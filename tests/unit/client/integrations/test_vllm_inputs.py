@@ -13,6 +13,7 @@ import torch
 from fake_service import model_message
 from vitwire import Embedding, Model, Report
 from vitwire.integrations.vllm import image_embeds, image_part, reference_part, video_part
+from vitwire.integrations.vllm.parts import unencoded_video_part
 from vitwire.integrations.vllm.tensors import TorchFile, torch_base64
 
 MODEL = Model.from_message(model_message())  # Qwen3-VL, 12 wide with 2 deepstack levels, merge size 2
@@ -33,7 +34,7 @@ def loaded(text: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("dtype", "kind"),
-    [("float32", torch.float32), ("float16", torch.float16), ("int64", torch.int64)],
+    [("float64", torch.float64), ("float32", torch.float32), ("float16", torch.float16), ("int64", torch.int64)],
 )
 @pytest.mark.parametrize("shape", [(3,), (2, 5), (0, 4)])
 def test_files_of_torch(dtype: str, kind: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -69,6 +70,22 @@ def test_reference_part() -> None:
         "video_grid_thw": [2, 4, 4],
         "timestamps": [0.5, 1.5],
     }
+
+
+def test_the_times_of_a_file_are_the_middles_of_its_groups_of_frames() -> None:
+    """And exact, as vLLM rounds them for the prompt: 1.45 in float32 would become 1.5 there, and 1.4 in float64."""
+    seconds = (0.0, 0.6, 1.2, 1.7, 2.3)
+    assert MODEL.group_seconds(seconds) == [0.3, 1.45, 2.3]
+    assert MODEL.group_seconds(()) == []
+    clip = embedding((3, 4, 4), 12, frame_seconds=seconds)
+    for each in (video_part(clip, MODEL), video_part(clip, MODEL, timestamps=[0.3, 1.45, 2.3])):
+        assert loaded(each["video_embeds"]["timestamps"]).tolist() == [0.3, 1.45, 2.3]
+    (times,) = image_embeds([clip], MODEL, modality="video")["video"]["timestamps"]
+    assert times.tolist() == [0.3, 1.45, 2.3]
+    given = image_embeds([clip], MODEL, modality="video", timestamps=[[1, 2, 3]])["video"]["timestamps"]
+    assert given[0].tolist() == [1, 2, 3]
+    late = unencoded_video_part(clip, MODEL, uuid="u")["video_embeds"]["video_embeds"]
+    assert b"".join(late).decode() == video_part(clip, MODEL)["video_embeds"]["video_embeds"]
 
 
 def test_offline_data() -> None:

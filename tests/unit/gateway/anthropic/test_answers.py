@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitwire_gateway.anthropic.answers import MessageEvents, error_of, message_of, translated_error
+from vitwire_gateway.anthropic.answers import MessageEvents, error_message_of, message_of, translated_error
 from vitwire_gateway.api_errors import ApiError
 
 Json = dict[str, Any]
@@ -87,7 +87,7 @@ def test_calls_with_broken_arguments_are_no_answer() -> None:
     ],
 )
 def test_errors_in_any_form(status: int, body: bytes, message: str) -> None:
-    assert translated_error(status, body) == error_of(status, message)
+    assert translated_error(status, body) == error_message_of(status, message)
 
 
 @given(st.lists(st.binary(max_size=40) | st.just(chunk(content="a")) | st.just(b"\ndata: ")), st.integers(1, 50))

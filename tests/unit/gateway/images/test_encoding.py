@@ -2,7 +2,8 @@
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from PIL import Image
 
 from fake_service import Fake, Running, model_message, serving
 from vitwire import AsyncClient, InvalidItem, Model
+from vitwire.v1 import encoder_pb2 as pb
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.images.encoding import Encoder, content_id_of
 from vitwire_gateway.images.image_files import ImageFile
@@ -97,6 +99,67 @@ async def test_a_server_that_prepares_nothing_is_named() -> None:
             with pytest.raises(ApiError, match="--decode-processes above 0") as caught:
                 await encoder.encode(file("PNG"))
     assert (caught.value.status, caught.value.code) == (502, "encoder_without_decoders")
+
+
+MP4 = ImageFile.of(b"\0\0\0\x18ftypmp42" + bytes(16), "video")
+
+
+class Storing(Remembering):
+    """Accepts each item, and stores it when `proceed` is set, with these seconds of frames in either answer."""
+
+    def __init__(self, accepted: Sequence[float], stored: Sequence[float]) -> None:
+        super().__init__()
+        self.proceed = threading.Event()
+        self._accepted, self._stored = accepted, stored
+
+    def GetModel(self, request, context):  # noqa: N802, ANN001, ANN201
+        message = super().GetModel(request, context)
+        message.limits.cached_bytes = 1
+        message.encodings.append(pb.ENCODING_MP4)
+        return message
+
+    def EncodeStream(self, request_iterator, context):  # noqa: N802, ANN001, ANN201
+        number = next(each.header.item for each in request_iterator if each.HasField("header"))
+        grid = pb.Grid(t=2, h=4, w=4)
+        accepted = pb.Accepted(grid=grid, tokens=8, frame_seconds=self._accepted)
+        yield pb.EncodeStreamResponse(item=number, accepted=accepted)
+        assert self.proceed.wait(30)
+        stored = pb.EmbeddingStored(data_type=pb.DATA_TYPE_BFLOAT16, shape=(8, 12))
+        report = pb.ItemReport(path=pb.PATH_EAGER, tokens=8, grid=grid, frame_seconds=self._stored)
+        yield pb.EncodeStreamResponse(item=number, stored=stored, report=report)
+
+
+@pytest.mark.parametrize("accepted", [(0.0, 0.5, 1.0, 1.5), ()])
+async def test_a_clip_is_referenced_once_its_times_are_known(accepted: Sequence[float]) -> None:
+    """Servers of before say them when it is stored."""
+    with serving(fake := Storing(accepted, (0.0, 0.5, 1.0, 1.5))) as running:
+        async with encoding(running) as encoder, encoder.storing():
+            task = asyncio.create_task(encoder.store(MP4))
+            await asyncio.wait([task], timeout=1.0)
+            assert task.done() == bool(accepted)
+            fake.proceed.set()
+            found = await task
+            assert (found.grid, found.frame_seconds) == ((2, 4, 4), (0.0, 0.5, 1.0, 1.5))
+
+
+async def test_a_clip_without_times_is_refused() -> None:
+    with serving(fake := Storing((), ())) as running:
+        fake.proceed.set()
+        async with encoding(running) as encoder, encoder.storing():
+            with pytest.raises(InvalidItem, match="does not say how many frames"):
+                await encoder.store(MP4)
+
+
+@pytest.mark.parametrize("content", [b"", b"ftyp", b"\0\0\0\x18free", file("PNG").content, b"\x1a\x45\xdf"])
+async def test_what_is_no_clip_is_not_sent(running: Running, content: bytes) -> None:
+    async with encoding(running) as encoder:
+        with pytest.raises(InvalidItem, match="neither an MP4 nor a WebM file"):
+            await encoder.media_type(ImageFile.of(content, "video"))
+        assert await encoder.media_type(MP4) == "video/mp4"
+
+
+def test_the_same_bytes_as_image_and_as_clip_are_two_contents() -> None:
+    assert ImageFile.of(MP4.content).digest != MP4.digest
 
 
 def test_content_ids_follow_from_what_decides_the_rows() -> None:

@@ -1,6 +1,8 @@
 """Chat requests: their images, what is put in their place, forms and data URIs."""
 
 import json
+import re
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,10 @@ from hypothesis import strategies as st
 from vitwire.integrations.vllm.tensors import TorchFile, torch_base64
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import parse
-from vitwire_gateway.openai.chat import Hole, cut, filled, images_of
-from vitwire_gateway.openai.chat_reading import decode_data_uri, parse_form, upload
+from vitwire_gateway.openai.chat import Hole, RequestForm, cut, filled, images_of
+from vitwire_gateway.openai.chat_reading import ChatLimits, chat_of, decode_data_uri, parse_form, upload
+
+WITH_CLIPS = RequestForm(partial(images_of, with_clips=True))
 
 
 def chat(*parts: Any) -> dict[str, Any]:
@@ -85,6 +89,76 @@ def test_what_is_no_image_is_left_to_the_engine(request_: dict[str, Any]) -> Non
     assert images_of(request_) == []
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "video_url", "video_url": {"url": "data:x"}},
+        {"type": "video_url", "video_url": "data:x", "uuid": "u"},
+        {"video_url": {"url": "data:x"}},
+        {"type": "text", "video_url": "data:x", "uuid": "u"},  # vLLM reads it as a clip
+    ],
+)
+def test_clips_are_found_in_every_form(part: dict[str, Any]) -> None:
+    (ref,) = images_of(chat({"type": "text", "text": "t"}, part), with_clips=True)
+    assert (ref.url, ref.param) == ("data:x", "messages[1].content[1].video_url")
+    assert images_of(chat(part)) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "param", "reason"),
+    [
+        ({"type": "video_url"}, "messages[1].content[0].video_url", "nothing"),
+        ({"video_url": {"url": 5}}, "messages[1].content[0].video_url.url", "string"),
+        ({"video_url": ["data:x"]}, "messages[1].content[0].video_url", 'expected {"url": "data:video/..."}, got list'),
+    ],
+)
+def test_malformed_clips_are_named(part: dict[str, Any], param: str, reason: str) -> None:
+    with pytest.raises(ApiError, match=re.escape(reason)) as caught:
+        images_of(chat(part), with_clips=True)
+    assert (caught.value.status, caught.value.code, caught.value.param) == (400, "invalid_clip_url", param)
+
+
+def test_nothing_of_a_part_can_take_the_place_of_its_embedding() -> None:
+    """vLLM reads the first of these fields that a part with a `uuid` has, and names its content by the `uuid`."""
+    others = {"image_pil": 1, "audio_embeds": "A", "video_embeds": "V", "image_embeds": "I", "uuid": "u", "kept": 1}
+    request = chat({"type": "video_url", "video_url": {"url": "data:x"}} | others)
+    pieces = cut(request, images_of(request, with_clips=True), "part")
+    changed = json.loads(b"".join(filled(pieces, [{"type": "video_embeds", "video_embeds": "mine", "uuid": "mine"}])))
+    (part,) = changed["messages"][1]["content"]
+    assert part == {"kept": 1, "type": "video_embeds", "video_embeds": "mine", "uuid": "mine"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mm_processor_kwargs": {"fps": 1}}, {"media_io_kwargs": {"video": {}}}, {"use_audio_in_video": True}],
+)
+def test_options_of_clips_are_refused(options: dict[str, Any]) -> None:
+    """They would silently have no effect."""
+    limits = ChatLimits(8, 100, "part", WITH_CLIPS)
+    clip = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,QUJD"}}
+    with pytest.raises(ApiError, match="by the rule of its model") as caught:
+        chat_of(json.dumps(chat(clip) | options).encode(), None, limits)
+    assert (caught.value.code, caught.value.param) == ("unsupported_option", next(iter(options)))
+    chat_of(json.dumps(chat(image("data:image/png;base64,QUJD")) | options).encode(), None, limits)
+    chat_of(json.dumps(chat(clip) | options).encode(), None, ChatLimits(8, 100, "part"))
+    chat_of(json.dumps(chat(clip) | {"mm_processor_kwargs": {}, "media_io_kwargs": None}).encode(), None, limits)
+    clip["video_url"] |= {"detail": None, "fps": 2}
+    with pytest.raises(ApiError) as caught:
+        chat_of(json.dumps(chat(image("data:,"), clip)).encode(), None, limits)
+    assert (caught.value.code, caught.value.param) == ("unsupported_option", "messages[1].content[1].video_url.fps")
+
+
+def test_one_url_may_be_of_an_image_and_of_a_clip() -> None:
+    url = "data:video/mp4;base64,QUJD"
+    parts = (image(url), {"type": "video_url", "video_url": {"url": url}}, image(url))
+    limits = ChatLimits(8, 100, "part", WITH_CLIPS)
+    request = chat_of(json.dumps(chat(*parts)).encode(), None, limits)
+    assert [place.source for place in request.places] == [0, 1, 0]
+    assert [source.modality for source in request.sources] == ["image", "video"]
+    with pytest.raises(ApiError, match="3 images and clips, the limit is 2"):
+        chat_of(json.dumps(chat(*parts)).encode(), None, limits._replace(max_images=2))
+
+
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"a": NaN}', b"\xff", b'"x"', b"[" * 100_000, b'{"a":' * 100_000])
 def test_invalid_json(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
@@ -119,12 +193,10 @@ def test_fields_of_the_image_stay_where_it_passes_on() -> None:
     assert changed["messages"][1]["content"] == [image({"url": "data:x", "detail": "low"})]
 
 
+_NAMES = ("messages", "content", "type", "image_url", "video_url", "url", "uuid", "x")
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.sampled_from(["messages", "content", "type", "image_url", "url", "uuid", "x"]), inner)
-    ),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(_NAMES), inner),
     max_leaves=30,
 )
 
@@ -134,12 +206,13 @@ JSON = st.recursive(
 def test_any_json_is_refused_or_kept(content: Any, other: Any) -> None:
     request = parse(json.dumps({"messages": [other, {"content": content}], "other": other}).encode())
     try:
-        refs = images_of(request)
+        refs = images_of(request, with_clips=True)
     except ApiError as error:
         assert (error.status, error.param is not None) == (400, True)
         return
     if refs:
-        assert images_of(rewritten(request, *({"type": "embeds"} for _ in refs))) == []
+        body = b"".join(filled(cut(request, refs, "part"), ({"type": "embeds"} for _ in refs)))
+        assert images_of(json.loads(body), with_clips=True) == []
 
 
 def test_numbers_that_json_has_not() -> None:

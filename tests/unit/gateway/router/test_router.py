@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from vitwire.cli._app import app
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.gateway_settings import RouterSettings
+from vitwire_gateway.router.conventions import error_of
 from vitwire_gateway.router.entrance import ApiKeys
 from vitwire_gateway.router.llm_engine import forwarded
 
@@ -61,6 +62,9 @@ def test_headers_of_one_connection_stay_there() -> None:
         ({"engine_url": "http://:8000"}, "--engine-url"),
         ({"cert": Path("c")}, "--cert"),
         ({"max_image_bytes": 2 << 30}, "--max-image-bytes"),
+        ({"no_engine": True, "mode": "inline"}, "--mode needs an engine"),
+        ({"no_engine": True, "engine_api_key_file": Path("k")}, "--engine-api-key-file needs an engine"),
+        ({"no_engine": True, "on_encoder_failure": "engine"}, "--on-encoder-failure engine needs an engine"),
     ],
 )
 def test_bad_settings(values: dict[str, Any], named: str) -> None:
@@ -73,6 +77,7 @@ def test_every_flag_is_an_environment_variable() -> None:
     for setting in fields(RouterSettings):
         assert f"--{setting.name.replace('_', '-')}" in flags
         assert f"VITWIRE_ROUTER_{setting.name.upper()}" in flags
+    assert "--no-no-" not in flags
 
 
 @pytest.mark.parametrize(
@@ -88,6 +93,8 @@ def test_every_flag_is_an_environment_variable() -> None:
         (["--engine-ca=/nowhere"], "/nowhere"),
         ([f"--engine-ca={__file__}"], "no certificates in PEM"),
         (["--token=\n"], "the token has characters"),
+        (["--otlp-endpoint=grpc://x"], "--otlp-endpoint 'grpc://x': expected host:port"),
+        (["--otlp-endpoint=x y"], "--otlp-endpoint"),
     ],
 )
 def test_wrong_flags_end_it_with_a_line(flags: list[str], reason: str) -> None:
@@ -96,13 +103,35 @@ def test_wrong_flags_end_it_with_a_line(flags: list[str], reason: str) -> None:
     assert reason in done.stderr
 
 
-def test_the_extra_is_named() -> None:
-    main = "import sys; sys.modules['starlette'] = None; from vitwire.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", main, "router"], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(
+    ("missing", "flags", "extra"), [("starlette", [], "router"), ("opentelemetry", ["--otlp-endpoint=x:1"], "otlp")]
+)
+def test_the_extra_is_named(missing: str, flags: list[str], extra: str) -> None:
+    main = f"import sys; sys.modules['{missing}'] = None; from vitwire.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", main, "router", *flags], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (
         1,
-        "vitwire: starlette is not installed; in a checkout of Vitwire: pip install '.[router]'\n",
+        f"vitwire: {missing} is not installed; in a checkout of Vitwire: pip install '.[{extra}]'\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome", "error"),
+    [
+        (200, "done", ("", False)),
+        (404, "done", ("404", False)),
+        (503, "done", ("503", True)),
+        (429, "router_overloaded", ("router_overloaded", False)),
+        (504, "images_timeout", ("images_timeout", True)),
+        (200, "engine_failed", ("engine_failed", True)),
+        (0, "client disconnected", ("client_disconnected", False)),
+        (200, "client disconnected", ("client_disconnected", False)),
+        (0, "cut off by shutdown", ("cut_off_by_shutdown", True)),
+        (500, "internal error", ("internal_error", True)),
+    ],
+)
+def test_the_error_of_a_span_is_the_callers_or_not(status: int, outcome: str, error: tuple[str, bool]) -> None:
+    assert error_of(status, outcome) == error
 
 
 def test_a_taken_port_and_a_misspelt_variable_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

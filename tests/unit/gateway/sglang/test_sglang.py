@@ -5,6 +5,7 @@ import base64
 import io
 import os
 import pickle
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +17,8 @@ import torch
 from PIL import Image
 from smg_grpc_proto import sglang_encoder_pb2 as pb
 
-from fake_service import Fake, serving
-from vitwire import AsyncClient, Embedding, Report
+from fake_service import Fake, model_message, serving
+from vitwire import AsyncClient, Embedding, Model, Report
 from vitwire.integrations.sglang import expanded, precomputed
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.fairness import Caller
@@ -35,7 +36,7 @@ from vitwire_gateway.sglang.posted import (
     part_of_message,
     registration_of_json,
 )
-from vitwire_gateway.sglang.pushing import Pusher, embedding_header, error_header
+from vitwire_gateway.sglang.pushing import Pusher, embedding_header, error_header, times_of
 from vitwire_gateway.sglang.receivers import Receivers
 from vitwire_gateway.workers import Workers
 
@@ -75,7 +76,7 @@ def test_options_that_do_not_change_pixels_are_ignored_and_others_refused() -> N
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"modality": "VIDEO"}, "modality: this encoder takes images only, got 'VIDEO'"),
+        ({"modality": "AUDIO"}, "modality: this encoder takes images and clips only, got 'AUDIO'"),
         ({"modality": 1}, "modality: expected a string, got int"),
         ({"req_id": ""}, "req_id: expected 1 to 512 characters, got 0"),
         ({"req_id": None}, "req_id: expected a string, got NoneType"),
@@ -84,7 +85,7 @@ def test_options_that_do_not_change_pixels_are_ignored_and_others_refused() -> N
         ({"num_parts": 10**30}, "num_parts: expected 1 to 1024"),
         ({"part_idx": 2}, "part_idx: expected 0 to 1, got 2"),
         ({"part_idx": -1}, "part_idx: expected 0 to 1, got -1"),
-        ({"mm_items": []}, "mm_items: expected at least one image, got none"),
+        ({"mm_items": []}, "mm_items: expected at least one image or clip, got none"),
         ({"mm_items": None}, r"mm_items\[0\]: expected a URL or base64, got NoneType"),
         ({"mm_items": [["aGk="]]}, r"mm_items\[0\]: expected a URL or base64, got list"),
         ({"mm_items": [{"url": 5}]}, r"mm_items\[0\]: expected a URL or base64, got int"),
@@ -126,7 +127,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         known = {
             ("sglang.srt.disaggregation.encoder.receiver", "EmbeddingData"): SimpleNamespace,
-            ("sglang.srt.multimodal.modality", "Modality"): lambda value: {1: "IMAGE"}[value],
+            ("sglang.srt.multimodal.modality", "Modality"): lambda value: {1: "IMAGE", 2: "VIDEO"}[value],
             ("torch", "bfloat16"): torch.bfloat16,
         }
         return known[module, name]
@@ -139,6 +140,22 @@ def test_a_header_unpickles_to_the_attributes_that_sglang_reads() -> None:
         "grid_dim": [[1, 4, 6], [1, 2, 2]], "shape": [7, 192], "embedding": None, "send_time": None, "_mr_ptr": None,
         "error_msg": None, "error_code": None,
     }  # fmt: skip
+
+
+def test_a_header_of_clips_has_the_times_of_their_frames() -> None:
+    part = part_of_json(JSON | {"modality": "VIDEO"})
+    clips = [(0.0, 0.6, 1.2, 1.7, 2.3), (0.0,)]
+    for kind, times in (
+        ("qwen3_vl", {"video_timestamps": [[0.3, 1.45, 2.3], [0.0]]}),
+        ("qwen2_5_vl", {"second_per_grid_ts": [pytest.approx(1.15), 1.0]}),
+    ):
+        model = replace(Model.from_message(model_message()), model_type=kind)
+        grids = [(3, 4, 6), (1, 2, 2)]
+        header = embedding_header(part, grids, (19, 192), "bfloat16", times_of(model, clips))
+        found = vars(_Unpickler(io.BytesIO(header)).load())
+        assert found["modality"] == "VIDEO"
+        assert {name: found[name] for name in found if name in ("video_timestamps", "second_per_grid_ts")} == times
+    assert _Unpickler(io.BytesIO(error_header(part, "m", HTTPStatus.BAD_REQUEST))).load().modality == "VIDEO"
 
 
 def test_an_error_header_has_message_and_status() -> None:
@@ -256,7 +273,7 @@ def test_only_files_in_allowed_folders_are_read(folder: Path) -> None:
     content = (folder / "in.png").read_bytes()
     assert found.read(str(folder / "in.png")) == found.read(f"file://{folder}/in.png") == content
     for name in ("../out.png", "link.png"):
-        with pytest.raises(ApiError, match="not in a folder that images may be read from"):
+        with pytest.raises(ApiError, match="not in a folder that files may be read from"):
             found.read(f"file://{folder / name}")
     for name in ("pipe.png", "absent.png", ".", "a\x00.png"):
         with pytest.raises(ApiError, match="the file cannot be read"):

@@ -1,0 +1,202 @@
+"""Requests for embeddings in OpenAI's and Cohere's form: their images, and what is asked for. Pure functions."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from vitwire_gateway.api_errors import invalid
+from vitwire_gateway.bodies import Json, model_of, parse
+from vitwire_gateway.openai.chat import images_of
+from vitwire_gateway.openai.chat_reading import ChatLimits, Named, Place, Source, parse_form, sources_of
+
+_MAX_DIMENSIONS = 1 << 31
+_NO_TEXT = "Vitwire embeds images, no text: use the text encoder of the same checkpoint"
+_NEUTRAL: Mapping[str, Sequence[object]] = {
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "mm_processor_kwargs": ({},),
+}
+"""vLLM's options of embeddings, with the values that have no effect here."""
+_COHERE_TYPES = ("float", "base64", "binary", "ubinary")
+
+
+class Asked(NamedTuple):
+    """What a request asks for."""
+
+    types: Sequence[str]
+    """Forms of the vectors in the answer: float, base64; of Cohere also binary and ubinary."""
+    dimensions: int | None = None
+    """Length to cut vectors to."""
+    normalize: bool | None = None
+    """None: if the model has one vector per image."""
+
+
+class EmbeddingRequest(NamedTuple):
+    """A request for embeddings that has been read."""
+
+    asked: Asked
+    places: Sequence[Place]
+    """Of its images, in order."""
+    sources: Sequence[Source]
+    """Each once."""
+    model: str = ""
+    """As the request names it, cut to 256 characters."""
+
+    @classmethod
+    def of(cls, answer: Sequence[Any]) -> "EmbeddingRequest":
+        """The request as a worker sends it."""
+        asked, places, sources, model = answer
+        return cls(Asked(*asked), [Place(*each) for each in places], [Source(*each) for each in sources], model)
+
+
+def openai_request(body: bytes, form: str | None, limits: ChatLimits, *, has_engine: bool) -> EmbeddingRequest | None:
+    """The request in a body in OpenAI's form; `form` is the type of a form. Raises ApiError.
+
+    None if it is the engine's, as it has text.
+    """
+    if has_engine and form is None and not (b"image" in body or b"data:" in body):
+        return None  # whatever it is: an image's URL, its part or the modality have one of these
+    request, files = _opened(body, form, limits)
+    if has_engine and form is None and not _is_of_images(request):
+        return None
+    found = _of_messages(request) if request.get("messages") is not None else _of_input(request)
+    for name, values in _NEUTRAL.items():
+        if request.get(name) not in (None, *values):
+            raise invalid(f"only {values[0]!r} is supported", name)
+    encoding = _choice(request, "encoding_format", ("float", "base64"))
+    normalize = request.get("normalize")
+    if not isinstance(normalize, bool | None):
+        raise invalid("expected true or false", "normalize")
+    asked = Asked((encoding,), _dimensions(request, "dimensions"), normalize)
+    return EmbeddingRequest(asked, *sources_of(found, files, limits, "input"), model_of(request))
+
+
+def cohere_request(body: bytes, form: str | None, limits: ChatLimits) -> EmbeddingRequest:
+    """The request in a body in Cohere's form; `form` is the type of a form. Raises ApiError."""
+    request, files = _opened(body, form, limits)
+    found = list(_of_cohere(request))
+    types = request.get("embedding_types") or ["float"]
+    if not isinstance(types, list) or not all(isinstance(each, str) for each in types):
+        raise invalid("expected a list of strings", "embedding_types")
+    for each in dict.fromkeys(types):
+        if each in ("int8", "uint8"):
+            text = f"{each} needs ranges that Cohere calibrates for each of its models; this model has none"
+            raise invalid(text, "embedding_types")
+        if each not in _COHERE_TYPES:
+            raise invalid(f"expected {', '.join(_COHERE_TYPES)}, got {each[:32]!r}", "embedding_types")
+    asked = Asked(tuple(dict.fromkeys(types)), _dimensions(request, "output_dimension"))
+    return EmbeddingRequest(asked, *sources_of(found, files, limits, "images"), model_of(request))
+
+
+def _opened(body: bytes, form: str | None, limits: ChatLimits) -> tuple[Json, Mapping[str, bytes]]:
+    content, files = (body, {}) if form is None else parse_form(form, body, limits.max_images)
+    return parse(content), files
+
+
+def _is_of_images(request: Json) -> bool:
+    """True for a request that an engine is not asked for."""
+    if request.get("modality") is not None:
+        return bool(request["modality"] == "image")
+    if request.get("messages") is not None:
+        parts = list(_parts(request["messages"]))
+        return bool(parts) and all(_is_image(part) for _, part in parts)
+    inputs = request.get("input")
+    inputs = inputs if isinstance(inputs, list) else [inputs]
+    return any(isinstance(each, str) and each[:5].lower() == "data:" for each in inputs)
+
+
+def _of_input(request: Json) -> list[Named]:
+    if request.get("modality") not in (None, "image"):
+        raise invalid(f"expected 'image'; {_NO_TEXT}", "modality")
+    inputs = request.get("input")
+    if isinstance(inputs, list):
+        found = [(f"input[{number}]", each) for number, each in enumerate(inputs)]
+    else:
+        found = [("input", inputs)]
+    return _checked(found, "input")
+
+
+def _of_messages(request: Json) -> list[Named]:
+    """The image of a conversation, which has one embedding."""
+    for param, part in _parts(request["messages"]):
+        if not _is_image(part):
+            raise invalid(_NO_TEXT, param)
+    found = images_of(request)
+    if len(found) != 1:
+        text = f"a conversation has one embedding, and this one has {len(found)} images: send them as `input`"
+        raise invalid(text, "messages")
+    return _checked([(each.param, each.url) for each in found], "messages")
+
+
+def _parts(messages: object) -> Iterator[tuple[str, object]]:
+    """The content parts of a conversation, and their names in errors; a content without parts is one."""
+    for number, message in enumerate(messages if isinstance(messages, list) else ()):
+        content = message.get("content") if isinstance(message, dict) else message
+        if not isinstance(content, list):
+            yield f"messages[{number}].content", content
+            continue
+        for position, part in enumerate(content):
+            yield f"messages[{number}].content[{position}]", part
+
+
+def _is_image(part: object) -> bool:
+    return isinstance(part, dict) and "image_url" in part and "text" not in part
+
+
+def _of_cohere(request: Json) -> list[Named]:
+    if request.get("texts"):
+        raise invalid(_NO_TEXT, "texts")
+    images, inputs = request.get("images"), request.get("inputs")
+    if bool(images) == bool(inputs):
+        raise invalid("expected either `images` or `inputs`", "images")
+    field, values = ("images", images) if images else ("inputs", inputs)
+    if not isinstance(values, list):
+        raise invalid("expected a list", field)
+    if images:
+        return _checked([(f"images[{number}]", each) for number, each in enumerate(values)], field)
+    return _checked([_of_content(each, f"inputs[{number}].content") for number, each in enumerate(values)], field)
+
+
+def _of_content(value: object, param: str) -> tuple[str, object]:
+    """The image of one of Cohere's inputs."""
+    parts = value.get("content") if isinstance(value, dict) else None
+    if not isinstance(parts, list) or not parts:
+        raise invalid('expected [{"type": "image_url", "image_url": {"url": ...}}]', param, "invalid_image_url")
+    for number, part in enumerate(parts):
+        if not _is_image(part):
+            raise invalid(_NO_TEXT, f"{param}[{number}]")
+    if len(parts) != 1:
+        raise invalid(f"an input has one embedding, and this one has {len(parts)} images", param)
+    image = parts[0]["image_url"]
+    return f"{param}[0].image_url", image.get("url") if isinstance(image, dict) else image
+
+
+def _checked(found: Sequence[tuple[str, object]], field: str) -> list[Named]:
+    """Images that have a URL of a known kind. Raises ApiError for texts, and if there are none."""
+    urls = []
+    for param, url in found:
+        if not isinstance(url, str):
+            raise invalid(f"expected a data URI or URL of an image; {_NO_TEXT}", param, "invalid_image_url")
+        if url[:8].partition(":")[0].lower() not in ("data", "http", "https", "upload"):
+            raise invalid(f"neither a data URI nor a URL of an image; {_NO_TEXT}", param, "invalid_image_url")
+        urls.append(Named(param, url))
+    if not urls:
+        raise invalid("there are no images", field)
+    return urls
+
+
+def _choice(request: Json, name: str, choices: Sequence[str]) -> str:
+    value = request.get(name)
+    if value is None:
+        return choices[0]
+    if not isinstance(value, str) or value not in choices:
+        raise invalid(f"expected {' or '.join(choices)}", name)
+    return value
+
+
+def _dimensions(request: Json, name: str) -> int | None:
+    value = request.get(name)
+    if value is None:
+        return None
+    if type(value) is not int or not 0 < value < _MAX_DIMENSIONS:
+        raise invalid("expected a positive integer", name)
+    return value

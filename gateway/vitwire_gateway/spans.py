@@ -1,0 +1,66 @@
+"""The span of the current request, in which every part of the gateway records its stages.
+
+Without `--otlp-endpoint` there is none, and OpenTelemetry is not imported.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+
+Attributes = Mapping[str, str | int | float | bool]
+Note = Callable[[Attributes], None]
+"""Adds attributes to a span."""
+
+_MAX_TEXT = 256
+_NONE: Attributes = {}
+
+
+class Span(Protocol):
+    """The span of a request, until `end`."""
+
+    def stage(self, name: str, attributes: Attributes, *, is_call: bool) -> AbstractContextManager[Note]:
+        """A span within the task's current one, for the time of the block. An error in it is recorded by its kind."""
+        ...
+
+    def headers(self) -> dict[str, str]:
+        """W3C headers that make the task's current span a parent in another service."""
+        ...
+
+    def end(self, name: str, attributes: Attributes, error: str, *, is_fault: bool) -> None:
+        """`name` replaces the first one; `error` is the kind of error, empty for none. `is_fault`: not the caller's."""
+        ...
+
+
+class Spans(Protocol):
+    """Opens the spans of requests."""
+
+    def begin(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> Span:
+        """The span of a request of this task, in the trace of `headers` (W3C)."""
+        ...
+
+
+SPAN: ContextVar[Span | None] = ContextVar("span", default=None)
+"""Of the request that the current task belongs to."""
+
+
+@contextmanager
+def stage(name: str, attributes: Attributes = _NONE, *, is_call: bool = False) -> Iterator[Note]:
+    """A stage of the current request. `is_call`: a request to another service."""
+    span = SPAN.get()
+    if span is None:
+        yield lambda _: None
+        return
+    with span.stage(name, attributes, is_call=is_call) as note:
+        yield note
+
+
+def trace_headers() -> dict[str, str]:
+    """W3C headers with the current span as parent; empty if the gateway does not trace."""
+    span = SPAN.get()
+    return span.headers() if span else {}
+
+
+def short(text: str) -> str:
+    """A caller's text as an attribute: at most 256 characters, all valid in UTF-8."""
+    return text[:_MAX_TEXT].encode(errors="replace").decode()
