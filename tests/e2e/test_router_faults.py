@@ -185,8 +185,9 @@ def test_a_client_that_leaves_cancels_the_encoder(proxy: RouterProcess, fake: Fa
     seen: list[grpc.ServicerContext] = []
 
     def wait(context: grpc.ServicerContext) -> None:
-        seen.append(context)
-        until(lambda: not context.is_active())
+        if fake.methods[-1] != "GetModel":  # which other requests may wait for too
+            seen.append(context)
+            until(lambda: not context.is_active())
 
     fake.before = wait
     with leaving(proxy, request_body("tiny", picture(seed=5))):
