@@ -11,7 +11,7 @@ import torch
 from bench.models import preprocessing
 from bench.stopwatch import Row, Stopwatch
 
-from vitwire_server.core.budgets import Budget, Ladder, with_shorter
+from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import Embedding, Item, total
 from vitwire_server.runtime.attention.selection import Selection
@@ -108,7 +108,7 @@ def ladder_of(tower: Tower, batches: Collection[Sequence[Item]], choice: Selecti
         )
     ladder = Ladder(tuple(sorted(budgets.values())))
     if choice:
-        ladder = with_shorter(ladder, choice.shorter, merge=tower.geometry.merge)
+        ladder = choice.completed(ladder, merge=tower.geometry.merge)
     loads = [(total([item.footprint for item in batch]), len(batch)) for batch in batches]
     return Ladder(tuple(sorted({fitting for load in loads if (fitting := ladder.smallest_fitting(*load))})))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from reference import Array, norm_error
-from vitwire_server.core.budgets import Budget, Ladder, with_shorter
+from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.geometries import MarginGeometry
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Embedding, Item, Modality, Pixels, total
@@ -90,7 +90,7 @@ class Rig:
         recorder: Recorder = CudaRecorder(streams.compute) if isinstance(streams, CudaStreams) else SimulatedRecorder()
         ladder = Ladder(tuple(_budgets(tower, sizes)))
         if attention:
-            ladder = with_shorter(ladder, attention.shorter, merge=tower.geometry.merge)
+            ladder = attention.completed(ladder, merge=tower.geometry.merge)
         graphs = GraphSet(tower, ladder, wrap(recorder))
         modalities = checkpoint.preprocessing()
         stager = Stager(tower.geometry, modalities, device)

@@ -74,7 +74,7 @@ def budget(tokens: int, *, merge: int, max_items: int, max_frames: int) -> Budge
     """A budget of `tokens` with default limits for its size.
 
     A segment may fill the whole budget, so that one large image fits, up to a size at which attention alone keeps the
-    device busy and a graph gains nothing (docs/performance/qwen-towers.md). Empty slots cost time in attention
+    device busy (docs/performance/qwen-towers.md); `with_longer` adds the others. Empty slots cost time in attention
     kernels, so there is one slot per 16 tokens, and at least eight.
     """
     segments = min(max_frames, max(_FEWEST_SEGMENTS, tokens // _TOKENS_PER_SEGMENT))
@@ -84,6 +84,16 @@ def budget(tokens: int, *, merge: int, max_items: int, max_frames: int) -> Budge
         max_segments=segments,
         max_segment_patches=min(tokens * merge * merge, _LONGEST),
     )
+
+
+def with_longer(ladder: Ladder, *, merge: int) -> Ladder:
+    """The ladder, and budgets of as many tokens whose one segment may be as long as the whole budget."""
+    added = {
+        replace(budget, max_segment_patches=budget.tokens * merge * merge)
+        for budget in ladder
+        if budget.max_segment_patches == _LONGEST < budget.tokens * merge * merge
+    }
+    return Ladder(tuple(sorted({*ladder, *added})))
 
 
 def with_shorter(ladder: Ladder, shorter: Callable[[int], Iterable[int]], *, merge: int) -> Ladder:

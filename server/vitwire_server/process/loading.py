@@ -10,7 +10,7 @@ import torch
 
 from vitwire_server.config.service_flags import MAX_MESSAGE_BYTES, DeliverySettings
 from vitwire_server.config.settings import ServeSettings, UsageError
-from vitwire_server.core.budgets import Budget, Ladder, with_shorter
+from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.costs import ASSUMED, ASSUMED_ON_HOST
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import DType, Item, Modality
@@ -120,8 +120,10 @@ def load_model(
     attention, streams = computing.attention, computing.streams
     bounds = bounds_of(settings, tower)
     ladder, recorder = default_ladder(settings, bounds, tower, mode), recorder_of(mode, streams)
-    shorter = attention.shorter if attention else lambda _: ()
-    completed = partial(with_shorter, shorter=shorter, merge=tower.geometry.merge)
+
+    def completed(ladder: Ladder) -> Ladder:
+        return attention.completed(ladder, merge=tower.geometry.merge) if attention else ladder
+
     learning = beginning(settings, bounds, tower, checkpoint.folder, computing.fingerprint, ladder)
     with compiled_blocks(tower) if settings.compile == "on" and mode == "cuda" else nullcontext():
         graphs, taken = capture_ladder(tower, completed(learning.ladder if learning else ladder), recorder, metrics)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from vitwire_server.core.budgets import Ladder, with_longer, with_shorter
 from vitwire_server.runtime.attention.backends import BACKENDS, segment_sdpa
 from vitwire_server.runtime.graphs import CudaRecorder
 from vitwire_server.runtime.kernels.operands import Attend, Segments
@@ -73,6 +74,15 @@ class Selection:
         below = [(most, one.name) for one, (most, _) in zip(self.bands, _BANDS, strict=True) if most < longest]
         steps = pairwise([*below, (longest, self.at(longest).name)])
         return [most for (most, name), (_, longer) in steps if name != longer]
+
+    def completed(self, ladder: Ladder, *, merge: int) -> Ladder:
+        """The ladder with budgets for short segments that are attended faster, and for the longest on a GPU.
+
+        Segments so long that ours would attend to them are left out: torch's dense attention is faster, eagerly.
+        """
+        if self.at(sys.maxsize).name not in ("triton", "sdpa"):
+            ladder = with_longer(ladder, merge=merge)
+        return with_shorter(ladder, self.shorter, merge=merge)
 
     @property
     def name(self) -> str:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from vitwire_server.core.budgets import Ladder, budget
 from vitwire_server.runtime import devices
 from vitwire_server.runtime.attention import backends as known
 from vitwire_server.runtime.attention.backends import BACKENDS, segment_sdpa
@@ -117,6 +118,21 @@ def test_another_backend_for_shorter_segments_asks_for_a_budget_of_its_own() -> 
     assert Selection((short, long, long, longest), "").shorter(1024) == [128]
     assert Selection((short, long, short, short), "").shorter(8192) == [128, 256], "though it attends as the longest"
     assert Selection.only(long, "").shorter(8192) == []
+
+
+def test_segments_beyond_8192_patches_have_graphs_unless_dense_attention_is_faster() -> None:
+    short, long = (LoadedBackend(name, refusing) for name in ("triton", "fa4"))
+    ladder = Ladder(tuple(budget(size, merge=2, max_items=64, max_frames=512) for size in (2048, 2560, 4096)))
+
+    def lengths(selection: Selection) -> list[tuple[int, int]]:
+        return [(each.tokens, each.max_segment_patches) for each in selection.completed(ladder, merge=2)]
+
+    assert lengths(Selection.only(short, "")) == [(2048, 8192), (2560, 8192), (4096, 8192)]
+    assert lengths(Selection.only(long, "")) == [
+        (2048, 8192), (2560, 8192), (2560, 10240), (4096, 8192), (4096, 16384),
+    ]  # fmt: skip
+    both = lengths(Selection((short, short, long, long), ""))
+    assert both[-3:] == [(4096, 256), (4096, 8192), (4096, 16384)]
 
 
 DEVICES = {(7, 5): (40, 64), (8, 0): (108, 163), (8, 6): (84, 99), (8, 9): (128, 99), (9, 0): (132, 227)}
