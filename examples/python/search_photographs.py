@@ -24,12 +24,16 @@ def vectors(client: OpenAI, files: Sequence[Path]) -> npt.NDArray[np.float32]:
     """A vector of length 1 for each photograph, `(photographs, columns)`."""
     uris = ["data:image/jpeg;base64," + base64.b64encode(file.read_bytes()).decode() for file in files]
     answer = client.embeddings.create(model="any", input=uris)
+    if "shape" in (answer.data[0].model_extra or {}):
+        sys.exit("each photograph has several vectors: start the encoder with --pooling")
     return np.array([each.embedding for each in answer.data], np.float32)
 
 
 def main(base_url: str, folder: str, query: str) -> None:
     """Print the five photographs with the highest cosine similarity."""
     files = sorted(path for path in Path(folder).iterdir() if path.suffix.lower() in SUFFIXES)
+    if not files:
+        sys.exit(f"{folder} has no photographs ({', '.join(SUFFIXES)})")
     with OpenAI(base_url=base_url, api_key="-") as client:
         wanted = vectors(client, [Path(query)])
         index = faiss.IndexFlatIP(wanted.shape[1])  # of vectors of length 1, the inner product is the cosine
@@ -41,4 +45,6 @@ def main(base_url: str, folder: str, query: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit("usage: search_photographs.py BASE_URL FOLDER QUERY")
     main(*sys.argv[1:])

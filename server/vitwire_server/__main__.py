@@ -209,7 +209,8 @@ def _demo_checkpoint(words: list[str]) -> int:
     from pathlib import Path  # noqa: PLC0415 - as above
 
     parser = argparse.ArgumentParser("vitwire-server demo-checkpoint", description="Write a tiny VLM in hub layout.")
-    parser.add_argument("--model-type", required=True, help="model_type of config.json, such as qwen3_vl")
+    help_of_type = "model_type of config.json: one of docs/models.md, such as qwen3_vl or clip"
+    parser.add_argument("--model-type", required=True, help=help_of_type)
     parser.add_argument("--out", required=True, type=Path, help="directory to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
     options = parser.parse_args(words)

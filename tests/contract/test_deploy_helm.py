@@ -123,7 +123,13 @@ def test_wrong_values_are_refused(values: Mapping[str, Any], reason: str) -> Non
 def test_further_values_reach_the_pod() -> None:
     values = {
         "image": {"repository": "registry.example/vitwire", "tag": "next", "pullSecrets": [{"name": "registry"}]},
-        "settings": {"BUDGETS": "learn", "STATE_DIR": "/cache/state", "MAX_QUEUED_ITEMS": 512},
+        "settings": {
+            "BUDGETS": "learn",
+            "STATE_DIR": "/cache/state",
+            "MAX_QUEUED_ITEMS": 512,
+            "CACHE_BYTES": 8e9,
+            "PRECISION_FLOOR": 0.99,
+        },
         "nodeSelector": {"nvidia.com/mig.config": "all-1g.10gb"},
         "priorityClassName": "serving",
         "runtimeClassName": "nvidia",
@@ -141,6 +147,8 @@ def test_further_values_reach_the_pod() -> None:
     settings = documents["ConfigMap"]["data"]
     assert settings["VITWIRE_BUDGETS"] == "learn"
     assert settings["VITWIRE_MAX_QUEUED_ITEMS"] == "512"
+    assert settings["VITWIRE_CACHE_BYTES"] == "8000000000", "not 8e+09, as Helm writes large numbers"
+    assert settings["VITWIRE_PRECISION_FLOOR"] == "0.99"
     assert settings["VITWIRE_DEVICE"] == "cuda", "defaults stay"
 
 

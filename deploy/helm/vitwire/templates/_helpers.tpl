@@ -74,6 +74,9 @@ scaleDown:
 {{- $_ := set $fixed "OTLP_ENDPOINT" .Values.tracing.endpoint }}
 {{- end }}
 {{- range $name, $value := merge (deepCopy .Values.settings) $fixed }}
+{{- if and (kindIs "float64" $value) (eq $value (floor $value)) }}
+{{- $value = printf "%.0f" $value }}
+{{- end }}
 VITWIRE_{{ $name }}: {{ $value | toString | quote }}
 {{- end }}
 {{- end }}
