@@ -27,12 +27,12 @@ from vitwire_gateway.images.encoding import Encoder, Recent
 from vitwire_gateway.images.fetching import Fetcher
 from vitwire_gateway.listening import configured, listening
 from vitwire_gateway.metrics import Metrics
-from vitwire_gateway.openai.content_parts import Images, dialect_of, mode_of
+from vitwire_gateway.requests.content_parts import Images, dialect_of, mode_of
+from vitwire_gateway.router.apis import embedding_apis, image_apis
 from vitwire_gateway.router.endpoint import Endpoint, Exchange, RouteName
 from vitwire_gateway.router.entrance import Admission, Ticket, read_keys
-from vitwire_gateway.router.image_apis import image_apis
 from vitwire_gateway.router.llm_engine import Engine
-from vitwire_gateway.router.routing import Router, embedding_forms
+from vitwire_gateway.router.routing import Router
 from vitwire_gateway.spans import Spans
 from vitwire_gateway.workers import Workers, memory_for
 
@@ -56,7 +56,7 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
     )
     engine, fetcher = Engine(settings), Fetcher(settings)
     memory = memory_for(settings.max_image_pixels, settings.max_body_bytes)
-    workers = Workers("vitwire_gateway.openai.chat_reading", memory)
+    workers = Workers("vitwire_gateway.requests.request_reading", memory)
     encoder = Encoder(client, workers, settings.max_image_pixels, settings.max_encoding, settings.encoder_wait)
     images = Images(settings, encoder, fetcher, dialect_of(settings), metrics)
     engine_key = read_keys(settings.engine_api_key_file)[0] if settings.engine_api_key_file else None
@@ -93,16 +93,16 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
     def endpoint(route: RouteName, answer: Callable[[Exchange, Ticket], Awaitable[None]]) -> Endpoint:
         return Endpoint(route, answer, settings, admission, metrics, spans)
 
-    forms = embedding_forms(has_engine=not settings.no_engine)
-    apis = [] if settings.no_engine else image_apis(settings)
+    in_engine = [] if settings.no_engine else image_apis(settings)
+    embeddings = embedding_apis(has_engine=not settings.no_engine)
     proxied = router.without_engine if settings.no_engine else router.proxied
     routes = [
         Route("/health", health),
         Route("/healthz", health),
         Route("/livez", alive),
         Route("/metrics", page),
-        *(Route(api.path, endpoint(api.name, partial(router.with_images, api))) for api in apis),
-        *(Route(path, endpoint("embeddings", partial(router.embeddings, form))) for path, form in forms.items()),
+        *(Route(api.path, endpoint(api.name, partial(router.with_images, api))) for api in in_engine),
+        *(Route(api.path, endpoint("embeddings", partial(router.embeddings, api))) for api in embeddings),
         Route("/{path:path}", endpoint("proxied", proxied)),
     ]
     app = Starlette(routes=routes, lifespan=lifespan)

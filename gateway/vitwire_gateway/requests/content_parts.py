@@ -19,8 +19,8 @@ from vitwire_gateway.images.encoding import Encoded, Encoder
 from vitwire_gateway.images.fetching import Fetcher, Hold
 from vitwire_gateway.images.image_files import ImageFile
 from vitwire_gateway.metrics import Metrics
-from vitwire_gateway.openai.chat import Hole
-from vitwire_gateway.openai.chat_reading import Source, WithImages
+from vitwire_gateway.requests.filling import Hole
+from vitwire_gateway.requests.image_sources import RequestImages, Source
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -146,7 +146,7 @@ class Images:
         encoder = self.encoder.serving(caller, metadata)
         return replace(self, encoder=encoder, hold=hold, dialect=dialect or self.dialect)
 
-    async def load(self, request: WithImages) -> Loaded:
+    async def load(self, request: RequestImages) -> Loaded:
         """The files of a request. Raises ApiError."""
         until = asyncio.get_running_loop().time() + self.settings.encode_seconds
         params: dict[int, str] = {}
