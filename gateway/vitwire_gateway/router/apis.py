@@ -18,7 +18,7 @@ from vitwire_gateway.embeddings.embedding_answers import (
 from vitwire_gateway.embeddings.embedding_requests import Asked, EmbeddingRequest, cohere_request, openai_request
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.openai import chat, responses
-from vitwire_gateway.requests.content_parts import Api, Dialect, dialect_of
+from vitwire_gateway.requests.dialects import Api, Dialect, dialect_of
 from vitwire_gateway.requests.image_refs import ImageRef
 from vitwire_gateway.requests.request_reading import RequestForm
 

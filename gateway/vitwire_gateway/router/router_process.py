@@ -27,7 +27,8 @@ from vitwire_gateway.images.encoding import Encoder, Recent
 from vitwire_gateway.images.fetching import Fetcher
 from vitwire_gateway.listening import configured, listening
 from vitwire_gateway.metrics import Metrics
-from vitwire_gateway.requests.content_parts import Images, dialect_of, mode_of
+from vitwire_gateway.requests.content_parts import Images
+from vitwire_gateway.requests.dialects import mode_of
 from vitwire_gateway.router.apis import embedding_apis, image_apis
 from vitwire_gateway.router.endpoint import Endpoint, Exchange, RouteName
 from vitwire_gateway.router.entrance import Admission, Ticket, read_keys
@@ -58,20 +59,11 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
     memory = memory_for(settings.max_image_pixels, settings.max_body_bytes)
     workers = Workers("vitwire_gateway.requests.request_reading", memory)
     encoder = Encoder(client, workers, settings.max_image_pixels, settings.max_encoding, settings.encoder_wait)
-    images = Images(settings, encoder, fetcher, dialect_of(settings), metrics)
+    images = Images(settings, encoder, fetcher, metrics)
     engine_key = read_keys(settings.engine_api_key_file)[0] if settings.engine_api_key_file else None
     router = Router(settings, metrics, engine, images, bool(admission.keys or engine_key), engine_key)
 
-    async def readiness() -> dict[str, str]:
-        probe = encoder.probe(_PROBE_SECONDS, needs_cache=settings.mode == "reference")
-        if settings.no_engine:
-            of_encoder = await probe
-            return {"status": "ready" if of_encoder == "SERVING" else "not ready", "encoder": of_encoder}
-        of_encoder, of_engine = await asyncio.gather(probe, engine.probe())
-        status = "ready" if of_encoder == "SERVING" and of_engine == "ok" else "not ready"
-        return {"status": status, "encoder": of_encoder, "engine": of_engine}
-
-    recent = Recent(readiness, _KEPT_SECONDS)
+    recent = Recent(partial(_readiness, settings, encoder, engine), _KEPT_SECONDS)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
@@ -108,6 +100,17 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
     app = Starlette(routes=routes, lifespan=lifespan)
     app.router.redirect_slashes = False
     return app
+
+
+async def _readiness(settings: RouterSettings, encoder: Encoder, engine: Engine) -> dict[str, str]:
+    """The answer of `/health`."""
+    probe = encoder.probe(_PROBE_SECONDS, needs_cache=settings.mode == "reference")
+    if settings.no_engine:
+        of_encoder = await probe
+        return {"status": "ready" if of_encoder == "SERVING" else "not ready", "encoder": of_encoder}
+    of_encoder, of_engine = await asyncio.gather(probe, engine.probe())
+    status = "ready" if of_encoder == "SERVING" and of_engine == "ok" else "not ready"
+    return {"status": status, "encoder": of_encoder, "engine": of_engine}
 
 
 class _Server(uvicorn.Server):

@@ -20,7 +20,8 @@ from vitwire_gateway.embeddings.embedding_requests import EmbeddingRequest
 from vitwire_gateway.fairness import Turns
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.metrics import FALLBACKS, Metrics
-from vitwire_gateway.requests.content_parts import Images, Part, size_of
+from vitwire_gateway.requests.content_parts import Images, size_of
+from vitwire_gateway.requests.dialects import Dialect, Part
 from vitwire_gateway.requests.filling import Filled, filled
 from vitwire_gateway.requests.image_sources import Limits
 from vitwire_gateway.requests.request_reading import CutRequest, cut_request, read
@@ -104,8 +105,8 @@ class Router:
         exchange.images, exchange.model = len(request.images.places), request.images.model
         if request.images.places:
             exchange.is_translated = api.form.as_chat is not None
-            images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take, api.dialect)
-            await self._encoded(exchange, ticket, images, request)
+            images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take)
+            await self._encoded(api.dialect, exchange, ticket, images, request)
             return
         if request.pieces:  # of a form
             body = b"".join(request.pieces)
@@ -137,7 +138,9 @@ class Router:
             raise ApiError(413, f"the vectors have {size} bytes, the limit is {limit}", "request_too_large")
         await exchange.respond_in_turns(api.answer(answer), lambda: self.answering.turn(ticket.caller))
 
-    async def _encoded(self, exchange: Exchange, ticket: Ticket, images: Images, request: CutRequest) -> None:
+    async def _encoded(
+        self, dialect: Dialect, exchange: Exchange, ticket: Ticket, images: Images, request: CutRequest
+    ) -> None:
         async def forward(parts: Sequence[Part], check: Check | None = None) -> None:
             limit = self.settings.max_buffered_bytes
             if (needed := sum(map(size_of, parts))) > limit:  # equal images are held once, and sent in each place
@@ -151,7 +154,8 @@ class Router:
             async with images.encoder.storing():
                 with self._timed("images"):
                     loaded = await images.load(request.images)
-                    parts = await images.parts(loaded)
+                    async with images.in_time(loaded):
+                        parts = await images.parts(loaded, dialect.part)
                 await forward(parts, lambda failed: images.check_stored(loaded, still=failed))
                 return
         except ApiError as error:  # of the encoder only before the response has begun
@@ -161,7 +165,7 @@ class Router:
             logger.warning("request %s: the engine encodes the images: %s", exchange.request_id, error)
             self.metrics.fallbacks.labels(reason).inc()
         exchange.stage = "images"
-        await forward(await images.unchanged(loaded))
+        await forward(await images.parts(loaded, dialect.unchanged))
 
     async def _forward(
         self,
