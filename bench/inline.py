@@ -18,7 +18,7 @@ from vitwire import Client as Encoder
 from vitwire import Embedding, Model, Report
 from vitwire.integrations.vllm import image_embeds, image_part
 from vitwire.integrations.vllm.parts import unencoded_image_part
-from vitwire_gateway.openai.chat import filled
+from vitwire_gateway.requests.filling import filled
 
 Row = dict[str, Any]
 PATHS: Mapping[str, tuple[str, Row]] = {

@@ -11,7 +11,7 @@ import pytest
 from vitwire.integrations.vllm.tensors import TorchFile, torch_base64
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.gateway_settings import RouterSettings
-from vitwire_gateway.openai.chat import Filled, filled
+from vitwire_gateway.requests.filling import Filled, filled
 from vitwire_gateway.router.llm_engine import Engine
 
 Answering = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -9,7 +9,7 @@ from typing import TypeVar
 from vitwire_gateway.anthropic.messages import FIELD
 from vitwire_gateway.api_errors import invalid
 from vitwire_gateway.bodies import Json
-from vitwire_gateway.openai.chat import Path, param_of
+from vitwire_gateway.requests.image_refs import Path, param_of
 
 T = TypeVar("T")
 
@@ -64,12 +64,12 @@ def _messages(request: Json) -> list[Json]:
     system, turns = [_system(request.get("system"), ("system",))], list[Json]()
     for number, each in enumerate(_typed(request.get("messages"), list, "messages")):
         path: Path = ("messages", number)
-        message = _fields(each, _name(path), ("role", "content"))
+        message = _fields(each, param_of(path), ("role", "content"))
         role, content = message.get("role"), message.get("content")
         if role == "system":
             system.append(_system(content, (*path, "content")))
         elif role not in ("user", "assistant"):
-            raise invalid("expected user, assistant or system", f"{_name(path)}.role")
+            raise invalid("expected user, assistant or system", f"{param_of(path)}.role")
         elif isinstance(content, str):
             turns.append({"role": role, "content": content})
         else:
@@ -96,9 +96,9 @@ def _turn(role: str, content: object, path: Path) -> list[Json]:
             case "image":
                 parts.append(_image(place))
             case "thinking":
-                thoughts.append(_typed(block.get("thinking"), str, f"{_name(place)}.thinking"))
+                thoughts.append(_typed(block.get("thinking"), str, f"{param_of(place)}.thinking"))
             case "tool_use":
-                calls.append(_call(block, _name(place)))
+                calls.append(_call(block, param_of(place)))
             case "tool_result":
                 results += _result(block, place)
     message: Json = {"role": role}
@@ -132,28 +132,28 @@ def _result(block: Json, path: Path) -> list[Json]:
                 texts.append(inner["text"])
             else:
                 images.append(_image(place))
-    name = _typed(block.get("tool_use_id"), str, f"{_name(path)}.tool_use_id")
+    name = _typed(block.get("tool_use_id"), str, f"{param_of(path)}.tool_use_id")
     result = {"role": "tool", "tool_call_id": name, "content": "\n".join(texts)}
     return [result, {"role": "user", "content": images}] if images else [result]
 
 
 def _image(path: Path) -> Json:
-    return {"type": "image_url", "image_url": {"url": param_of(path, FIELD)}}
+    return {"type": "image_url", "image_url": {"url": param_of((*path, FIELD))}}
 
 
 def _blocks(content: object, holder: str, path: Path) -> list[tuple[Path, Json]]:
     """The blocks of a content, checked, with their paths."""
     found = []
-    for number, each in enumerate(_typed(content, list, _name(path))):
+    for number, each in enumerate(_typed(content, list, param_of(path))):
         place = (*path, number)
-        kind = _typed(each, dict, _name(place)).get("type")
+        kind = _typed(each, dict, param_of(place)).get("type")
         if kind not in _TYPES[holder]:
             names = ", ".join(_TYPES[holder])
             text = f"with images in the request, the content of {holder} takes blocks of type {names}"
-            raise invalid(text, f"{_name(place)}.type", "unsupported_field")
-        block = _fields(each, _name(place), ("type", "cache_control", *_BLOCKS[kind]))
+            raise invalid(text, f"{param_of(place)}.type", "unsupported_field")
+        block = _fields(each, param_of(place), ("type", "cache_control", *_BLOCKS[kind]))
         if kind == "text":
-            _typed(block.get("text"), str, f"{_name(place)}.text")
+            _typed(block.get("text"), str, f"{param_of(place)}.text")
         found.append((place, block))
     return found
 
@@ -230,7 +230,3 @@ def _typed(value: object, kind: type[T], param: str) -> T:
         return value
     name = {dict: "an object", list: "a list", str: "a string", int: "an integer"}[kind]
     raise invalid(f"expected {name}, got {'nothing' if value is None else type(value).__name__}", param)
-
-
-def _name(path: Path) -> str:
-    return "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in path)[1:]

@@ -2,7 +2,7 @@
 
 from vitwire_gateway.api_errors import invalid
 from vitwire_gateway.bodies import Json
-from vitwire_gateway.openai.chat import ImageRef, Path, image_parts, param_of
+from vitwire_gateway.requests.image_refs import ImageRef, Path, image_parts, param_of
 
 FIELD = "source"
 """Of an image block."""
@@ -29,10 +29,9 @@ def images_of(request: Json) -> list[ImageRef]:
     for start, item in items:
         for path, part in image_parts(item, start):
             if not _is_taken(item, path[2:]):
-                param = param_of(path, FIELD)
                 text = "images belong in the content of a message of role user or assistant, or of a user's tool_result"
-                raise invalid(text, param, "unsupported_image")
-            found.append(_reference(path, part))
+                raise invalid(text, param_of((*path, FIELD)), "unsupported_image")
+            found.append(_reference((*path, FIELD), part.get(FIELD)))
     return found
 
 
@@ -46,8 +45,8 @@ def _is_taken(message: object, path: Path) -> bool:
     return False
 
 
-def _reference(path: Path, part: Json) -> ImageRef:
-    source, param = part.get(FIELD), param_of(path, FIELD)
+def _reference(path: Path, source: object) -> ImageRef:
+    param = param_of(path)
     kind = source.get("type") if isinstance(source, dict) else None
     if kind == "file":
         raise invalid("files by id are not supported; send a source of type base64", param, "unsupported_image")
@@ -57,4 +56,4 @@ def _reference(path: Path, part: Json) -> ImageRef:
     content = source.get(field)
     if not isinstance(content, str) or not content:
         raise invalid(f"expected a string in the field {field}", f"{param}.{field}", "invalid_image_url")
-    return ImageRef(path, content, FIELD, is_base64=kind == "base64")
+    return ImageRef(path, content, is_base64=kind == "base64")

@@ -1,12 +1,14 @@
 """Requests for embeddings in OpenAI's and Cohere's form: their images, and what is asked for. Pure functions."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from vitwire_gateway.api_errors import invalid
-from vitwire_gateway.bodies import Json, model_of, parse
+from vitwire_gateway.bodies import Json, parse
 from vitwire_gateway.openai.chat import images_of
-from vitwire_gateway.openai.chat_reading import ChatLimits, Named, Place, Source, parse_form, sources_of
+from vitwire_gateway.requests.image_refs import ImageRef, Path, param_of
+from vitwire_gateway.requests.image_sources import Limits, RequestImages, images_in
+from vitwire_gateway.requests.multipart_forms import opened
 
 _MAX_DIMENSIONS = 1 << 31
 _NO_TEXT = "Vitwire embeds images, no text: use the text encoder of the same checkpoint"
@@ -34,28 +36,24 @@ class EmbeddingRequest(NamedTuple):
     """A request for embeddings that has been read."""
 
     asked: Asked
-    places: Sequence[Place]
-    """Of its images, in order."""
-    sources: Sequence[Source]
-    """Each once."""
-    model: str = ""
-    """As the request names it, cut to 256 characters."""
+    images: RequestImages
 
     @classmethod
-    def of(cls, answer: Sequence[Any]) -> "EmbeddingRequest":
+    def of(cls, answer: Sequence[Any]) -> Self:
         """The request as a worker sends it."""
-        asked, places, sources, model = answer
-        return cls(Asked(*asked), [Place(*each) for each in places], [Source(*each) for each in sources], model)
+        asked, images = answer
+        return cls(Asked(*asked), RequestImages.of(images))
 
 
-def openai_request(body: bytes, form: str | None, limits: ChatLimits, *, has_engine: bool) -> EmbeddingRequest | None:
+def openai_request(body: bytes, form: str | None, limits: Limits, *, has_engine: bool) -> EmbeddingRequest | None:
     """The request in a body in OpenAI's form; `form` is the type of a form. Raises ApiError.
 
     None if it is the engine's, as it has text.
     """
     if has_engine and form is None and not (b"image" in body or b"data:" in body):
         return None  # whatever it is: an image's URL, its part or the modality have one of these
-    request, files = _opened(body, form, limits)
+    content, files = opened(body, form, limits.max_images)
+    request = parse(content)
     if has_engine and form is None and not _is_of_images(request):
         return None
     found = _of_messages(request) if request.get("messages") is not None else _of_input(request)
@@ -67,13 +65,14 @@ def openai_request(body: bytes, form: str | None, limits: ChatLimits, *, has_eng
     if not isinstance(normalize, bool | None):
         raise invalid("expected true or false", "normalize")
     asked = Asked((encoding,), _dimensions(request, "dimensions"), normalize)
-    return EmbeddingRequest(asked, *sources_of(found, files, limits, "input"), model_of(request))
+    return EmbeddingRequest(asked, images_in(request, found, files, limits))
 
 
-def cohere_request(body: bytes, form: str | None, limits: ChatLimits) -> EmbeddingRequest:
+def cohere_request(body: bytes, form: str | None, limits: Limits) -> EmbeddingRequest:
     """The request in a body in Cohere's form; `form` is the type of a form. Raises ApiError."""
-    request, files = _opened(body, form, limits)
-    found = list(_of_cohere(request))
+    content, files = opened(body, form, limits.max_images)
+    request = parse(content)
+    found = _of_cohere(request)
     types = request.get("embedding_types") or ["float"]
     if not isinstance(types, list) or not all(isinstance(each, str) for each in types):
         raise invalid("expected a list of strings", "embedding_types")
@@ -84,12 +83,7 @@ def cohere_request(body: bytes, form: str | None, limits: ChatLimits) -> Embeddi
         if each not in _COHERE_TYPES:
             raise invalid(f"expected {', '.join(_COHERE_TYPES)}, got {each[:32]!r}", "embedding_types")
     asked = Asked(tuple(dict.fromkeys(types)), _dimensions(request, "output_dimension"))
-    return EmbeddingRequest(asked, *sources_of(found, files, limits, "images"), model_of(request))
-
-
-def _opened(body: bytes, form: str | None, limits: ChatLimits) -> tuple[Json, Mapping[str, bytes]]:
-    content, files = (body, {}) if form is None else parse_form(form, body, limits.max_images)
-    return parse(content), files
+    return EmbeddingRequest(asked, images_in(request, found, files, limits))
 
 
 def _is_of_images(request: Json) -> bool:
@@ -104,45 +98,45 @@ def _is_of_images(request: Json) -> bool:
     return any(isinstance(each, str) and each[:5].lower() == "data:" for each in inputs)
 
 
-def _of_input(request: Json) -> list[Named]:
+def _of_input(request: Json) -> list[ImageRef]:
     if request.get("modality") not in (None, "image"):
         raise invalid(f"expected 'image'; {_NO_TEXT}", "modality")
     inputs = request.get("input")
-    if isinstance(inputs, list):
-        found = [(f"input[{number}]", each) for number, each in enumerate(inputs)]
-    else:
-        found = [("input", inputs)]
-    return _checked(found, "input")
+    if not isinstance(inputs, list):
+        return [_checked(("input",), inputs)]
+    if not inputs:
+        raise invalid("there are no images", "input")
+    return [_checked(("input", number), each) for number, each in enumerate(inputs)]
 
 
-def _of_messages(request: Json) -> list[Named]:
+def _of_messages(request: Json) -> list[ImageRef]:
     """The image of a conversation, which has one embedding."""
-    for param, part in _parts(request["messages"]):
+    for path, part in _parts(request["messages"]):
         if not _is_image(part):
-            raise invalid(_NO_TEXT, param)
+            raise invalid(_NO_TEXT, param_of(path))
     found = images_of(request)
     if len(found) != 1:
         text = f"a conversation has one embedding, and this one has {len(found)} images: send them as `input`"
         raise invalid(text, "messages")
-    return _checked([(each.param, each.url) for each in found], "messages")
+    return [_checked(each.path, each.url) for each in found]
 
 
-def _parts(messages: object) -> Iterator[tuple[str, object]]:
-    """The content parts of a conversation, and their names in errors; a content without parts is one."""
+def _parts(messages: object) -> Iterator[tuple[Path, object]]:
+    """The content parts of a conversation, and their paths; a content without parts is one."""
     for number, message in enumerate(messages if isinstance(messages, list) else ()):
         content = message.get("content") if isinstance(message, dict) else message
-        if not isinstance(content, list):
-            yield f"messages[{number}].content", content
-            continue
-        for position, part in enumerate(content):
-            yield f"messages[{number}].content[{position}]", part
+        path = ("messages", number, "content")
+        if isinstance(content, list):
+            yield from (((*path, position), part) for position, part in enumerate(content))
+        else:
+            yield path, content
 
 
 def _is_image(part: object) -> bool:
     return isinstance(part, dict) and "image_url" in part and "text" not in part
 
 
-def _of_cohere(request: Json) -> list[Named]:
+def _of_cohere(request: Json) -> list[ImageRef]:
     if request.get("texts"):
         raise invalid(_NO_TEXT, "texts")
     images, inputs = request.get("images"), request.get("inputs")
@@ -151,37 +145,35 @@ def _of_cohere(request: Json) -> list[Named]:
     field, values = ("images", images) if images else ("inputs", inputs)
     if not isinstance(values, list):
         raise invalid("expected a list", field)
-    if images:
-        return _checked([(f"images[{number}]", each) for number, each in enumerate(values)], field)
-    return _checked([_of_content(each, f"inputs[{number}].content") for number, each in enumerate(values)], field)
+    read = _checked if images else _of_content
+    return [read((field, number), each) for number, each in enumerate(values)]
 
 
-def _of_content(value: object, param: str) -> tuple[str, object]:
+def _of_content(path: Path, value: object) -> ImageRef:
     """The image of one of Cohere's inputs."""
+    path = (*path, "content")
     parts = value.get("content") if isinstance(value, dict) else None
     if not isinstance(parts, list) or not parts:
-        raise invalid('expected [{"type": "image_url", "image_url": {"url": ...}}]', param, "invalid_image_url")
+        expected = 'expected [{"type": "image_url", "image_url": {"url": ...}}]'
+        raise invalid(expected, param_of(path), "invalid_image_url")
     for number, part in enumerate(parts):
         if not _is_image(part):
-            raise invalid(_NO_TEXT, f"{param}[{number}]")
+            raise invalid(_NO_TEXT, param_of((*path, number)))
     if len(parts) != 1:
-        raise invalid(f"an input has one embedding, and this one has {len(parts)} images", param)
+        raise invalid(f"an input has one embedding, and this one has {len(parts)} images", param_of(path))
     image = parts[0]["image_url"]
-    return f"{param}[0].image_url", image.get("url") if isinstance(image, dict) else image
+    return _checked((*path, 0, "image_url"), image.get("url") if isinstance(image, dict) else image)
 
 
-def _checked(found: Sequence[tuple[str, object]], field: str) -> list[Named]:
-    """Images that have a URL of a known kind. Raises ApiError for texts, and if there are none."""
-    urls = []
-    for param, url in found:
-        if not isinstance(url, str):
-            raise invalid(f"expected a data URI or URL of an image; {_NO_TEXT}", param, "invalid_image_url")
-        if url[:8].partition(":")[0].lower() not in ("data", "http", "https", "upload"):
-            raise invalid(f"neither a data URI nor a URL of an image; {_NO_TEXT}", param, "invalid_image_url")
-        urls.append(Named(param, url))
-    if not urls:
-        raise invalid("there are no images", field)
-    return urls
+def _checked(path: Path, url: object) -> ImageRef:
+    """An image that has a URL of a known kind. Raises ApiError for texts."""
+    if not isinstance(url, str):
+        text = f"expected a data URI or URL of an image; {_NO_TEXT}"
+    elif url[:8].partition(":")[0].lower() not in ("data", "http", "https", "upload"):
+        text = f"neither a data URI nor a URL of an image; {_NO_TEXT}"
+    else:
+        return ImageRef(path, url)
+    raise invalid(text, param_of(path), "invalid_image_url")
 
 
 def _choice(request: Json, name: str, choices: Sequence[str]) -> str:

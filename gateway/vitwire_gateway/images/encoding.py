@@ -102,11 +102,7 @@ class Encoder:
 
         Raises VitwireError, or ApiError if no worker is left, or the server prepares no such files.
         """
-        with stage("encode", {"vitwire.bytes": len(image.content)}):
-            return await self._encode(image, output_type)
-
-    async def _encode(self, image: ImageFile, output_type: DType | None) -> Encoded:
-        async with self._turns.turn(self.caller):
+        async with self._turn("encode", image):
             model = await self.model.get()
             item = await self._item(image, model)
             (embedding,) = await self.client.encode([item], timeout=self._seconds, output_type=output_type)
@@ -120,11 +116,7 @@ class Encoder:
 
     async def encode_in(self, batches: Batches, image: ImageFile) -> Encoded:
         """As `encode`, together with others of the request. Each image has its turn."""
-        with stage("encode", {"vitwire.bytes": len(image.content)}):
-            return await self._encode_in(batches, image)
-
-    async def _encode_in(self, batches: Batches, image: ImageFile) -> Encoded:
-        async with self._turns.turn(self.caller):
+        async with self._turn("encode", image):
             with batches.reading():
                 model = await self.model.get()
                 answer = batches.add(await self._item(image, model))
@@ -149,7 +141,7 @@ class Encoder:
         has no cache or prepares no such files.
         """
         accepted: asyncio.Future[Referenced] = asyncio.get_running_loop().create_future()
-        task = self.stores[image.digest] = asyncio.create_task(self._traced_store(image, accepted))
+        task = self.stores[image.digest] = asyncio.create_task(self._store(image, accepted))
         await asyncio.wait((task, accepted), return_when=asyncio.FIRST_COMPLETED)
         if not accepted.done():
             await task
@@ -166,12 +158,15 @@ class Encoder:
                 item = Item(content_id=content_id, modality=image.modality)
                 await self.client.store([item], timeout=self._seconds)
 
-    async def _traced_store(self, image: ImageFile, accepted: "asyncio.Future[Referenced]") -> str:
-        with stage("store", {"vitwire.bytes": len(image.content)}):
-            return await self._store(image, accepted)
+    @asynccontextmanager
+    async def _turn(self, name: str, image: ImageFile) -> AsyncGenerator[None, None]:
+        """The caller's turn for a file, with the wait for it in a span."""
+        with stage(name, {"vitwire.bytes": len(image.content)}):
+            async with self._turns.turn(self.caller):
+                yield
 
-    async def _store(self, image: ImageFile, accepted: asyncio.Future[Referenced]) -> str:
-        async with self._turns.turn(self.caller):
+    async def _store(self, image: ImageFile, accepted: "asyncio.Future[Referenced]") -> str:
+        async with self._turn("store", image):
             model = await self.model.get()
             if not model.limits.cached_bytes:
                 message = "the encoder keeps no embeddings: --mode reference needs --cache-bytes on every server"

@@ -3,7 +3,7 @@
 from vitwire_gateway.api_errors import invalid
 from vitwire_gateway.bodies import Json
 from vitwire_gateway.gateway_settings import Engine
-from vitwire_gateway.openai.chat import ImageRef, Path, image_parts, param_of, url_of
+from vitwire_gateway.requests.image_refs import ImageRef, Path, image_parts, param_of, url_of
 
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
@@ -18,14 +18,14 @@ def images_of(request: Json, engine: Engine) -> list[ImageRef]:
     items = request.get("input")
     for number, item in enumerate(items if isinstance(items, list) else ()):
         for path, part in image_parts(item, ("input", number)):
-            param = param_of(path)
+            field = (*path, "image_url")
             if not _is_taken(item, path[2:], engine):
                 text = f"{engine} takes no image here; put it in the content of a message of role user"
-                raise invalid(text, param, "unsupported_image")
+                raise invalid(text, param_of(field), "unsupported_image")
             if part.get("file_id") is not None:
                 text = "files by id are not supported; send image_url with data:image/...;base64,..."
-                raise invalid(text, param, "unsupported_image")
-            found.append(ImageRef(path, url_of(part.get("image_url"), param)))
+                raise invalid(text, param_of(field), "unsupported_image")
+            found.append(ImageRef(field, url_of(part.get("image_url"), field)))
     return found
 
 

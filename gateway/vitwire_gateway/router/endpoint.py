@@ -19,7 +19,7 @@ from vitwire_gateway.anthropic.messages import is_anthropic
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.metrics import Metrics
-from vitwire_gateway.openai.content_parts import Api
+from vitwire_gateway.requests.dialects import Api
 from vitwire_gateway.router.conventions import attributes_of, error_of, name_of
 from vitwire_gateway.router.entrance import Admission, Ticket
 from vitwire_gateway.router.llm_engine import Headers, from_transport, is_of_events, returned

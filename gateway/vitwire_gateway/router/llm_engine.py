@@ -11,7 +11,7 @@ import httpx2
 
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.gateway_settings import RouterSettings
-from vitwire_gateway.openai.chat import Filled
+from vitwire_gateway.requests.filling import Filled
 from vitwire_gateway.spans import Attributes, stage, trace_headers
 
 Headers = list[tuple[bytes, bytes]]

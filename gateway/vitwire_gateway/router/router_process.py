@@ -27,12 +27,13 @@ from vitwire_gateway.images.encoding import Encoder, Recent
 from vitwire_gateway.images.fetching import Fetcher
 from vitwire_gateway.listening import configured, listening
 from vitwire_gateway.metrics import Metrics
-from vitwire_gateway.openai.content_parts import Images, dialect_of, mode_of
+from vitwire_gateway.requests.content_parts import Images
+from vitwire_gateway.requests.dialects import mode_of
+from vitwire_gateway.router.apis import embedding_apis, image_apis
 from vitwire_gateway.router.endpoint import Endpoint, Exchange, RouteName
 from vitwire_gateway.router.entrance import Admission, Ticket, read_keys
-from vitwire_gateway.router.image_apis import image_apis
 from vitwire_gateway.router.llm_engine import Engine
-from vitwire_gateway.router.routing import Router, embedding_forms
+from vitwire_gateway.router.routing import Router
 from vitwire_gateway.spans import Spans
 from vitwire_gateway.workers import Workers, memory_for
 
@@ -56,22 +57,13 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
     )
     engine, fetcher = Engine(settings), Fetcher(settings)
     memory = memory_for(settings.max_image_pixels, settings.max_body_bytes)
-    workers = Workers("vitwire_gateway.openai.chat_reading", memory)
+    workers = Workers("vitwire_gateway.requests.request_reading", memory)
     encoder = Encoder(client, workers, settings.max_image_pixels, settings.max_encoding, settings.encoder_wait)
-    images = Images(settings, encoder, fetcher, dialect_of(settings), metrics)
+    images = Images(settings, encoder, fetcher, metrics)
     engine_key = read_keys(settings.engine_api_key_file)[0] if settings.engine_api_key_file else None
     router = Router(settings, metrics, engine, images, bool(admission.keys or engine_key), engine_key)
 
-    async def readiness() -> dict[str, str]:
-        probe = encoder.probe(_PROBE_SECONDS, needs_cache=settings.mode == "reference")
-        if settings.no_engine:
-            of_encoder = await probe
-            return {"status": "ready" if of_encoder == "SERVING" else "not ready", "encoder": of_encoder}
-        of_encoder, of_engine = await asyncio.gather(probe, engine.probe())
-        status = "ready" if of_encoder == "SERVING" and of_engine == "ok" else "not ready"
-        return {"status": status, "encoder": of_encoder, "engine": of_engine}
-
-    recent = Recent(readiness, _KEPT_SECONDS)
+    recent = Recent(partial(_readiness, settings, encoder, engine), _KEPT_SECONDS)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
@@ -93,21 +85,32 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
     def endpoint(route: RouteName, answer: Callable[[Exchange, Ticket], Awaitable[None]]) -> Endpoint:
         return Endpoint(route, answer, settings, admission, metrics, spans)
 
-    forms = embedding_forms(has_engine=not settings.no_engine)
-    apis = [] if settings.no_engine else image_apis(settings)
+    in_engine = [] if settings.no_engine else image_apis(settings)
+    embeddings = embedding_apis(has_engine=not settings.no_engine)
     proxied = router.without_engine if settings.no_engine else router.proxied
     routes = [
         Route("/health", health),
         Route("/healthz", health),
         Route("/livez", alive),
         Route("/metrics", page),
-        *(Route(api.path, endpoint(api.name, partial(router.with_images, api))) for api in apis),
-        *(Route(path, endpoint("embeddings", partial(router.embeddings, form))) for path, form in forms.items()),
+        *(Route(api.path, endpoint(api.name, partial(router.with_images, api))) for api in in_engine),
+        *(Route(api.path, endpoint("embeddings", partial(router.embeddings, api))) for api in embeddings),
         Route("/{path:path}", endpoint("proxied", proxied)),
     ]
     app = Starlette(routes=routes, lifespan=lifespan)
     app.router.redirect_slashes = False
     return app
+
+
+async def _readiness(settings: RouterSettings, encoder: Encoder, engine: Engine) -> dict[str, str]:
+    """The answer of `/health`."""
+    probe = encoder.probe(_PROBE_SECONDS, needs_cache=settings.mode == "reference")
+    if settings.no_engine:
+        of_encoder = await probe
+        return {"status": "ready" if of_encoder == "SERVING" else "not ready", "encoder": of_encoder}
+    of_encoder, of_engine = await asyncio.gather(probe, engine.probe())
+    status = "ready" if of_encoder == "SERVING" and of_engine == "ok" else "not ready"
+    return {"status": status, "encoder": of_encoder, "engine": of_engine}
 
 
 class _Server(uvicorn.Server):

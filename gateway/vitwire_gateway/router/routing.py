@@ -6,34 +6,28 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import httpx2
 from anyio.to_thread import run_sync
 
-from vitwire import Model
 from vitwire_gateway import spans
 from vitwire_gateway.anthropic.answers import MessageEvents, encoded, message_of, translated_error
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import read_body
-from vitwire_gateway.embeddings.embedding_answers import (
-    Answer,
-    check_cohere,
-    check_openai,
-    cohere_answer,
-    openai_answer,
-    vectors_of,
-)
-from vitwire_gateway.embeddings.embedding_requests import Asked, EmbeddingRequest, cohere_request, openai_request
+from vitwire_gateway.embeddings.embedding_answers import Answer, vectors_of
+from vitwire_gateway.embeddings.embedding_requests import EmbeddingRequest
 from vitwire_gateway.fairness import Turns
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.metrics import FALLBACKS, Metrics
-from vitwire_gateway.openai.chat import Filled, filled
-from vitwire_gateway.openai.chat_reading import ChatLimits, ChatRequest, read, read_chat
-from vitwire_gateway.openai.content_parts import Images, Part, size_of
+from vitwire_gateway.requests.content_parts import Images, size_of
+from vitwire_gateway.requests.dialects import Dialect, Part
+from vitwire_gateway.requests.filling import Filled, filled
+from vitwire_gateway.requests.image_sources import Limits
+from vitwire_gateway.requests.request_reading import CutRequest, cut_request, read
+from vitwire_gateway.router.apis import CHAT, EmbeddingApi, ImageApi
 from vitwire_gateway.router.endpoint import Exchange
 from vitwire_gateway.router.entrance import Ticket
-from vitwire_gateway.router.image_apis import CHAT, ImageApi
 from vitwire_gateway.router.llm_engine import Engine, forwarded, is_of_events, returned, whole
 
 logger = logging.getLogger("vitwire.router")
@@ -42,27 +36,6 @@ _PROXIED = ("/v1", "/tokenize", "/detokenize", "/version", "/pooling", "/classif
 """Paths that are passed on, with those under them: the engine's API, not its administration."""
 Check = Callable[[bool], Awaitable[None]]
 """Called before a response that may lack images is passed on; with whether it is an error. Raises ApiError."""
-
-
-class EmbeddingForm(NamedTuple):
-    """The form of an API for embeddings."""
-
-    read: Callable[..., EmbeddingRequest | None]
-    """As `openai_request`; None: the engine's."""
-    check: Callable[[Asked, Model], None]
-    """Raises ApiError for what is asked of a model in vain."""
-    answer: Callable[[Answer], Iterator[bytes]]
-    is_shared: bool = False
-    """Whether an engine gets what is not of images."""
-
-
-def embedding_forms(*, has_engine: bool) -> dict[str, EmbeddingForm]:
-    """By path. An engine gets the requests in OpenAI's form that have text."""
-    openai = EmbeddingForm(partial(openai_request, has_engine=has_engine), check_openai, openai_answer, has_engine)
-    return {
-        "/v1/embeddings": openai,
-        "/v2/embed": EmbeddingForm(cohere_request, check_cohere, cohere_answer),
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +57,19 @@ class Router:
         """A request of an API whose images become embeddings."""
         _check_posted(exchange)
         body = await self._body(exchange, ticket)
-        await exchange.unless_disconnected(self._read(api, exchange, ticket, body))
+        await exchange.unless_disconnected(self._generated(api, exchange, ticket, body))
 
-    async def embeddings(self, form: EmbeddingForm, exchange: Exchange, ticket: Ticket) -> None:
+    async def embeddings(self, api: EmbeddingApi, exchange: Exchange, ticket: Ticket) -> None:
         """Embeddings: of images, or the engine's."""
         try:
             _check_posted(exchange)
         except ApiError:
-            if not form.is_shared:
+            if not api.is_shared:
                 raise
             await self.proxied(exchange, ticket)
             return
         body = await self._body(exchange, ticket)
-        await exchange.unless_disconnected(self._embeddings(form, exchange, ticket, body))
+        await exchange.unless_disconnected(self._embeddings(api, exchange, ticket, body))
 
     async def without_engine(self, exchange: Exchange, _: Ticket) -> None:
         """Any request that only an engine could answer."""
@@ -120,37 +93,38 @@ class Router:
         ticket.place.take(1)
         return body
 
-    async def _read(self, api: ImageApi, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
+    async def _read(self, job: Callable[..., Any], exchange: Exchange, ticket: Ticket, body: bytes) -> Any:  # noqa: ANN401  # as the job returned it
+        """As `request_reading.read`."""
         exchange.stage = "images"
-        images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take, api.dialect)
-        limits = ChatLimits(self.settings.max_images, self.settings.max_image_bytes, api.dialect.hole, api.form)
-        content_type = exchange.request.headers.get("content-type", "")
-        request = await read_chat(images.encoder.workers, ticket.caller, body, content_type, limits)
-        exchange.images, exchange.model = len(request.places), request.model
-        if request.places:
+        settings, workers = self.settings, self.images.encoder.workers
+        limits = Limits(settings.max_images, settings.max_image_bytes)
+        return await read(workers, ticket.caller, job, body, exchange.request.headers.get("content-type", ""), limits)
+
+    async def _generated(self, api: ImageApi, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
+        request = CutRequest.of(await self._read(partial(cut_request, api=api.form), exchange, ticket, body))
+        exchange.images, exchange.model = len(request.images.places), request.images.model
+        if request.images.places:
             exchange.is_translated = api.form.as_chat is not None
-            await self._encoded(exchange, ticket, images, request)
+            images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take)
+            await self._encoded(api.dialect, exchange, ticket, images, request)
             return
         if request.pieces:  # of a form
             body = b"".join(request.pieces)
             ticket.bytes.take(len(body))
         await self._forward(exchange, body, as_json=True)
 
-    async def _embeddings(self, form: EmbeddingForm, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
-        exchange.stage = "images"
-        images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take)
-        limits = ChatLimits(self.settings.max_images, self.settings.max_image_bytes, "part")
-        content_type = exchange.request.headers.get("content-type", "")
-        found = await read(images.encoder.workers, ticket.caller, form.read, body, content_type, limits)
+    async def _embeddings(self, api: EmbeddingApi, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
+        found = await self._read(api.read, exchange, ticket, body)
         if found is None:
             await self._forward(exchange, body)
             return
         request = EmbeddingRequest.of(found)
-        exchange.images, exchange.model = len(request.places), request.model
+        exchange.images, exchange.model = len(request.images.places), request.images.model
+        images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take)
         with self._timed("images"):
             model = await images.model()
-            form.check(request.asked, model)
-            loaded = await images.load(request)
+            api.check(request.asked, model)
+            loaded = await images.load(request.images)
             found = await images.encoded(loaded)
             if any(each.model.weights_fingerprint != model.weights_fingerprint for each in found.values()):
                 raise ApiError(503, "the encoder changed its model during the request", "encoder_unavailable")
@@ -162,9 +136,11 @@ class Router:
         limit = self.settings.max_buffered_bytes
         if (size := sum(each.rows.nbytes for each in answer.images)) > limit:  # equal images are held once
             raise ApiError(413, f"the vectors have {size} bytes, the limit is {limit}", "request_too_large")
-        await exchange.respond_in_turns(form.answer(answer), lambda: self.answering.turn(ticket.caller))
+        await exchange.respond_in_turns(api.answer(answer), lambda: self.answering.turn(ticket.caller))
 
-    async def _encoded(self, exchange: Exchange, ticket: Ticket, images: Images, request: ChatRequest) -> None:
+    async def _encoded(
+        self, dialect: Dialect, exchange: Exchange, ticket: Ticket, images: Images, request: CutRequest
+    ) -> None:
         async def forward(parts: Sequence[Part], check: Check | None = None) -> None:
             limit = self.settings.max_buffered_bytes
             if (needed := sum(map(size_of, parts))) > limit:  # equal images are held once, and sent in each place
@@ -177,8 +153,9 @@ class Router:
         try:
             async with images.encoder.storing():
                 with self._timed("images"):
-                    loaded = await images.load(request)
-                    parts = await images.parts(loaded)
+                    loaded = await images.load(request.images)
+                    async with images.in_time(loaded):
+                        parts = await images.parts(loaded, dialect.part)
                 await forward(parts, lambda failed: images.check_stored(loaded, still=failed))
                 return
         except ApiError as error:  # of the encoder only before the response has begun
@@ -188,7 +165,7 @@ class Router:
             logger.warning("request %s: the engine encodes the images: %s", exchange.request_id, error)
             self.metrics.fallbacks.labels(reason).inc()
         exchange.stage = "images"
-        await forward(await images.unchanged(loaded))
+        await forward(await images.parts(loaded, dialect.unchanged))
 
     async def _forward(
         self,

@@ -12,7 +12,9 @@ from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingRespons
 from sglang.srt.parser.jinja_template_utils import process_content_for_template_format
 
 from vitwire_gateway.anthropic import messages
-from vitwire_gateway.openai import chat, responses
+from vitwire_gateway.openai import responses
+from vitwire_gateway.requests.filling import Hole, cut, filled
+from vitwire_gateway.requests.image_refs import ImageRef
 
 Json = dict[str, Any]
 FILE = "iVBORw0KGgo="
@@ -20,9 +22,9 @@ URI = f"data:image/png;base64,{FILE}"
 SOURCE = {"type": "base64", "media_type": "image/png", "data": FILE}
 
 
-def sent(request: Json, refs: list[chat.ImageRef], hole: chat.Hole, members: Json) -> Json:
+def sent(request: Json, refs: list[ImageRef], hole: Hole, members: Json) -> Json:
     """The request with these members in the place of each image's, as the router sends it."""
-    body: Json = json.loads(b"".join(chat.filled(chat.cut(request, refs, hole), [members] * len(refs))))
+    body: Json = json.loads(b"".join(filled(cut(request, refs, hole), [members] * len(refs))))
     return body
 
 

@@ -30,6 +30,7 @@ from vitwire.integrations.vllm import image_part, reference_part
 from vitwire_gateway.anthropic.answers import MessageEvents, message_of, translated_error
 from vitwire_gateway.anthropic.chat_requests import chat_request
 from vitwire_gateway.openai import chat, responses
+from vitwire_gateway.requests.filling import cut, filled
 
 Json = dict[str, Any]
 GRID = (1, 4, 8)
@@ -53,7 +54,7 @@ def sent(request: Json, part: Json) -> Json:
     """The request for a response with a part in the place of each image, as the router sends it."""
     refs = responses.images_of(request, "vllm")
     members = {name: value for name, value in part.items() if name != "type"}
-    body: Json = json.loads(b"".join(chat.filled(chat.cut(request, refs, "input_image"), [members] * len(refs))))
+    body: Json = json.loads(b"".join(filled(cut(request, refs, "input_image"), [members] * len(refs))))
     return body
 
 
@@ -178,7 +179,7 @@ def test_messages_become_the_chat_requests_that_vllm_makes(fields: Json) -> None
     ours = chat_request(json.loads(json.dumps(request)))
     for ref in chat.images_of(ours):
         part: Any = ours
-        for key in ref.path:
+        for key in ref.path[:-1]:
             part = part[key]
         part["image_url"]["url"] = "data:image/png;base64,AA=="  # in place of its name
     mine, theirs = ChatCompletionRequest.model_validate(ours).model_dump(), converted(request).model_dump()

@@ -11,10 +11,13 @@ import pytest
 
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.fairness import Budget, Caller, Full, Holding, Turns, host_name
-from vitwire_gateway.openai.chat_reading import ChatLimits, chat_of
+from vitwire_gateway.openai import chat
+from vitwire_gateway.requests.image_sources import Limits
+from vitwire_gateway.requests.request_reading import RequestForm, cut_request
 from vitwire_gateway.workers import Workers
 
-LIMITS = ChatLimits(4, 1 << 20, "part")
+ARGUMENTS = None, Limits(4, 1 << 20), RequestForm(chat.images_of)
+NOTHING = [[], [[], [], ""]]
 
 
 def test_hosts_are_callers() -> None:
@@ -138,7 +141,7 @@ async def test_turns_of_one_caller_go_to_all_of_its_requests() -> None:
 
 @pytest.fixture
 async def workers() -> AsyncGenerator[Workers, None]:
-    found = Workers("vitwire_gateway.openai.chat_reading", 256 << 20)
+    found = Workers("vitwire_gateway.requests.request_reading", 256 << 20)
     yield found
     await found.close()
 
@@ -146,23 +149,23 @@ async def workers() -> AsyncGenerator[Workers, None]:
 async def test_a_worker_that_ends_is_replaced(workers: Workers) -> None:
     caller = Caller.of("a")
     body = b'{"messages":[]}'
-    assert await workers.run(caller, chat_of, body, 1000, None, LIMITS) == [[], [], [], ""]
+    assert await workers.run(caller, cut_request, body, 1000, *ARGUMENTS) == NOTHING
     (worker,) = workers._idle
     os.kill(worker.process.pid, signal.SIGSTOP)
-    job = asyncio.create_task(workers.run(caller, chat_of, body, 1000, None, LIMITS))
+    job = asyncio.create_task(workers.run(caller, cut_request, body, 1000, *ARGUMENTS))
     await asyncio.sleep(0.01)
     os.kill(worker.process.pid, signal.SIGKILL)
     with pytest.raises(ApiError) as caught:
         await job
     assert (caught.value.status, caught.value.code) == (503, "router_failed")
-    assert await workers.run(caller, chat_of, body, 1000, None, LIMITS) == [[], [], [], ""]
+    assert await workers.run(caller, cut_request, body, 1000, *ARGUMENTS) == NOTHING
 
 
 async def test_answers_carry_bytes_and_errors_within_a_limit(workers: Workers) -> None:
     caller = Caller.of("a")
     parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}} for text in ("QUJD", "%%%%")]
     body = json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
-    pieces, places, sources, _ = await workers.run(caller, chat_of, body, 10_000, None, LIMITS)
+    pieces, (places, sources, _) = await workers.run(caller, cut_request, body, 10_000, *ARGUMENTS)
     assert [bytes(each) for each in pieces[1:]] == [b"},{", b"}]}]}"]
     assert places == [[f"messages[0].content[{number}].image_url", number] for number in range(2)]
     assert sources[0] == ["data", b"ABC", "image"]
@@ -170,9 +173,9 @@ async def test_answers_carry_bytes_and_errors_within_a_limit(workers: Workers) -
     assert isinstance(refused, ApiError)
     assert (refused.status, refused.code, refused.param) == (400, "invalid_base64", places[1][0])
     with pytest.raises(ApiError) as caught:
-        await workers.run(caller, chat_of, body, 20, None, LIMITS)
+        await workers.run(caller, cut_request, body, 20, *ARGUMENTS)
     assert (caught.value.status, caught.value.code) == (503, "router_failed")
-    assert await workers.run(caller, chat_of, b"{}", 20, None, LIMITS) == [[], [], [], ""]
+    assert await workers.run(caller, cut_request, b"{}", 20, *ARGUMENTS) == NOTHING
 
 
 async def test_work_is_bounded(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +184,6 @@ async def test_work_is_bounded(workers: Workers, monkeypatch: pytest.MonkeyPatch
     body = b'{"messages":[' + b",".join([b"{}"] * 450_000) + b"]}"
     for _ in range(2):
         with pytest.raises(ApiError, match="s of processor time") as caught:
-            await workers.run(caller, chat_of, body, 1000, None, LIMITS)
+            await workers.run(caller, cut_request, body, 1000, *ARGUMENTS)
         assert (caught.value.status, caught.value.code) == (400, "too_costly")
     assert not workers._turns._callers

@@ -11,13 +11,16 @@ from vitwire_gateway.anthropic.chat_requests import chat_request
 from vitwire_gateway.anthropic.messages import images_of, is_anthropic
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.openai import chat
-from vitwire_gateway.openai.chat_reading import ChatLimits, RequestForm, chat_of
+from vitwire_gateway.requests.filling import filled
+from vitwire_gateway.requests.image_sources import Limits
+from vitwire_gateway.requests.request_reading import RequestForm, cut_request
 
 Json = dict[str, Any]
 SOURCE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
 IMAGE = {"type": "image", "source": SOURCE}
 RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}
-LIMITS = ChatLimits(9, 100, "part", RequestForm(images_of, chat_request))
+LIMITS = Limits(9, 100)
+API = RequestForm(images_of, as_chat=chat_request)
 
 
 def request(*blocks: Any, role: str = "user", **fields: Any) -> Json:
@@ -90,15 +93,15 @@ def test_each_image_keeps_its_name_and_its_file() -> None:
     """Tool results come before the other blocks of their message in the chat request."""
     other = {"type": "image", "source": SOURCE | {"data": "BBBB"}}
     body = request(other, RESULT, IMAGE)
-    read = chat_of(json.dumps(body).encode(), None, LIMITS)
-    names = [(place.param, bytes(read.sources[place.source].content)) for place in read.places]
+    read = cut_request(json.dumps(body).encode(), None, LIMITS, API)
+    names = [(place.param, bytes(read.images.sources[place.source].content)) for place in read.images.places]
     assert names == [
         ("messages[0].content[1].content[0].source", b"\0\0\0"),
         ("messages[0].content[0].source", b"\4\x10\x41"),
         ("messages[0].content[2].source", b"\0\0\0"),
     ]
     parts = [{"type": "image_embeds", "n": number} for number in range(3)]
-    sent = json.loads(b"".join(chat.filled(read.pieces, parts)))
+    sent = json.loads(b"".join(filled(read.pieces, parts)))
     assert sent["messages"] == [
         {"role": "tool", "tool_call_id": "t", "content": ""},
         {"role": "user", "content": parts[:1]},
@@ -109,16 +112,16 @@ def test_each_image_keeps_its_name_and_its_file() -> None:
 def test_base64_is_checked_as_in_data_uris() -> None:
     for data, code in (("A", "invalid_base64"), ("é===", "invalid_base64"), ("A" * 200, "image_too_large")):
         image = {"type": "image", "source": SOURCE | {"data": data}}
-        (source,) = chat_of(json.dumps(request(image)).encode(), None, LIMITS).sources
+        (source,) = cut_request(json.dumps(request(image)).encode(), None, LIMITS, API).images.sources
         assert (source.kind, source.content.code) == ("data", code)
 
 
 def test_a_file_is_not_taken_for_a_url() -> None:
     """The same text as base64 and as a URL is two sources."""
     url = {"type": "image", "source": {"type": "url", "url": "AAAA"}}
-    read = chat_of(json.dumps(request(IMAGE, url, IMAGE)).encode(), None, LIMITS)
-    assert [source.kind for source in read.sources] == ["data", "url"]
-    assert [place.source for place in read.places] == [0, 1, 0]
+    read = cut_request(json.dumps(request(IMAGE, url, IMAGE)).encode(), None, LIMITS, API)
+    assert [source.kind for source in read.images.sources] == ["data", "url"]
+    assert [place.source for place in read.images.places] == [0, 1, 0]
 
 
 TOOL = {"name": "n", "input_schema": {}}

@@ -1,4 +1,4 @@
-"""Chat requests: their images, what is put in their place, forms and data URIs."""
+"""Chat requests: their images, and what is put in their place."""
 
 import json
 import re
@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 from vitwire.integrations.vllm.tensors import TorchFile, torch_base64
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import parse
-from vitwire_gateway.openai.chat import Hole, RequestForm, cut, filled, images_of
-from vitwire_gateway.openai.chat_reading import ChatLimits, chat_of, decode_data_uri, parse_form, upload
+from vitwire_gateway.openai.chat import images_of
+from vitwire_gateway.requests.filling import Hole, cut, filled
+from vitwire_gateway.requests.image_sources import Limits
+from vitwire_gateway.requests.request_reading import RequestForm, cut_request
 
-WITH_CLIPS = RequestForm(partial(images_of, with_clips=True))
+LIMITS = Limits(8, 100)
+API, WITH_CLIPS = RequestForm(images_of), RequestForm(partial(images_of, with_clips=True))
 
 
 def chat(*parts: Any) -> dict[str, Any]:
@@ -134,43 +137,29 @@ def test_nothing_of_a_part_can_take_the_place_of_its_embedding() -> None:
 )
 def test_options_of_clips_are_refused(options: dict[str, Any]) -> None:
     """They would silently have no effect."""
-    limits = ChatLimits(8, 100, "part", WITH_CLIPS)
     clip = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,QUJD"}}
     with pytest.raises(ApiError, match="by the rule of its model") as caught:
-        chat_of(json.dumps(chat(clip) | options).encode(), None, limits)
+        cut_request(json.dumps(chat(clip) | options).encode(), None, LIMITS, WITH_CLIPS)
     assert (caught.value.code, caught.value.param) == ("unsupported_option", next(iter(options)))
-    chat_of(json.dumps(chat(image("data:image/png;base64,QUJD")) | options).encode(), None, limits)
-    chat_of(json.dumps(chat(clip) | options).encode(), None, ChatLimits(8, 100, "part"))
-    chat_of(json.dumps(chat(clip) | {"mm_processor_kwargs": {}, "media_io_kwargs": None}).encode(), None, limits)
+    cut_request(json.dumps(chat(image("data:image/png;base64,QUJD")) | options).encode(), None, LIMITS, WITH_CLIPS)
+    cut_request(json.dumps(chat(clip) | options).encode(), None, LIMITS, API)
+    cut_request(
+        json.dumps(chat(clip) | {"mm_processor_kwargs": {}, "media_io_kwargs": None}).encode(), None, LIMITS, WITH_CLIPS
+    )
     clip["video_url"] |= {"detail": None, "fps": 2}
     with pytest.raises(ApiError) as caught:
-        chat_of(json.dumps(chat(image("data:,"), clip)).encode(), None, limits)
+        cut_request(json.dumps(chat(image("data:,"), clip)).encode(), None, LIMITS, WITH_CLIPS)
     assert (caught.value.code, caught.value.param) == ("unsupported_option", "messages[1].content[1].video_url.fps")
 
 
 def test_one_url_may_be_of_an_image_and_of_a_clip() -> None:
     url = "data:video/mp4;base64,QUJD"
     parts = (image(url), {"type": "video_url", "video_url": {"url": url}}, image(url))
-    limits = ChatLimits(8, 100, "part", WITH_CLIPS)
-    request = chat_of(json.dumps(chat(*parts)).encode(), None, limits)
-    assert [place.source for place in request.places] == [0, 1, 0]
-    assert [source.modality for source in request.sources] == ["image", "video"]
+    request = cut_request(json.dumps(chat(*parts)).encode(), None, LIMITS, WITH_CLIPS)
+    assert [place.source for place in request.images.places] == [0, 1, 0]
+    assert [source.modality for source in request.images.sources] == ["image", "video"]
     with pytest.raises(ApiError, match="3 images and clips, the limit is 2"):
-        chat_of(json.dumps(chat(*parts)).encode(), None, limits._replace(max_images=2))
-
-
-@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"a": NaN}', b"\xff", b'"x"', b"[" * 100_000, b'{"a":' * 100_000])
-def test_invalid_json(body: bytes) -> None:
-    with pytest.raises(ApiError) as caught:
-        parse(body)
-    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
-
-
-def test_values_are_bounded_before_they_are_read() -> None:
-    """64 MiB of empty objects would take 2 GB and block the event loop for seconds."""
-    with pytest.raises(ApiError, match="more than 1000000 values"):
-        parse(b'{"messages":[' + b"{}," * 500_000 + b"{}]}")
-    parse(json.dumps(chat(image("data:image/png;base64," + "A" * 10_000_000))).encode())
+        cut_request(json.dumps(chat(*parts)).encode(), None, LIMITS._replace(max_images=2), WITH_CLIPS)
 
 
 def test_all_else_is_kept() -> None:
@@ -219,91 +208,3 @@ def test_numbers_that_json_has_not() -> None:
     request = parse(json.dumps(chat(image("data:x"))).replace('"m"', "1e999").encode())
     with pytest.raises(ApiError, match="cannot be sent"):
         rewritten(request, {})
-
-
-@pytest.mark.parametrize(
-    ("url", "code"),
-    [
-        ("data:image/png;base64,%%%%", "invalid_base64"),
-        ("data:image/png;base64,QUJ", "invalid_base64"),
-        ("data:image/png;base64,QUJD QUJD", "invalid_base64"),
-        ("data:image/png;base64,ÄÄÄÄ", "invalid_base64"),
-        ("data:image/png,QUJD", "invalid_image_url"),
-        ("data:image/png;base64", "invalid_image_url"),
-        ("data:image/png;base64," + "QUJD" * 100, "image_too_large"),
-    ],
-)
-def test_bad_data_uris(url: str, code: str) -> None:
-    with pytest.raises(ApiError) as caught:
-        decode_data_uri(url, 100, "p")
-    assert caught.value.code == code
-
-
-def test_data_uris() -> None:
-    assert decode_data_uri("data:image/png;base64,QUJD", 3, "p") == b"ABC"
-    assert decode_data_uri("DATA:;charset=x;BASE64,QQ==", 3, "p") == b"A"
-
-
-def form(*fields: tuple[str, str | None, bytes]) -> tuple[str, bytes]:
-    body = b""
-    for name, filename, content in fields:
-        file = f'; filename="{filename}"' if filename else ""
-        body += f'--B\r\nContent-Disposition: form-data; name="{name}"{file}\r\n\r\n'.encode() + content + b"\r\n"
-    return "multipart/form-data; boundary=B", body + b"--B--\r\n"
-
-
-def test_forms() -> None:
-    big = bytes(range(256)) * 8192
-    kind, body = form(("request", None, b"{}"), ("cat", "c.jpg", big))
-    request, files = parse_form(kind, body, 4)
-    assert (request, files) == (b"{}", {"cat": big})
-    assert upload("upload:cat", files, "p") == big
-    with pytest.raises(ApiError, match="no uploaded file 'dog'"):
-        upload("upload:dog", files, "p")
-    assert parse_form(*form(("request", "r.json", b"{}")), 0) == (b"{}", {})
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ([("cat", "c", b"x")], "no field 'request'"),
-        ([("request", None, b"{}"), ("other", None, b"x")], "Too many fields"),
-        ([("other", None, b"x")], "unknown field"),
-        ([("request", "r", b"{}"), ("a", "1", b"x"), ("a", "2", b"y")], "twice"),
-        ([("request", "r", b"{}"), ("request", None, b"{}")], "twice"),
-        ([("request", None, b"{}"), *((each, "f", b"x") for each in "abcdefghi")], "Too many files"),
-    ],
-)
-def test_bad_forms(fields: list[tuple[str, str | None, bytes]], reason: str) -> None:
-    with pytest.raises(ApiError, match=reason) as caught:
-        parse_form(*form(*fields), 4)
-    assert caught.value.status == 400
-
-
-@pytest.mark.parametrize(
-    "body", [b"", b"--B", b"garbage", b"--B\r\n\r\n\r\n--B--", b"--B\r\nContent-Disp\xff: \r\n\r\n"]
-)
-@pytest.mark.parametrize("kind", ["multipart/form-data; boundary=B", "multipart/form-data"])
-def test_broken_forms(body: bytes, kind: str) -> None:
-    with pytest.raises(ApiError) as caught:
-        parse_form(kind, body, 4)
-    assert caught.value.status == 400
-
-
-@pytest.mark.parametrize(
-    "charset", ["punycode", "undefined", "idna", "utf-7", "utf-16", "zip", "no-such", '"latin-1"', ""]
-)
-def test_forms_are_in_utf8_only(charset: str) -> None:
-    """Of Python's codecs, some take the square of the length, and some fail."""
-    kind, body = form(("request", None, b"{}"))
-    with pytest.raises(ApiError, match="is not supported, send utf-8") as caught:
-        parse_form(f"{kind}; charset={charset}", body, 4)
-    assert (caught.value.status, caught.value.code) == (400, "invalid_form")
-    for accepted in ("utf-8", "UTF8", '"utf-8"'):
-        assert parse_form(f"{kind}; charset={accepted}", body, 4)[0] == b"{}"
-
-
-def test_integers_are_bounded() -> None:
-    assert parse(b'{"seed": -%d}' % 10**398)["seed"] == -(10**398)
-    with pytest.raises(ApiError, match="an integer of 401 digits, the limit is 400"):
-        parse(b'{"seed": %d}' % 10**400)

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.gateway_settings import Engine
-from vitwire_gateway.openai.chat import cut, filled, image_parts
-from vitwire_gateway.openai.chat_reading import ChatLimits, RequestForm, chat_of
 from vitwire_gateway.openai.responses import images_of
+from vitwire_gateway.requests.filling import cut, filled
+from vitwire_gateway.requests.image_refs import image_parts
+from vitwire_gateway.requests.image_sources import Limits
+from vitwire_gateway.requests.request_reading import RequestForm, cut_request
 
 Json = dict[str, Any]
 IMAGE = {"type": "input_image", "image_url": "data:x", "detail": "low"}
@@ -104,9 +106,9 @@ def test_malformed_images(part: Json) -> None:
 
 
 def test_too_many_images() -> None:
-    limits = ChatLimits(1, 100, "input_image", RequestForm(lambda body: images_of(body, "vllm")))
+    api = RequestForm(lambda body: images_of(body, "vllm"), "input_image")
     with pytest.raises(ApiError, match="the request has 2 images, the limit is 1") as caught:
-        chat_of(json.dumps(request(user(IMAGE, IMAGE))).encode(), None, limits)
+        cut_request(json.dumps(request(user(IMAGE, IMAGE))).encode(), None, Limits(1, 100), api)
     assert caught.value.param == "input"
 
 

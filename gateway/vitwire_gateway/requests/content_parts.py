@@ -1,0 +1,183 @@
+"""The images and clips of one request, and the engine's content parts that take their place."""
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
+
+from anyio.to_thread import run_sync
+
+from vitwire import Model, VitwireError
+from vitwire.items import Modality
+from vitwire_gateway.api_errors import ApiError, from_encoder, of_clip
+from vitwire_gateway.fairness import Caller
+from vitwire_gateway.gateway_settings import RouterSettings
+from vitwire_gateway.images.encoding import Encoded, Encoder
+from vitwire_gateway.images.fetching import Fetcher, Hold
+from vitwire_gateway.images.image_files import ImageFile
+from vitwire_gateway.metrics import Metrics
+from vitwire_gateway.requests.dialects import MakePart, Part
+from vitwire_gateway.requests.image_sources import RequestImages, Source
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+_MAX_AT_ONCE = 8
+"""Files of one request that are fetched, or encoded alone, at a time."""
+_FLOAT32_BYTES = 4
+
+
+class Loaded(NamedTuple):
+    """The files of a request."""
+
+    files: Mapping[bytes, tuple[ImageFile, str]]
+    """By digest, with the name of the first place in errors."""
+    order: Sequence[bytes]
+    """The digest of each image and clip of the request."""
+    until: float
+    """When all must be encoded, on the loop's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Loads images and clips of requests, and has them encoded."""
+
+    settings: RouterSettings
+    encoder: Encoder
+    fetcher: Fetcher
+    metrics: Metrics
+    hold: Hold = lambda _: None
+    """Takes memory for bytes of the request."""
+
+    def serving(self, caller: Caller, metadata: Mapping[str, str], hold: Hold) -> "Images":
+        """The same for a request, with metadata for the encoder's logs and traces."""
+        return replace(self, encoder=self.encoder.serving(caller, metadata), hold=hold)
+
+    async def load(self, request: RequestImages) -> Loaded:
+        """The files of a request. Raises ApiError."""
+        until = asyncio.get_running_loop().time() + self.settings.encode_seconds
+        params: dict[int, str] = {}
+        for place in request.places:
+            params.setdefault(place.source, place.param)
+        try:
+            async with asyncio.timeout_at(until):
+                images = await _each(lambda key: self._load(request.sources[key], params[key]), params)
+        except TimeoutError as error:
+            text = f"the images took longer than {self.settings.encode_seconds:g} s"
+            raise ApiError(504, text, "images_timeout") from error
+        files: dict[bytes, tuple[ImageFile, str]] = {}
+        for key, image in images.items():
+            files.setdefault(image.digest, (image, params[key]))
+        return Loaded(files, [images[place.source].digest for place in request.places], until)
+
+    @asynccontextmanager
+    async def in_time(self, loaded: Loaded) -> AsyncGenerator[None, None]:
+        """A block that waits for the encoder. Raises ApiError if it takes too long."""
+        until = min(loaded.until, asyncio.get_running_loop().time() + self.settings.encoder_wait)
+        try:
+            async with asyncio.timeout_at(until):
+                yield
+        except TimeoutError as error:
+            raise ApiError(504, "the encoder did not answer in time", "encoder_timeout") from error
+
+    async def parts(self, loaded: Loaded, make: MakePart) -> list[Part]:
+        """The engine's part for each image and clip of the request, in order. Raises ApiError."""
+
+        async def part(digest: bytes) -> Part:
+            image, param = loaded.files[digest]
+            with _naming(param, image.modality):
+                part = await make(self.encoder, image)
+            self.hold(size_of(part))
+            return part
+
+        parts = await _each(part, loaded.files)
+        return [parts[digest] for digest in loaded.order]
+
+    async def encoded(self, loaded: Loaded) -> dict[bytes, Encoded]:
+        """The embedding of each image by digest, in few calls to the encoder. Raises ApiError."""
+
+        async def one(digest: bytes) -> Encoded:
+            image, param = loaded.files[digest]
+            with _naming(param):
+                encoded = await self.encoder.encode_in(batches, image)
+            self.hold(math.prod(encoded.embedding.shape) * _FLOAT32_BYTES)
+            return encoded
+
+        async with self.in_time(loaded), self.encoder.batches() as batches:
+            return await _each(one, loaded.files, self.settings.max_encoding)
+
+    async def model(self) -> Model:
+        """The encoder's model. Raises ApiError."""
+        with _naming(None):
+            return await self.encoder.model.get()
+
+    async def check_stored(self, loaded: Loaded, *, still: bool) -> None:
+        """Wait until the encoder has stored what it accepted. Raises ApiError if it fails, or with `still` lost it."""
+        for image, param in loaded.files.values():
+            with _naming(param, image.modality):
+                await self.encoder.check_stored(image, still=still)
+
+    async def _load(self, source: Source, param: str) -> ImageFile:
+        image, is_clip = source.content, source.modality == "video"
+        counter = self.metrics.clips if is_clip else self.metrics.images
+        try:
+            if isinstance(image, ApiError):
+                raise image
+            if isinstance(image, str):
+                image = await self.fetcher.fetch(image, param, self.hold)
+            else:
+                self.hold(len(image))
+        except ApiError as error:
+            counter.labels(source.kind, "refused").inc()
+            raise of_clip(error) if is_clip else error from None
+        counter.labels(source.kind, "loaded").inc()
+        return await run_sync(ImageFile.of, image, source.modality)
+
+
+@contextmanager
+def _naming(param: str | None, modality: Modality = "image") -> Iterator[None]:
+    """Errors of the encoder in the block become errors of the image or clip `param`."""
+    is_clip = modality == "video"
+    try:
+        yield
+    except VitwireError as error:
+        found = from_encoder(error, param)
+        raise of_clip(found) if is_clip else found from error
+    except ValueError as error:
+        what = "clips; send frames as images" if is_clip else "images"
+        text = f"{param}: the engine has no input for this model's {what}: {error}"
+        raise ApiError(502, text, "unsupported_model", param) from error
+
+
+async def _each(
+    work: Callable[[K], Coroutine[None, None, T]], keys: Iterable[K], most: int = _MAX_AT_ONCE
+) -> dict[K, T]:
+    """The results by key, `most` at a time; the first error cancels the rest."""
+    slots = asyncio.Semaphore(most)
+
+    async def one(key: K) -> T:
+        async with slots:
+            return await work(key)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = {key: group.create_task(one(key)) for key in keys}
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return {key: task.result() for key, task in tasks.items()}
+
+
+def size_of(part: Part) -> int:
+    """Bytes of a part, hardly less than it has as JSON."""
+    return sum(map(len, _strings(part)))
+
+
+def _strings(part: object) -> Iterable[Sized]:
+    """The strings of a part, encoded or not, and its lists of numbers, which are short."""
+    if isinstance(part, dict):
+        for value in part.values():
+            yield from _strings(value)
+    elif isinstance(part, Sized):
+        yield part

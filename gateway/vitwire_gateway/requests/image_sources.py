@@ -1,0 +1,122 @@
+"""Images and clips of requests as their URLs have them: uploads, base64, or addresses to fetch. Pure functions."""
+
+import binascii
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Self
+
+from vitwire.items import Modality
+from vitwire.wire import Buffer
+from vitwire_gateway.api_errors import ApiError, invalid
+from vitwire_gateway.bodies import Json, model_of
+from vitwire_gateway.images.fetching import too_large
+from vitwire_gateway.requests.image_refs import ImageRef
+
+Kind = Literal["data", "upload", "url"]
+
+UPLOAD_SCHEME = "upload:"
+"""`{"url": "upload:cat"}` names the file of the form's field `cat`."""
+_MAX_URL = 8192
+
+
+class Limits(NamedTuple):
+    """Limits of a request."""
+
+    max_images: int
+    """Images and clips together."""
+    max_image_bytes: int
+    """Of one file."""
+
+
+class Place(NamedTuple):
+    """The name of an image or clip of a request in errors, and which of the sources it is."""
+
+    param: str
+    source: int
+
+
+class Source(NamedTuple):
+    """An image or clip of a request: its file, its URL, or what is wrong with it."""
+
+    kind: Kind
+    content: Buffer | str | ApiError
+    modality: Modality = "image"
+
+
+class RequestImages(NamedTuple):
+    """The images and clips of a request."""
+
+    places: Sequence[Place]
+    """In order."""
+    sources: Sequence[Source]
+    """Each once."""
+    model: str = ""
+    """As the request names it, cut to 256 characters."""
+
+    @classmethod
+    def of(cls, answer: Sequence[Any]) -> Self:
+        """The images as a worker sends them."""
+        places, sources, model = answer
+        return cls([Place(*each) for each in places], [Source(*each) for each in sources], model)
+
+
+def images_in(request: Json, refs: Sequence[ImageRef], files: Mapping[str, bytes], limits: Limits) -> RequestImages:
+    """The images and clips of a request with these files. Raises ApiError for too many."""
+    if len(refs) > limits.max_images:
+        what = "images and clips" if any(each.modality == "video" for each in refs) else "images"
+        text = f"the request has {len(refs)} {what}, the limit is {limits.max_images}"
+        raise invalid(text, str(refs[0].path[0]), "too_many_images")
+    numbers: dict[tuple[object, ...], int] = {}
+    places, sources = list[Place](), list[Source]()
+    for ref in refs:
+        key = ref.url, ref.modality, ref.is_base64
+        if key not in numbers:
+            numbers[key] = len(sources)
+            sources.append(_source(ref, files, limits.max_image_bytes))
+        places.append(Place(ref.param, numbers[key]))
+    return RequestImages(places, sources, model_of(request))
+
+
+def _source(ref: ImageRef, files: Mapping[str, bytes], max_bytes: int) -> Source:
+    url, param = ref.url, ref.param
+    scheme = "data" if ref.is_base64 else url[:8].partition(":")[0].lower()
+    kind: Kind = "data" if scheme == "data" else "upload" if scheme == UPLOAD_SCHEME[:-1] else "url"
+    try:
+        if kind == "url":
+            if len(url) > _MAX_URL:
+                raise invalid(f"the URL exceeds the limit of {_MAX_URL} characters", param, "invalid_image_url")
+            return Source(kind, url, ref.modality)
+        if kind == "upload":
+            file = upload(url, files, param)
+        else:
+            file = (decode_base64 if ref.is_base64 else decode_data_uri)(url, max_bytes, param)
+        if len(file) > max_bytes:
+            raise too_large(max_bytes, param)
+    except ApiError as error:
+        return Source(kind, error, ref.modality)
+    return Source(kind, file, ref.modality)
+
+
+def upload(url: str, files: Mapping[str, bytes], param: str) -> bytes:
+    """The uploaded file that an URL names. Raises ApiError if there is none."""
+    name = url[len(UPLOAD_SCHEME) :]
+    if name not in files:
+        raise invalid(f"the request has no uploaded file {name[:64]!r}", param, "invalid_image_url")
+    return files[name]
+
+
+def decode_data_uri(url: str, max_bytes: int, param: str) -> bytes:
+    """The bytes of a `data:` URI in base64. Raises ApiError."""
+    head, comma, payload = url.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise invalid("expected data:...;base64,...", param, "invalid_image_url")
+    return decode_base64(payload, max_bytes, param)
+
+
+def decode_base64(payload: str, max_bytes: int, param: str) -> bytes:
+    """The bytes of a text in base64. Raises ApiError."""
+    if len(payload) // 4 * 3 > max_bytes + 2:
+        raise too_large(max_bytes, param)
+    try:
+        return binascii.a2b_base64(payload.encode("ascii"), strict_mode=True)
+    except (binascii.Error, UnicodeEncodeError) as error:
+        raise invalid(f"invalid base64: {error}", param, "invalid_base64") from error

@@ -1,0 +1,76 @@
+"""Requests from bodies of JSON and of forms, with the images and clips in them.
+
+Small requests are read where they are; the rest, and all forms, in a worker.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
+
+from vitwire.wire import Buffer
+from vitwire_gateway.bodies import Json, parse
+from vitwire_gateway.fairness import Caller
+from vitwire_gateway.requests.filling import Hole, cut
+from vitwire_gateway.requests.image_refs import ImageRef, image_parts
+from vitwire_gateway.requests.image_sources import Limits, RequestImages, images_in
+from vitwire_gateway.requests.multipart_forms import opened
+from vitwire_gateway.workers import Workers
+
+_SMALL_BYTES = 64 << 10
+"""Bodies that are read at once: no such body takes more than a few milliseconds."""
+_LONGER_BYTES = 32 << 20
+"""JSON in ASCII takes three times the bytes of UTF-8 at most, JSON in its strings a little more, and numbers are
+written out: 1e15 has 18 characters."""
+
+
+class RequestForm(NamedTuple):
+    """An API's requests."""
+
+    images_of: Callable[[Json], list[ImageRef]]
+    """Raises ApiError for a malformed image, and for one in a place where the engine takes none."""
+    hole: Hole = "part"
+    as_chat: Callable[[Json], Json] | None = None
+    """Translates a request with images; the URL of each is then its name in errors. Raises ApiError."""
+
+
+class CutRequest(NamedTuple):
+    """A request that has been read, for an engine."""
+
+    pieces: Sequence[Buffer]
+    """Its JSON, cut for `filled`; without images the JSON of a form, or empty if the engine gets the body as it is."""
+    images: RequestImages
+
+    @classmethod
+    def of(cls, answer: Sequence[Any]) -> Self:
+        """The request as a worker sends it."""
+        pieces, images = answer
+        return cls(pieces, RequestImages.of(images))
+
+
+async def read(
+    workers: Workers, caller: Caller, job: Callable[..., Any], body: bytes, content_type: str, limits: Limits
+) -> Any:  # noqa: ANN401  # as the job returned it
+    """`job(body, form, limits)`, as `Workers.run`, but here if the body is small and JSON. Raises ApiError.
+
+    form: the type of a form; None if the body is JSON.
+    """
+    form = content_type if content_type.lower().startswith("multipart/form-data") else None
+    if form is None and len(body) <= _SMALL_BYTES:
+        return job(body, None, limits)
+    return await workers.run(caller, job, body, 4 * len(body) + _LONGER_BYTES, form, limits)
+
+
+def cut_request(body: bytes, form: str | None, limits: Limits, api: RequestForm) -> CutRequest:
+    """The request in a body; `form` is the type of a form. Raises ApiError."""
+    content, files = opened(body, form, limits.max_images)
+    request = parse(content)
+    found = api.images_of(request)
+    images = images_in(request, found, files, limits)
+    if not found:
+        return CutRequest([] if form is None else [content], images)
+    if api.as_chat:
+        places = {place.param: place for place in images.places}
+        request = api.as_chat(request)
+        parts = image_parts(request["messages"], ("messages",))
+        found = [ImageRef((*path, "image_url"), part["image_url"]["url"]) for path, part in parts]
+        images = images._replace(places=[places[each.url] for each in found])
+    return CutRequest(cut(request, found, api.hole), images)
