@@ -9,10 +9,12 @@ from torch import Tensor
 from checkpoints import MODEL_TYPES, Checkpoints
 from reference import Reference
 from rigs import Rig, draw_grids
-from vitwire_server.config.settings import UsageError
+from vitwire_server.config.settings import ServeSettings, UsageError
+from vitwire_server.core.models import Precision
 from vitwire_server.process.computing import reduce_precision
 from vitwire_server.runtime.memory.streams import HostStreams
-from vitwire_server.runtime.precision.float8 import reduce
+from vitwire_server.runtime.precision.choosing import Reducible, ranges
+from vitwire_server.runtime.precision.float8 import is_reduced, reduce
 from vitwire_server.runtime.precision.similarity import Comparison, least_cosines
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.towers.files import CheckpointError
@@ -49,8 +51,88 @@ def test_rows_of_a_tower_in_float8(model_type: str, checkpoints: Checkpoints, re
     assert close(torch.cat(found))
 
 
+def fp8(**settings: object) -> ServeSettings:
+    return ServeSettings.model_validate({"model": "m", "precision": "fp8", **settings})
+
+
 def close(similarities: Tensor) -> bool:
     return bool(similarities.min() > FLOOR and similarities.median() > MEDIAN)
+
+
+class TestChoice:
+    """Which blocks a start reduces."""
+
+    def reduced(self, rig: Rig, finish: Callable[[], None] = lambda: None, **settings: object) -> Precision:
+        stager = Stager(rig.tower.geometry, rig.modalities, CPU)
+        return reduce_precision(rig.tower, stager, HostStreams(), fp8(**settings), finish)
+
+    def floors(self, rig: Rig) -> tuple[float, list[float]]:
+        """The lowest similarity with all blocks in float8, and with each alone."""
+        comparison, blocks = Comparison(rig.tower, rig.engine), Reducible(rig.tower.blocks)
+        alone = []
+        for numbers in (blocks.numbers, *([number] for number in blocks.numbers)):
+            blocks.reduce(numbers)
+            alone.append(float(comparison.similarities().min()))
+        blocks.reduce([])
+        assert float(comparison.similarities().min()) == pytest.approx(1), "exact again"
+        return alone[0], alone[1:]
+
+    def test_as_many_blocks_as_reach_the_floor(self, checkpoints: Checkpoints) -> None:
+        rig = Rig.of(checkpoints("qwen3_vl"), torch.bfloat16, CPU, sizes=())
+        whole, alone = self.floors(rig)
+        least_lossy = alone.index(max(alone))
+        floor = (whole + max(alone)) / 2
+        found = self.reduced(rig, precision_floor=floor)
+        chosen = [number for number, block in enumerate(rig.tower.blocks) if is_reduced(block)]
+        assert least_lossy in chosen
+        assert len(chosen) < len(alone)
+        assert found.similarity >= floor > whole
+        assert found.blocks == ranges(chosen)
+        assert found.layers == 3 * len(chosen)
+        again = Rig.of(checkpoints("qwen3_vl"), torch.bfloat16, CPU, sizes=())
+        assert self.reduced(again, precision_floor=floor) == found, "equal starts choose the same"
+        pinned = Rig.of(checkpoints("qwen3_vl"), torch.bfloat16, CPU, sizes=())
+        assert self.reduced(pinned, precision_floor=floor, precision_blocks=found.blocks) == found
+
+    def test_named_blocks_are_taken_whatever_they_lose(self, checkpoints: Checkpoints) -> None:
+        rig = Rig.of(checkpoints("qwen3_vl"), torch.bfloat16, CPU, sizes=())
+        found = self.reduced(rig, precision_floor=0.9, precision_blocks="0,2-3")
+        assert [is_reduced(block) for block in rig.tower.blocks] == [True, False, True, True]
+        assert (found.blocks, found.layers) == ("0,2-3", 9)
+        every = Rig.of(checkpoints("qwen3_vl"), torch.bfloat16, CPU, sizes=())
+        found = self.reduced(every, precision_floor=0.9, precision_blocks="all")
+        assert (found.blocks, found.layers) == ("", 12)
+
+    def test_blocks_that_do_not_exist_are_named(self, checkpoints: Checkpoints) -> None:
+        rig = Rig.of(checkpoints("qwen3_vl"), torch.bfloat16, CPU, sizes=())
+        with pytest.raises(UsageError, match=r"--precision-blocks 0-9: block 4 cannot be reduced; the tower has 0-3"):
+            self.reduced(rig, precision_blocks="0-9")
+
+    def test_too_few_blocks_are_not_served(self, checkpoints: Checkpoints) -> None:
+        rig = Rig.of(checkpoints("qwen3_vl"), torch.bfloat16, CPU, sizes=())
+        with pytest.raises(UsageError, match="0 of 4 blocks in float8 reach the floor, fewer than the 1 that pay"):
+            self.reduced(rig, precision_floor=1.0)
+
+    def test_rows_of_a_mixed_tower_are_those_of_transformers(
+        self, checkpoints: Checkpoints, references: References
+    ) -> None:
+        """Between exact and reduced blocks, rows are bfloat16: one reduced block may lose no more than all do."""
+        reference = references("qwen3_vl", torch.float32)
+        losses = []
+        for blocks in ("1", "all"):
+            rig = Rig.of(checkpoints("qwen3_vl"), torch.bfloat16, CPU, sizes=())
+            self.reduced(rig, precision_floor=0.9, precision_blocks=blocks)
+            grids = draw_grids(rig, 1, 4)
+            cosines = [
+                least_cosines(
+                    torch.as_tensor(reference.item(grid, rig.pixels(grid, i), rig.crops(grid, i))),
+                    torch.as_tensor(rows),
+                    1 + rig.tower.geometry.levels,
+                )
+                for i, (grid, rows) in enumerate(zip(grids, rig.run(rig.items(grids)), strict=True))
+            ]
+            losses.append(1 - float(torch.cat(cosines).mean()))
+        assert 0 < losses[0] < losses[1] < 1 - MEDIAN
 
 
 class TestRefusals:
@@ -59,7 +141,7 @@ class TestRefusals:
     def refused(self, rig: Rig, finish: Callable[[], None] = lambda: None) -> str:
         stager = Stager(rig.tower.geometry, rig.modalities, CPU)
         with pytest.raises(UsageError) as error:
-            reduce_precision(rig.tower, stager, HostStreams(), floor=0.0, finish=finish)
+            reduce_precision(rig.tower, stager, HostStreams(), fp8(precision_floor=0.0), finish)
         return str(error.value)
 
     def test_rows_that_are_not_finite_reach_no_floor(self, checkpoints: Checkpoints) -> None:

@@ -142,7 +142,7 @@ def test_fused_blocks_in_float8_give_what_their_layers_give(
     exact = forward()
     assert sum(reduce(block) for block in blocks) == DEPTH * (4 if "2.5" in name else 3)
     unfused = forward()
-    assert fuse(blocks, choice, reduced=True) == DEPTH
+    assert fuse(blocks, choice) == DEPTH
     for _ in range(2):
         for got, layers, whole in zip(forward(), unfused, exact, strict=True):
             assert distance(got, layers) <= (ROUNDING / 2 if dtype is torch.float32 else 2 * ROUNDING)
@@ -150,10 +150,57 @@ def test_fused_blocks_in_float8_give_what_their_layers_give(
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("reduced", [(0,), (1,), (0, 1), (1, 2), (0, 2), (0, 3), (1, 3), (0, 2, 3)], ids=str)
+def test_mixed_towers_give_what_their_layers_give(
+    reduced: tuple[int, ...], device: torch.device, dtype: torch.dtype
+) -> None:
+    """Blocks in float8 after exact ones and before them: exact blocks add to rows in place, float8 ones run ahead."""
+    model_type, fields = PUBLISHED["Qwen3-VL-8B"]
+    small = {"num_heads": 2, "intermediate_size": 192} if device.type == "cpu" else {}
+    tower = build(model_type, shrunk(fields, 4, 1152 if device.type == "cuda" else 144) | small, dtype, device)
+    tower.rewrite()
+    choice = select("auto" if device.type == "cuda" else "sdpa", device, dtype, *tower.attention_heads, captured=False)
+    tower.use_attention(choice.implementation)
+    if device.type == "cpu":
+        choice = Selection.only(LoadedBackend("triton", segment_attention), "to be tested")
+    blocks: list[Any] = list(tower.blocks)
+    rows = torch.randn(24, blocks[0].attn.qkv.in_features, dtype=dtype, device=device)
+    angles = torch.rand(24, tower.attention_heads[1] // 2, device=device).repeat(1, 2)
+
+    def forward() -> list[Tensor]:
+        """What each block adds to the rows, copied at once, as deepstack levels are taken then."""
+        ends = torch.tensor([0, 8, 24], dtype=torch.int32, device=device)
+        states, added = rows.clone(), []
+        for block in blocks:
+            states = block(states, cu_seqlens=ends, position_embeddings=(angles.cos(), angles.sin()), max_seqlen=16)
+            added.append(states - rows)
+        return added
+
+    for number in reduced:
+        assert reduce(blocks[number]) == 3
+    before, unfused = rows.clone(), forward()
+    assert fuse(blocks, choice) == 4
+    chains = [
+        layer.parts.following is not None for layer in map(fused_layer, blocks) if hasattr(layer.parts, "following")
+    ]
+    assert chains == [number + 1 in reduced for number in reduced], "only neighbours run ahead"
+    first = forward()
+    for got, expected in zip(first, unfused, strict=True):
+        assert distance(got, expected) <= (ROUNDING / 2 if dtype is torch.float32 else 2 * ROUNDING)
+    assert torch.equal(rows, before), "the tower's input is not written to"
+    for got, expected in zip(forward(), first, strict=True):
+        assert torch.equal(got, expected), "a second forward begins anew"
+
+
+def fused_layer(block: Any) -> Any:
+    """The layer whose call replaced the block's forward."""
+    return block.forward.__self__
+
+
+@torch.inference_mode()
 def test_blocks_of_which_some_layers_are_in_float8_are_not_fused(device: torch.device, dtype: torch.dtype) -> None:
     model_type, fields = PUBLISHED["Qwen3-VL-8B"]
     tower = build(model_type, {**shrunk(fields, 1, 128), "intermediate_size": 136}, dtype, device)
     choice = select("sdpa", device, dtype, *tower.attention_heads, captured=False)
-    assert fuse(tower.blocks, choice, reduced=True) == 0
     assert reduce(tower.blocks[0]) == 1
-    assert fuse(tower.blocks, choice, reduced=True) == 0
+    assert fuse(tower.blocks, choice) == 0

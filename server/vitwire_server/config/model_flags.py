@@ -134,6 +134,28 @@ class DeviceSettings(SourcedSettings):
         description="with --precision fp8: minimum cosine similarity to bfloat16 of each vector of the test pictures; "
         "below it the server does not start",
     )
+    precision_blocks: List = Field(
+        default="auto",
+        pattern=r"^(auto|all|\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*)$",
+        description="with --precision fp8: the tower's blocks to compute in float8 (0-11,14), counted from 0; all; or "
+        "auto: as many as reach --precision-floor, which each start measures",
+    )
+
+    @model_validator(mode="after")
+    def _ranges_ascend(self) -> Self:
+        if self.precision_block_numbers == []:
+            raise ValueError(f"--precision-blocks {self.precision_blocks}: ranges must ascend")
+        return self
+
+    @property
+    def precision_block_numbers(self) -> list[int] | None:
+        """Numbers of the blocks to compute in float8; None for `auto` and `all`, empty if a range descends."""
+        if self.precision_blocks in ("auto", "all"):
+            return None
+        bounds = [[int(each) for each in run.split("-")] for run in self.precision_blocks.split(",")]
+        if any(run[0] > run[-1] for run in bounds):
+            return []
+        return sorted({number for run in bounds for number in range(run[0], run[-1] + 1)})
 
     @property
     def device_list(self) -> list[str]:

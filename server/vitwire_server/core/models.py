@@ -296,6 +296,8 @@ class Precision:
     similarity: float
     """Least cosine similarity of a row of test pictures to the row without it."""
     median_similarity: float
+    blocks: str = ""
+    """The blocks that hold these layers, such as 0-3,7; empty if all blocks that can be reduced do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,11 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 
 import torch
+from torch import Tensor
 
 from vitwire_server.config.model_flags import DeviceSettings, GraphSettings
 from vitwire_server.config.service_flags import FileSettings
@@ -24,7 +26,8 @@ from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import GraphSet, SimulatedRecorder
 from vitwire_server.runtime.kernels.operands import FLOAT8
 from vitwire_server.runtime.memory.streams import Streams
-from vitwire_server.runtime.precision.float8 import device_fault, reduce
+from vitwire_server.runtime.precision.choosing import Reducible, largest_set, ranges
+from vitwire_server.runtime.precision.float8 import device_fault
 from vitwire_server.runtime.precision.similarity import Comparison
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.runtime.toolchain import cxx_fault, triton_fault
@@ -36,6 +39,10 @@ _log = logging.getLogger(__name__)
 DENSE = "sdpa"
 """The only backend for towers without segments."""
 _TYPE = str(FLOAT8).removeprefix("torch.")
+_MARGIN = 0.05
+"""Share of the accepted loss that blocks are chosen without: fused, they round in other places."""
+_LEAST_SHARE = 0.25
+"""Of the blocks that can be reduced; fewer in float8 save too little time to be worth the second precision."""
 
 
 def compute_dtype(settings: DeviceSettings, stored: torch.dtype, device: torch.device) -> torch.dtype:
@@ -75,20 +82,24 @@ def backends_of(attention: Selection | None, ladder: Ladder) -> dict[Budget, str
 
 
 def reduce_precision(
-    tower: Tower, stager: Stager, streams: Streams, *, floor: float, finish: Callable[[], None]
+    tower: Tower, stager: Stager, streams: Streams, settings: DeviceSettings, finish: Callable[[], None]
 ) -> Precision:
-    """Reduce the tower's layers to float8, then call `finish`, which fuses them, and compare rows with those before.
+    """Reduce blocks of the tower to float8, then call `finish`, which fuses them, and compare rows with those before.
 
-    Raises UsageError if a row is less similar than `floor`, or if no layer can be reduced.
+    Raises UsageError if a row is less similar than the floor, or if too few layers can be reduced.
     """
     engine = Engine(tower, GraphSet(tower, Ladder(), SimulatedRecorder()), stager, streams)
     try:
         comparison = Comparison(tower, engine)
     except EncoderError as error:
         raise CheckpointError(f"the forward of a test picture failed: {error}") from error
-    layers = sum(reduce(block) for block in tower.blocks)
-    if not layers:
+    blocks = Reducible(tower.blocks)
+    possible = blocks.numbers
+    if not possible:
         raise UsageError("--precision fp8: no linear layer of this tower can be computed in float8; serve without it")
+    numbers = _reduced_blocks(settings, blocks, comparison)
+    layers = blocks.reduce(numbers)
+    del blocks  # the layers in the other precision
     if tower.device.type == "cuda":
         torch.cuda.empty_cache()
     finish()
@@ -96,17 +107,54 @@ def reduce_precision(
     least, median = float(similarities.min()), float(similarities.median())
     rows = f"{len(similarities)} rows of test pictures, cosine to bfloat16: least {least:.5f}, median {median:.5f}"
     _log.info("%d linear layers in %s; %s", layers, _TYPE, rows)
+    if numbers != possible:
+        chosen = ranges(numbers)
+        _log.info("%d of %d blocks in %s: --precision-blocks %s", len(numbers), len(possible), _TYPE, chosen)
+    floor = settings.precision_floor
     if not least >= floor:  # also for NaN
-        raise UsageError(
-            f"--precision-floor {floor}: with --precision fp8, the lowest cosine similarity to bfloat16 is "
-            f"{least:.5f} (median {median:.5f}); serve without --precision fp8, or lower the floor if this is enough"
-        )
-    return Precision(_TYPE, layers, least, median)
+        raise UsageError(_below(floor, least, median))
+    return Precision(_TYPE, layers, least, median, "" if numbers == possible else ranges(numbers))
+
+
+def _reduced_blocks(settings: DeviceSettings, blocks: Reducible, comparison: Comparison) -> list[int]:
+    """The numbers of the blocks to reduce, ascending. Raises UsageError."""
+    possible, floor = blocks.numbers, settings.precision_floor
+    if settings.precision_blocks == "all":
+        return possible
+    if (named := settings.precision_block_numbers) is not None:
+        if unknown := sorted({*named} - {*possible}):
+            flag = f"--precision-blocks {settings.precision_blocks}"
+            raise UsageError(f"{flag}: block {unknown[0]} cannot be reduced; the tower has {ranges(possible)}")
+        return named
+    measured: list[Tensor] = []
+
+    def lowest(numbers: Collection[int]) -> float:
+        blocks.reduce(numbers)
+        measured.append(comparison.similarities())
+        return float(measured[-1].min())
+
+    numbers = largest_set(possible, lowest, floor + _MARGIN * (1 - floor))
+    needed = math.ceil(_LEAST_SHARE * len(possible))
+    if len(numbers) < needed:
+        of_all = measured[0]
+        enough = f"{len(numbers)} of {len(possible)} blocks in float8 reach the floor, fewer than the {needed} that pay"
+        raise UsageError(_below(floor, float(of_all.min()), float(of_all.median()), f"; {enough}"))
+    return numbers
+
+
+def _below(floor: float, least: float, median: float, more: str = "") -> str:
+    return (
+        f"--precision-floor {floor}: with --precision fp8, the lowest cosine similarity to bfloat16 is "
+        f"{least:.5f} (median {median:.5f}){more}; serve without --precision fp8, or lower the floor if this is enough"
+    )
 
 
 def fingerprint(weights: str, precision: Precision | None) -> str:
-    """The fingerprint of embeddings in clients and caches, which keeps precisions apart."""
-    return hashlib.sha256(f"{weights} {precision.type}".encode()).hexdigest() if precision else weights
+    """The fingerprint of embeddings in clients and caches, which keeps precisions and sets of blocks apart."""
+    if precision is None:
+        return weights
+    blocks = f" blocks {precision.blocks}" if precision.blocks else ""
+    return hashlib.sha256(f"{weights} {precision.type}{blocks}".encode()).hexdigest()
 
 
 def fused_blocks(
@@ -114,25 +162,23 @@ def fused_blocks(
 ) -> Precision | None:
     """Reduce the precision if that is asked for, and fuse the blocks around their attention."""
 
-    reduced = settings.precision == "fp8"
-
     def finish() -> None:
         if settings.compile == "auto" and tower.device.type == "cuda":
-            _fuse(tower, attention, reduced=reduced)
+            _fuse(tower, attention)
 
-    if reduced:
-        return reduce_precision(tower, stager, streams, floor=settings.precision_floor, finish=finish)
+    if settings.precision == "fp8":
+        return reduce_precision(tower, stager, streams, settings, finish)
     finish()
     return None
 
 
-def _fuse(tower: Tower, attention: Selection | None, *, reduced: bool) -> None:
+def _fuse(tower: Tower, attention: Selection | None) -> None:
     if fault := kernel_fault(tower.device) or triton_fault():
         _log.warning("blocks are not fused, which is slower: %s", fault)
         return
     from vitwire_server.runtime.fused.fusing import fuse_tower  # noqa: PLC0415 - triton comes with CUDA builds of torch
 
-    fused = fuse_tower(tower, attention, reduced=reduced)
+    fused = fuse_tower(tower, attention)
     _log.info("%d of %d blocks fused", fused, len(tower.blocks))
 
 

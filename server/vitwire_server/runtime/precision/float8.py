@@ -5,6 +5,8 @@ the largest of its row, by 2^-10 of the row's scale. As each row has a scale, ne
 changes another row.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -96,17 +98,41 @@ def device_fault(device: torch.device) -> str:
     return f"{name} has no float8 products (compute capability {found[0]}.{found[1]}, {least} is needed)"
 
 
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """A linear layer of a block, and the same layer in float8."""
+
+    parent: nn.Module
+    name: str
+    exact: nn.Linear
+    reduced: Float8Linear
+
+    def use(self, *, reduced: bool) -> None:
+        """Compute the layer in float8, or exactly."""
+        setattr(self.parent, self.name, self.reduced if reduced else self.exact)
+
+
 @torch.no_grad()
-def reduce(block: nn.Module) -> int:
-    """Replace the linear layers of a tower's block, but for the one after attention; returns their number."""
-    found = [
-        (parent, name, child)
+def replacements(block: nn.Module) -> list[Replacement]:
+    """The linear layers of a tower's block that can be reduced, but for the one after attention; none is exchanged."""
+    return [
+        Replacement(parent, name, child, Float8Linear.of(child))
         for path, parent in block.named_modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear
         and _AFTER_ATTENTION.isdisjoint((*path.split(".")[-1:], name))
         and not (child.in_features % _ALIGNED or child.out_features % _ALIGNED)
     ]
-    for parent, name, child in found:
-        setattr(parent, name, Float8Linear.of(child))
+
+
+def reduce(block: nn.Module) -> int:
+    """Replace the linear layers of a tower's block, but for the one after attention; returns their number."""
+    found = replacements(block)
+    for each in found:
+        each.use(reduced=True)
     return len(found)
+
+
+def is_reduced(block: nn.Module) -> bool:
+    """True if a layer of this block is in float8."""
+    return any(isinstance(part, Float8Linear) for part in block.modules())

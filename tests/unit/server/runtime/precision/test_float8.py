@@ -160,6 +160,8 @@ def test_rows_of_another_precision_have_another_fingerprint() -> None:
     assert fingerprint("ab", None) == "ab"
     assert reduced != "ab"
     assert reduced == fingerprint("ab", Precision("float8_e4m3fn", 12, 0.9993, 0.9999)), "what is measured may vary"
+    some = {fingerprint("ab", Precision("float8_e4m3fn", 6, 0.9995, 0.9999, blocks)) for blocks in ("0-3", "0-2,5")}
+    assert len(some | {reduced, "ab"}) == 4, "other blocks in float8 give other rows"
 
 
 def test_float8_needs_bfloat16_and_forwards_that_are_not_compiled() -> None:
@@ -169,6 +171,8 @@ def test_float8_needs_bfloat16_and_forwards_that_are_not_compiled() -> None:
         ServeSettings(model="m", precision="fp8", compile="on")
     with pytest.raises(ValueError, match="--precision-floor needs --precision fp8"):
         ServeSettings(model="m", precision_floor=0.99)
+    with pytest.raises(ValueError, match="--precision-blocks needs --precision fp8"):
+        ServeSettings(model="m", precision_blocks="all")
     assert ServeSettings(model="m").precision == "auto"
 
 
