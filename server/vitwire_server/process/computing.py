@@ -99,6 +99,8 @@ def reduce_precision(
         raise UsageError("--precision fp8: no linear layer of this tower can be computed in float8; serve without it")
     numbers = _reduced_blocks(settings, blocks, comparison)
     layers = blocks.reduce(numbers)
+    if stored := blocks.stored(numbers):
+        _log.info("%d linear layers have the float8 values and scales that the checkpoint stores", stored)
     del blocks  # the layers in the other precision
     if tower.device.type == "cuda":
         torch.cuda.empty_cache()

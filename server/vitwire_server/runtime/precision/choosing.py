@@ -20,6 +20,10 @@ class Reducible:
         """The numbers of these blocks in the tower, from 0, ascending."""
         return list(self._layers)
 
+    def stored(self, numbers: Collection[int]) -> int:
+        """The number of linear layers of these blocks that the checkpoint stores in float8."""
+        return sum(each.is_stored for number in numbers for each in self._layers[number])
+
     def reduce(self, numbers: Collection[int]) -> int:
         """Compute exactly these blocks in float8; returns the number of their linear layers."""
         for number, layers in self._layers.items():

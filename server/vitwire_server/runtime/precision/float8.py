@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitwire_server.runtime.kernels.operands import FLOAT8, LARGEST, SMALLEST, Scaled
+from vitwire_server.towers.rewrites import STORED_SCALES
 
 _ALIGNED = 16
 """The product takes rows and channels in multiples of this."""
@@ -53,8 +54,13 @@ class Float8Linear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear) -> "Float8Linear":
-        """The same layer in float8."""
-        return cls(quantised(linear.weight), linear.bias, linear.weight.dtype)
+        """The same layer in float8; if its checkpoint stores it so, with the values and scales stored there."""
+        scales: Tensor | None = getattr(linear, STORED_SCALES, None)
+        if scales is None:
+            return cls(quantised(linear.weight), linear.bias, linear.weight.dtype)
+        # Rounding to bfloat16 moved the products by 2^-9 of themselves, so the nearest float8 is the stored value.
+        values = (linear.weight.float() / scales).to(FLOAT8)
+        return cls(Scaled(values, scales), linear.bias, linear.weight.dtype)
 
     @classmethod
     def joined(cls, *layers: "Float8Linear") -> "Float8Linear":
@@ -106,6 +112,11 @@ class Replacement:
     name: str
     exact: nn.Linear
     reduced: Float8Linear
+
+    @property
+    def is_stored(self) -> bool:
+        """True if the checkpoint stores the layer in float8."""
+        return hasattr(self.exact, STORED_SCALES)
 
     def use(self, *, reduced: bool) -> None:
         """Compute the layer in float8, or exactly."""
