@@ -45,6 +45,10 @@ _LEAST_SHARE = 0.25
 """Of the blocks that can be reduced; fewer in float8 save too little time to be worth the second precision."""
 
 
+class BelowFloor(UsageError):
+    """Float8 loses more than `--precision-floor` allows."""
+
+
 def compute_dtype(settings: DeviceSettings, stored: torch.dtype, device: torch.device) -> torch.dtype:
     """The tower's dtype for a checkpoint of `stored`. Raises UsageError if the device has no float8."""
     if settings.precision == "fp8":
@@ -86,7 +90,7 @@ def reduce_precision(
 ) -> Precision:
     """Reduce blocks of the tower to float8, then call `finish`, which fuses them, and compare rows with those before.
 
-    Raises UsageError if a row is less similar than the floor, or if too few layers can be reduced.
+    Raises BelowFloor if a row is less similar than the floor, and UsageError if no layer can be reduced.
     """
     engine = Engine(tower, GraphSet(tower, Ladder(), SimulatedRecorder()), stager, streams)
     try:
@@ -114,12 +118,12 @@ def reduce_precision(
         _log.info("%d of %d blocks in %s: --precision-blocks %s", len(numbers), len(possible), _TYPE, chosen)
     floor = settings.precision_floor
     if not least >= floor:  # also for NaN
-        raise UsageError(_below(floor, least, median))
+        raise BelowFloor(_below(floor, least, median))
     return Precision(_TYPE, layers, least, median, "" if numbers == possible else ranges(numbers))
 
 
 def _reduced_blocks(settings: DeviceSettings, blocks: Reducible, comparison: Comparison) -> list[int]:
-    """The numbers of the blocks to reduce, ascending. Raises UsageError."""
+    """The numbers of the blocks to reduce, ascending. Raises UsageError; BelowFloor if too few reach the floor."""
     possible, floor = blocks.numbers, settings.precision_floor
     if settings.precision_blocks == "all":
         return possible
@@ -140,7 +144,7 @@ def _reduced_blocks(settings: DeviceSettings, blocks: Reducible, comparison: Com
     if len(numbers) < needed:
         of_all = measured[0]
         enough = f"{len(numbers)} of {len(possible)} blocks in float8 reach the floor, fewer than the {needed} that pay"
-        raise UsageError(_below(floor, float(of_all.min()), float(of_all.median()), f"; {enough}"))
+        raise BelowFloor(_below(floor, float(of_all.min()), float(of_all.median()), f"; {enough}"))
     return numbers
 
 
