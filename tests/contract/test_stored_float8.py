@@ -150,6 +150,24 @@ def test_what_is_broken_is_named(
     assert "copy" in str(error.value)
 
 
+@pytest.mark.parametrize("shape", [(1,), (192, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scales_in_the_forms_of_compressed_tensors(
+    shape: tuple[int, ...], dtype: torch.dtype, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """2^-9 is the same number in both types."""
+    folder, other = tmp_path / "one", tmp_path / "other"
+    write_float8(checkpoints("qwen3_vl"), folder)
+    change("qkv.weight_scale", lambda _: torch.tensor(2.0**-9))(folder)
+    shutil.copytree(folder, other)
+    change("qkv.weight_scale", lambda _: torch.full(shape, 2.0**-9, dtype=dtype))(other)
+    one, two = (Rig.of(each, torch.bfloat16, CPU, sizes=()).tower.blocks[0] for each in (folder, other))
+    assert torch.equal(one.get_parameter("attn.qkv.weight"), two.get_parameter("attn.qkv.weight"))
+    assert reduce(one) == reduce(two)
+    for buffer in ("values", "scales"):
+        assert torch.equal(*(block.get_buffer(f"attn.qkv.{buffer}").float() for block in (one, two)))
+
+
 def test_scales_of_inputs_need_not_be_there(checkpoints: Checkpoints, tmp_path: Path) -> None:
     folder, other = tmp_path / "one", tmp_path / "other"
     write_float8(checkpoints("qwen3_vl"), folder)
