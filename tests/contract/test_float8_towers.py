@@ -1,6 +1,6 @@
 """Towers in float8: every kind of them against plain transformers, with and without company."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.core.models import Precision
 from vitwire_server.process.computing import reduce_precision
 from vitwire_server.runtime.memory.streams import HostStreams
-from vitwire_server.runtime.precision.choosing import Reducible, ranges
-from vitwire_server.runtime.precision.float8 import is_reduced, reduce
+from vitwire_server.runtime.precision.choosing import Half, Reducible, named
+from vitwire_server.runtime.precision.float8 import Float8Linear, reduce
 from vitwire_server.runtime.precision.similarity import Comparison, least_cosines
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.towers.files import CheckpointError
@@ -55,6 +55,18 @@ def fp8(**settings: object) -> ServeSettings:
     return ServeSettings.model_validate({"model": "m", "precision": "fp8", **settings})
 
 
+def in_float8(rig: Rig) -> list[Half]:
+    """The halves of blocks that are in float8."""
+    return sorted(
+        {
+            Half(number, "attn" if "attn" in name else "mlp")
+            for number, block in enumerate(rig.tower.blocks)
+            for name, layer in block.named_modules()
+            if isinstance(layer, Float8Linear)
+        }
+    )
+
+
 def close(similarities: Tensor) -> bool:
     return bool(similarities.min() > FLOOR and similarities.median() > MEDIAN)
 
@@ -66,29 +78,26 @@ class TestChoice:
         stager = Stager(rig.tower.geometry, rig.modalities, CPU)
         return reduce_precision(rig.tower, stager, HostStreams(), fp8(**settings), finish)
 
-    def floors(self, rig: Rig) -> tuple[float, list[float]]:
-        """The lowest similarity with all blocks in float8, and with each alone."""
-        comparison, blocks = Comparison(rig.tower, rig.engine), Reducible(rig.tower.blocks)
-        alone = []
-        for numbers in (blocks.numbers, *([number] for number in blocks.numbers)):
-            blocks.reduce(numbers)
-            alone.append(float(comparison.similarities().min()))
-        blocks.reduce([])
-        assert float(comparison.similarities().min()) == pytest.approx(1), "exact again"
-        return alone[0], alone[1:]
-
-    def test_as_many_blocks_as_reach_the_floor(self, checkpoints: Checkpoints) -> None:
+    def test_as_many_halves_as_reach_the_floor(self, checkpoints: Checkpoints) -> None:
         rig = Rig.of(checkpoints("qwen3_vl"), torch.bfloat16, CPU, sizes=())
-        whole, alone = self.floors(rig)
-        least_lossy = alone.index(max(alone))
-        floor = (whole + max(alone)) / 2
+        comparison, reducible = Comparison(rig.tower, rig.engine), Reducible(rig.tower.blocks)
+
+        def lowest(halves: Collection[Half]) -> float:
+            reducible.reduce(halves)
+            return float(comparison.similarities().min())
+
+        whole, alone = lowest(list(reducible.sizes)), {half: lowest([half]) for half in reducible.sizes}
+        assert len(alone) == 8, "both halves of four blocks"
+        assert lowest([]) == pytest.approx(1), "exact again"
+        best = min(alone, key=lambda half: (1 - alone[half]) / reducible.sizes[half])
+        floor = (whole + alone[best]) / 2
         found = self.reduced(rig, precision_floor=floor)
-        chosen = [number for number, block in enumerate(rig.tower.blocks) if is_reduced(block)]
-        assert least_lossy in chosen
+        chosen = in_float8(rig)
+        assert best in chosen
         assert len(chosen) < len(alone)
         assert found.similarity >= floor > whole
-        assert found.blocks == ranges(chosen)
-        assert found.layers == 3 * len(chosen)
+        assert found.blocks == named(chosen)
+        assert found.layers == sum(1 if half.name == "attn" else 2 for half in chosen)
         again = Rig.of(checkpoints("qwen3_vl"), torch.bfloat16, CPU, sizes=())
         assert self.reduced(again, precision_floor=floor) == found, "equal starts choose the same"
         pinned = Rig.of(checkpoints("qwen3_vl"), torch.bfloat16, CPU, sizes=())
@@ -96,9 +105,10 @@ class TestChoice:
 
     def test_named_blocks_are_taken_whatever_they_lose(self, checkpoints: Checkpoints) -> None:
         rig = Rig.of(checkpoints("qwen3_vl"), torch.bfloat16, CPU, sizes=())
-        found = self.reduced(rig, precision_floor=0.9, precision_blocks="0,2-3")
-        assert [is_reduced(block) for block in rig.tower.blocks] == [True, False, True, True]
-        assert (found.blocks, found.layers) == ("0,2-3", 9)
+        found = self.reduced(rig, precision_floor=0.9, precision_blocks="0,mlp:1,attn:2-3")
+        expected = [(0, "attn"), (0, "mlp"), (1, "mlp"), (2, "attn"), (3, "attn")]
+        assert in_float8(rig) == expected
+        assert (found.blocks, found.layers) == ("0,attn:2-3,mlp:1", 7)
         every = Rig.of(checkpoints("qwen3_vl"), torch.bfloat16, CPU, sizes=())
         found = self.reduced(every, precision_floor=0.9, precision_blocks="all")
         assert (found.blocks, found.layers) == ("", 12)
@@ -107,10 +117,14 @@ class TestChoice:
         rig = Rig.of(checkpoints("qwen3_vl"), torch.bfloat16, CPU, sizes=())
         with pytest.raises(UsageError, match=r"--precision-blocks 0-9: block 4 cannot be reduced; the tower has 0-3"):
             self.reduced(rig, precision_blocks="0-9")
+        with pytest.raises(UsageError, match=r"mlp:4 cannot be reduced"):
+            self.reduced(rig, precision_blocks="mlp:3-4")
 
     def test_too_few_blocks_are_not_served(self, checkpoints: Checkpoints) -> None:
         rig = Rig.of(checkpoints("qwen3_vl"), torch.bfloat16, CPU, sizes=())
-        with pytest.raises(UsageError, match="0 of 4 blocks in float8 reach the floor, fewer than the 1 that pay"):
+        with pytest.raises(
+            UsageError, match=r"0% of the blocks' weights in float8 reach the floor, less than the 25% that"
+        ):
             self.reduced(rig, precision_floor=1.0)
 
     def test_rows_of_a_mixed_tower_are_those_of_transformers(

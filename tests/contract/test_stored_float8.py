@@ -70,8 +70,8 @@ def test_without_float8_the_stored_values_are_computed_with(
 def test_in_float8_the_stored_values_and_scales_are_used_as_they_are(published: Published) -> None:
     rig = Rig.of(published.folder, torch.bfloat16, CPU, sizes=())
     blocks = Reducible(rig.tower.blocks)
-    layers = blocks.reduce(blocks.numbers)
-    assert blocks.stored(blocks.numbers) == layers
+    layers = blocks.reduce(blocks.sizes)
+    assert blocks.stored(blocks.sizes) == layers
     compared = 0
     for number, block in enumerate(rig.tower.blocks):
         for path, layer in block.named_modules():
@@ -197,7 +197,7 @@ def test_an_adapter_changes_stored_weights_and_is_quantised_with_them(checkpoint
     before, after = (rig.tower.blocks[1].get_parameter("attn.qkv.weight").float() for rig in (plain, merged))
     torch.testing.assert_close(after, before + change, rtol=2**-7, atol=2**-7)
     blocks = Reducible(merged.tower.blocks)
-    assert blocks.stored(blocks.numbers) == blocks.reduce(blocks.numbers) - 1
+    assert blocks.stored(blocks.sizes) == blocks.reduce(blocks.sizes) - 1
     layer = merged.tower.blocks[1].get_submodule("attn.qkv")
     assert isinstance(layer, Float8Linear)
     assert float(norm_errors(after, layer.values.float() * layer.scales, 1).max()) < 2**-4

@@ -297,7 +297,7 @@ class Precision:
     """Least cosine similarity of a row of test pictures to the row without it."""
     median_similarity: float
     blocks: str = ""
-    """The blocks that hold these layers, such as 0-3,7; empty if all blocks that can be reduced do."""
+    """The blocks or halves of blocks with these layers, such as 0-3,attn:7; empty if all that can be reduced."""
 
 
 @dataclass(frozen=True, slots=True)

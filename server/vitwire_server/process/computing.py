@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import math
 from collections.abc import Callable, Collection, Mapping
 
 import torch
@@ -26,7 +25,7 @@ from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import GraphSet, SimulatedRecorder
 from vitwire_server.runtime.kernels.operands import FLOAT8
 from vitwire_server.runtime.memory.streams import Streams
-from vitwire_server.runtime.precision.choosing import Reducible, largest_set, ranges
+from vitwire_server.runtime.precision.choosing import Half, Reducible, largest_set, named
 from vitwire_server.runtime.precision.float8 import device_fault
 from vitwire_server.runtime.precision.similarity import Comparison
 from vitwire_server.runtime.staging import Stager
@@ -42,7 +41,7 @@ _TYPE = str(FLOAT8).removeprefix("torch.")
 _MARGIN = 0.05
 """Share of the accepted loss that blocks are chosen without: fused, they round in other places."""
 _LEAST_SHARE = 0.25
-"""Of the blocks that can be reduced; fewer in float8 save too little time to be worth the second precision."""
+"""Of the weights that can be reduced; less in float8 saves too little time to be worth the second precision."""
 
 
 class BelowFloor(UsageError):
@@ -97,15 +96,17 @@ def reduce_precision(
         comparison = Comparison(tower, engine)
     except EncoderError as error:
         raise CheckpointError(f"the forward of a test picture failed: {error}") from error
-    blocks = Reducible(tower.blocks)
-    possible = blocks.numbers
-    if not possible:
+    reducible = Reducible(tower.blocks)
+    if not reducible.sizes:
         raise UsageError("--precision fp8: no linear layer of this tower can be computed in float8; serve without it")
-    numbers = _reduced_blocks(settings, blocks, comparison)
-    layers = blocks.reduce(numbers)
-    if stored := blocks.stored(numbers):
+    halves = _reduced_halves(settings, reducible, comparison)
+    layers, share, blocks = reducible.reduce(halves), reducible.share(halves), ""
+    if len(halves) < len(reducible.sizes):
+        blocks = named(halves)
+        _log.info("%.0f %% of the blocks' weights in %s: --precision-blocks %s", 100 * share, _TYPE, blocks)
+    if stored := reducible.stored(halves):
         _log.info("%d linear layers have the float8 values and scales that the checkpoint stores", stored)
-    del blocks  # the layers in the other precision
+    del reducible  # the layers in the other precision
     if tower.device.type == "cuda":
         torch.cuda.empty_cache()
     finish()
@@ -113,39 +114,46 @@ def reduce_precision(
     least, median = float(similarities.min()), float(similarities.median())
     rows = f"{len(similarities)} rows of test pictures, cosine to bfloat16: least {least:.5f}, median {median:.5f}"
     _log.info("%d linear layers in %s; %s", layers, _TYPE, rows)
-    if numbers != possible:
-        chosen = ranges(numbers)
-        _log.info("%d of %d blocks in %s: --precision-blocks %s", len(numbers), len(possible), _TYPE, chosen)
     floor = settings.precision_floor
     if not least >= floor:  # also for NaN
         raise BelowFloor(_below(floor, least, median))
-    return Precision(_TYPE, layers, least, median, "" if numbers == possible else ranges(numbers))
+    return Precision(_TYPE, layers, least, median, blocks)
 
 
-def _reduced_blocks(settings: DeviceSettings, blocks: Reducible, comparison: Comparison) -> list[int]:
-    """The numbers of the blocks to reduce, ascending. Raises UsageError; BelowFloor if too few reach the floor."""
-    possible, floor = blocks.numbers, settings.precision_floor
+def _reduced_halves(settings: DeviceSettings, reducible: Reducible, comparison: Comparison) -> list[Half]:
+    """The halves of blocks to reduce, sorted. Raises UsageError; BelowFloor if too few reach the floor."""
+    possible, floor = reducible.sizes, settings.precision_floor
     if settings.precision_blocks == "all":
-        return possible
-    if (named := settings.precision_block_numbers) is not None:
-        if unknown := sorted({*named} - {*possible}):
-            flag = f"--precision-blocks {settings.precision_blocks}"
-            raise UsageError(f"{flag}: block {unknown[0]} cannot be reduced; the tower has {ranges(possible)}")
-        return named
+        return sorted(possible)
+    if settings.precision_parts is not None:
+        return _pinned(settings.precision_blocks, settings.precision_parts, possible)
     measured: list[Tensor] = []
 
-    def lowest(numbers: Collection[int]) -> float:
-        blocks.reduce(numbers)
+    def lowest(halves: Collection[Half]) -> float:
+        reducible.reduce(halves)
         measured.append(comparison.similarities())
         return float(measured[-1].min())
 
-    numbers = largest_set(possible, lowest, floor + _MARGIN * (1 - floor))
-    needed = math.ceil(_LEAST_SHARE * len(possible))
-    if len(numbers) < needed:
+    halves = largest_set(possible, lowest, floor + _MARGIN * (1 - floor))
+    if (share := reducible.share(halves)) < _LEAST_SHARE:
         of_all = measured[0]
-        enough = f"{len(numbers)} of {len(possible)} blocks in float8 reach the floor, fewer than the {needed} that pay"
+        enough = (
+            f"{share:.0%} of the blocks' weights in float8 reach the floor, less than the {_LEAST_SHARE:.0%} that pay"
+        )
         raise BelowFloor(_below(floor, float(of_all.min()), float(of_all.median()), f"; {enough}"))
-    return numbers
+    return halves
+
+
+def _pinned(flag: str, parts: Collection[tuple[int, str]], possible: Collection[Half]) -> list[Half]:
+    """The halves that a flag names. Raises UsageError over one that cannot be reduced."""
+    found = set()
+    for number, name in parts:
+        own = {half for half in possible if half.block == number and name in ("", half.name)}
+        if not own:
+            what = f"{name}:{number}" if name else f"block {number}"
+            raise UsageError(f"--precision-blocks {flag}: {what} cannot be reduced; the tower has {named(possible)}")
+        found |= own
+    return sorted(found)
 
 
 def _below(floor: float, least: float, median: float, more: str = "") -> str:

@@ -10,7 +10,6 @@ from triton import TritonError
 
 from vitwire_server.runtime.attention.selection import Selection
 from vitwire_server.runtime.fused.layers import Block, Layer, NotFusable, PackedLayer, Shared, TileLayer
-from vitwire_server.runtime.fused.parts import Float8
 from vitwire_server.runtime.fused.surroundings import hasten_mergers, hasten_positions
 from vitwire_server.runtime.precision.float8 import is_reduced
 from vitwire_server.towers.tower import Tower
@@ -58,7 +57,7 @@ def fuse(layers: Sequence[nn.Module], attention: Selection | None) -> int:
             continue
         try:
             layer: TileLayer | PackedLayer = (
-                (Block if blocks else PackedLayer)(stock, attention, shared, first=first, reduced=reduced)
+                (Block if blocks else PackedLayer)(stock, attention, shared, first=first)
                 if attention
                 else TileLayer(stock, shared, first=first)
             )
@@ -75,9 +74,9 @@ def fuse(layers: Sequence[nn.Module], attention: Selection | None) -> int:
             continue
         stock.forward = layer.__call__
         fused[-1] = layer
-    for one, following in pairwise(layer.parts if layer else None for layer in fused):
-        if isinstance(one, Float8) and isinstance(following, Float8):
-            one.following = following
+    for one, following in pairwise(fused):
+        if one and following:
+            one.parts.precede(following.parts)
     return sum(layer is not None for layer in fused)
 
 

@@ -110,6 +110,8 @@ class Replacement:
 
     parent: nn.Module
     name: str
+    of_attention: bool
+    """True if it projects to queries, keys or values; else it is the MLP's."""
     exact: nn.Linear
     reduced: Float8Linear
 
@@ -127,7 +129,7 @@ class Replacement:
 def replacements(block: nn.Module) -> list[Replacement]:
     """The linear layers of a tower's block that can be reduced, but for the one after attention; none is exchanged."""
     return [
-        Replacement(parent, name, child, Float8Linear.of(child))
+        Replacement(parent, name, "att" in path, child, Float8Linear.of(child))
         for path, parent in block.named_modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear
