@@ -168,6 +168,23 @@ def test_scales_in_the_forms_of_compressed_tensors(
         assert torch.equal(*(block.get_buffer(f"attn.qkv.{buffer}").float() for block in (one, two)))
 
 
+def test_a_weight_that_is_stored_twice_must_be_the_same(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """By both of the names that checkpoints of this family have."""
+    folder = tmp_path / "copy"
+    write_float8(checkpoints("qwen3_vl"), folder)
+    index = json.loads((folder / INDEX).read_text())
+    key = next(key for key in index["weight_map"] if key.endswith("visual.blocks.0.attn.qkv.weight"))
+    shard, again = folder / index["weight_map"][key], key.removeprefix("model.")
+    tensors = load_file(shard)
+    index["weight_map"] |= {again: shard.name}
+    (folder / INDEX).write_text(json.dumps(index))
+    save_file({**tensors, again: tensors[key].clone()}, shard)
+    Rig.of(folder, torch.bfloat16, CPU, sizes=())
+    save_file({**tensors, again: (-tensors[key].float()).to(torch.float8_e4m3fn)}, shard)
+    with pytest.raises(CheckpointError, match="differs from another weight"):
+        Rig.of(folder, torch.bfloat16, CPU, sizes=())
+
+
 def test_scales_of_inputs_need_not_be_there(checkpoints: Checkpoints, tmp_path: Path) -> None:
     folder, other = tmp_path / "one", tmp_path / "other"
     write_float8(checkpoints("qwen3_vl"), folder)

@@ -146,6 +146,9 @@ def test_a_checkpoint_in_float8_is_served(
         assert model.precision.layers
         assert f"{model.precision.layers} linear layers have the float8 values and scales" in server.log()
         assert FLOOR < similarity(client.encode([Item(pixels, grid)])[0].numpy(), expected, 3) < 1 - 1e-5
+    with serving(tmp_path / "published") as server, Client(server.target) as client:
+        assert client.model().precision is None
+        assert 0.995 < similarity(client.encode([Item(pixels, grid)])[0].numpy(), expected, 3) < 1 - 1e-5
 
 
 class TestCommand:

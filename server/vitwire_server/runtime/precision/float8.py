@@ -129,7 +129,7 @@ class Replacement:
 def replacements(block: nn.Module) -> list[Replacement]:
     """The linear layers of a tower's block that can be reduced, but for the one after attention; none is exchanged."""
     return [
-        Replacement(parent, name, "att" in path, child, Float8Linear.of(child))
+        Replacement(parent, name, "att" in path or "qkv" in name, child, Float8Linear.of(child))
         for path, parent in block.named_modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear

@@ -16,7 +16,7 @@ from vitwire_server.core.models import Geometry, Precision
 from vitwire_server.preparing.rules.patches import patch_rows
 from vitwire_server.process.computing import fingerprint
 from vitwire_server.runtime.precision import float8
-from vitwire_server.runtime.precision.float8 import Float8Linear, device_fault, quantised, reduce
+from vitwire_server.runtime.precision.float8 import Float8Linear, device_fault, quantised, reduce, replacements
 from vitwire_server.runtime.precision.similarity import dead_leaves, least_cosines, norm_errors, picture_items
 
 ROUNDING = 2**-4
@@ -110,6 +110,7 @@ class TestLayers:
                 "self_attn": nn.ModuleDict({"o_proj": nn.ModuleDict({"linear": linear(64, 64)})}),
             }
         )
+        assert [(each.name, each.of_attention) for each in replacements(block)] == [("qkv", True), ("gate_proj", False)]
         assert reduce(block) == 2
         found = {name for name, layer in block.named_modules() if isinstance(layer, Float8Linear)}
         assert found == {"attn.qkv", "mlp.gate_proj"}
