@@ -186,7 +186,7 @@ class Bench:
         if self._device.type == "cuda":
             from vitwire_server.runtime.fused.fusing import fuse  # noqa: PLC0415 - triton
 
-            fuse(tower.blocks, choice, reduced=True)
+            fuse(tower.blocks, choice)
         similarities = comparison.similarities()
         return {"least": float(similarities.min()), "median": float(similarities.median())}
 

@@ -116,7 +116,7 @@ def test_blocks_that_cannot_be_fused_are_a_warning_with_a_remedy(
     monkeypatch.setattr(computing, "kernel_fault", lambda _: "")
     tower: Any = SimpleNamespace(device=None)
     unused: Any = None
-    computing._fuse(tower, unused, reduced=False)
+    computing._fuse(tower, unused)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith(f"blocks are not fused, which is slower: {error}")

@@ -1,5 +1,6 @@
 """Float8 kernels and blocks against what they stand for; `make kernel-test` runs them on a CPU."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from vitwire_server.runtime.kernels.norms import add_norm, add_norm_quantise
 from vitwire_server.runtime.kernels.operands import SMALLEST, Scaled
 from vitwire_server.runtime.kernels.quantise import activate_quantise, quantise
 from vitwire_server.runtime.kernels.rowwise import KINDS, activate
-from vitwire_server.runtime.precision.float8 import Float8Linear, device_fault, reduce
+from vitwire_server.runtime.precision.float8 import Float8Linear, device_fault, reduce, replacements
 
 DEPTH = 2
 ROUNDING = 2**-4
@@ -142,7 +143,7 @@ def test_fused_blocks_in_float8_give_what_their_layers_give(
     exact = forward()
     assert sum(reduce(block) for block in blocks) == DEPTH * (4 if "2.5" in name else 3)
     unfused = forward()
-    assert fuse(blocks, choice, reduced=True) == DEPTH
+    assert fuse(blocks, choice) == DEPTH
     for _ in range(2):
         for got, layers, whole in zip(forward(), unfused, exact, strict=True):
             assert distance(got, layers) <= (ROUNDING / 2 if dtype is torch.float32 else 2 * ROUNDING)
@@ -150,10 +151,67 @@ def test_fused_blocks_in_float8_give_what_their_layers_give(
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize(
+    ("name", "reduced"),
+    [
+        ("Qwen3-VL-8B", "A M AM --"),
+        ("Qwen3-VL-8B", "AM AM -- AM"),
+        ("Qwen3-VL-8B", "-- M A M"),
+        ("Qwen3-VL-8B", "M A M AM"),
+        ("Qwen2.5-VL-7B", "AM M -- A"),
+        ("Qwen2.5-VL-7B", "A -M AM M"),
+    ],
+)
+def test_mixed_towers_give_what_their_layers_give(
+    name: str, reduced: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Halves of blocks in float8 after exact ones and before them.
+
+    A: queries, keys and values, M: the MLP. Exact MLPs add to rows in place, those in float8 compute the next norm.
+    """
+    model_type, fields = PUBLISHED[name]
+    small = {"num_heads": 2, "intermediate_size": 192} if device.type == "cpu" else {}
+    tower = build(model_type, shrunk(fields, 4, 1152 if device.type == "cuda" else 144) | small, dtype, device)
+    tower.rewrite()
+    choice = select("auto" if device.type == "cuda" else "sdpa", device, dtype, *tower.attention_heads, captured=False)
+    tower.use_attention(choice.implementation)
+    if device.type == "cpu":
+        choice = Selection.only(LoadedBackend("triton", segment_attention), "to be tested")
+    blocks: list[Any] = list(tower.blocks)
+    rows = torch.randn(24, blocks[0].attn.qkv.in_features, dtype=dtype, device=device)
+    angles = torch.rand(24, tower.attention_heads[1] // 2, device=device).repeat(1, 2)
+
+    def forward() -> list[Tensor]:
+        """What each block adds to the rows, copied at once, as deepstack levels are taken then."""
+        ends = torch.tensor([0, 8, 24], dtype=torch.int32, device=device)
+        states, added = rows.clone(), []
+        for block in blocks:
+            states = block(states, cu_seqlens=ends, position_embeddings=(angles.cos(), angles.sin()), max_seqlen=16)
+            added.append(states - rows)
+        return added
+
+    marks = reduced.split()
+    for block, own in zip(blocks, marks, strict=True):
+        for each in replacements(block):
+            each.use(reduced=("A" if each.of_attention else "M") in own)
+    before, unfused = rows.clone(), forward()
+    assert fuse(blocks, choice) == 4
+    ahead = [getattr(block.forward.__self__.parts.end, "following", None) is not None for block in blocks]
+    assert ahead == ["M" in one and "A" in other for one, other in pairwise([*marks, ""])], "only neighbours run ahead"
+    first = forward()
+    for got, expected in zip(first, unfused, strict=True):
+        assert distance(got, expected) <= (ROUNDING / 2 if dtype is torch.float32 else 2 * ROUNDING)
+    assert torch.equal(rows, before), "the tower's input is not written to"
+    for got, expected in zip(forward(), first, strict=True):
+        assert torch.equal(got, expected), "a second forward begins anew"
+
+
+@torch.inference_mode()
 def test_blocks_of_which_some_layers_are_in_float8_are_not_fused(device: torch.device, dtype: torch.dtype) -> None:
     model_type, fields = PUBLISHED["Qwen3-VL-8B"]
-    tower = build(model_type, {**shrunk(fields, 1, 128), "intermediate_size": 136}, dtype, device)
+    tower = build(model_type, {**shrunk(fields, 1, 128), "intermediate_size": 144}, dtype, device)
     choice = select("sdpa", device, dtype, *tower.attention_heads, captured=False)
-    assert fuse(tower.blocks, choice, reduced=True) == 0
-    assert reduce(tower.blocks[0]) == 1
-    assert fuse(tower.blocks, choice, reduced=True) == 0
+    found = [each for each in replacements(tower.blocks[0]) if not each.of_attention]
+    assert len(found) == 2
+    found[0].use(reduced=True)
+    assert fuse(tower.blocks, choice) == 0

@@ -25,6 +25,8 @@ MAX_BYTES = 1 << 44
 _MAX_RPC_PROCESSES = 64
 """Per device."""
 _MOST_BYTES_OF_A_LADDER = 1 << 20
+_BLOCKS = r"(attn:|mlp:)?\d{1,4}(-\d{1,4})?"
+"""Blocks of a tower, or halves of them."""
 Bytes: TypeAlias = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 
 
@@ -134,6 +136,36 @@ class DeviceSettings(SourcedSettings):
         description="with --precision fp8: minimum cosine similarity to bfloat16 of each vector of the test pictures; "
         "below it the server does not start",
     )
+    precision_blocks: List = Field(
+        default="auto",
+        pattern=rf"^(auto|all|{_BLOCKS}(,{_BLOCKS})*)$",
+        description="with --precision fp8: the tower's blocks to compute in float8, counted from 0, or only their "
+        "projections to queries, keys and values, or their MLPs (0-11,attn:12-26,mlp:14); all; or auto: as many as "
+        "reach --precision-floor, which each start measures",
+    )
+
+    @model_validator(mode="after")
+    def _ranges_ascend(self) -> Self:
+        if self.precision_parts == []:
+            raise ValueError(f"--precision-blocks {self.precision_blocks}: ranges must ascend")
+        return self
+
+    @property
+    def precision_parts(self) -> list[tuple[int, str]] | None:
+        """Number of each block to compute in float8, and which half, or `` for both.
+
+        None for `auto` and `all`; empty if a range descends.
+        """
+        if self.precision_blocks in ("auto", "all"):
+            return None
+        found = []
+        for run in self.precision_blocks.split(","):
+            half, _, numbers = run.rpartition(":")
+            first, last = (int(numbers.split("-")[at]) for at in (0, -1))
+            if first > last:
+                return []
+            found += [(number, half) for number in range(first, last + 1)]
+        return found
 
     @property
     def device_list(self) -> list[str]:

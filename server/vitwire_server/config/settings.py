@@ -49,8 +49,9 @@ class ServeSettings(  # pydantic takes the fields of the last class first
             raise ValueError(f"--precision fp8 needs --dtype auto or bfloat16, not {self.dtype}")
         if self.precision == "fp8" and self.compile == "on":
             raise ValueError("--precision fp8 and --compile on cannot be used together")
-        if self.precision != "fp8" and self.precision_floor != type(self).model_fields["precision_floor"].default:
-            raise ValueError("--precision-floor needs --precision fp8")
+        for name in ("precision_floor", "precision_blocks"):
+            if self.precision != "fp8" and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"--{name.replace('_', '-')} needs --precision fp8")
         return self
 
     @model_validator(mode="after")

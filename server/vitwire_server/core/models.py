@@ -296,6 +296,8 @@ class Precision:
     similarity: float
     """Least cosine similarity of a row of test pictures to the row without it."""
     median_similarity: float
+    blocks: str = ""
+    """The blocks or halves of blocks with these layers, such as 0-3,attn:7; empty if all that can be reduced."""
 
 
 @dataclass(frozen=True, slots=True)

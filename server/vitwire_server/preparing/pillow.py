@@ -21,7 +21,7 @@ AnyPicture: TypeAlias = Image.Image | Pixels
 
 _AXES_OF_IMAGE = 3
 # What Pillow raises for truncated, damaged or invalid files; Warning if warnings are errors.
-_UNREADABLE = (
+UNREADABLE = (
     OSError, ValueError, SyntaxError, EOFError, LookupError, TypeError, RuntimeError, Warning, struct.error,
     zlib.error, Image.DecompressionBombError,
 )  # fmt: skip
@@ -152,5 +152,5 @@ def read(file: IO[bytes], recipe: Recipe, formats: tuple[str, ...]) -> Image.Ima
             white = Image.new("RGBA", image.size, (255, 255, 255, 255))
             image = Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
         return image
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise ValueError(f"cannot be read as an image: {error}") from error

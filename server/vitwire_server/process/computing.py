@@ -2,9 +2,10 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
+from torch import Tensor
 
 from vitwire_server.config.model_flags import DeviceSettings, GraphSettings
 from vitwire_server.config.service_flags import FileSettings
@@ -24,7 +25,8 @@ from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import GraphSet, SimulatedRecorder
 from vitwire_server.runtime.kernels.operands import FLOAT8
 from vitwire_server.runtime.memory.streams import Streams
-from vitwire_server.runtime.precision.float8 import device_fault, reduce
+from vitwire_server.runtime.precision.choosing import Half, Reducible, largest_set, named
+from vitwire_server.runtime.precision.float8 import device_fault
 from vitwire_server.runtime.precision.similarity import Comparison
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.runtime.toolchain import cxx_fault, triton_fault
@@ -36,6 +38,14 @@ _log = logging.getLogger(__name__)
 DENSE = "sdpa"
 """The only backend for towers without segments."""
 _TYPE = str(FLOAT8).removeprefix("torch.")
+_MARGIN = 0.05
+"""Share of the accepted loss that blocks are chosen without: fused, they round in other places."""
+_LEAST_SHARE = 0.25
+"""Of the weights that can be reduced; less in float8 saves too little time to be worth the second precision."""
+
+
+class BelowFloor(UsageError):
+    """Float8 loses more than `--precision-floor` allows."""
 
 
 def compute_dtype(settings: DeviceSettings, stored: torch.dtype, device: torch.device) -> torch.dtype:
@@ -75,20 +85,28 @@ def backends_of(attention: Selection | None, ladder: Ladder) -> dict[Budget, str
 
 
 def reduce_precision(
-    tower: Tower, stager: Stager, streams: Streams, *, floor: float, finish: Callable[[], None]
+    tower: Tower, stager: Stager, streams: Streams, settings: DeviceSettings, finish: Callable[[], None]
 ) -> Precision:
-    """Reduce the tower's layers to float8, then call `finish`, which fuses them, and compare rows with those before.
+    """Reduce blocks of the tower to float8, then call `finish`, which fuses them, and compare rows with those before.
 
-    Raises UsageError if a row is less similar than `floor`, or if no layer can be reduced.
+    Raises BelowFloor if a row is less similar than the floor, and UsageError if no layer can be reduced.
     """
     engine = Engine(tower, GraphSet(tower, Ladder(), SimulatedRecorder()), stager, streams)
     try:
         comparison = Comparison(tower, engine)
     except EncoderError as error:
         raise CheckpointError(f"the forward of a test picture failed: {error}") from error
-    layers = sum(reduce(block) for block in tower.blocks)
-    if not layers:
+    reducible = Reducible(tower.blocks)
+    if not reducible.sizes:
         raise UsageError("--precision fp8: no linear layer of this tower can be computed in float8; serve without it")
+    halves = _reduced_halves(settings, reducible, comparison)
+    layers, share, blocks = reducible.reduce(halves), reducible.share(halves), ""
+    if len(halves) < len(reducible.sizes):
+        blocks = named(halves)
+        _log.info("%.0f %% of the blocks' weights in %s: --precision-blocks %s", 100 * share, _TYPE, blocks)
+    if stored := reducible.stored(halves):
+        _log.info("%d linear layers have the float8 values and scales that the checkpoint stores", stored)
+    del reducible  # the layers in the other precision
     if tower.device.type == "cuda":
         torch.cuda.empty_cache()
     finish()
@@ -96,17 +114,61 @@ def reduce_precision(
     least, median = float(similarities.min()), float(similarities.median())
     rows = f"{len(similarities)} rows of test pictures, cosine to bfloat16: least {least:.5f}, median {median:.5f}"
     _log.info("%d linear layers in %s; %s", layers, _TYPE, rows)
+    floor = settings.precision_floor
     if not least >= floor:  # also for NaN
-        raise UsageError(
-            f"--precision-floor {floor}: with --precision fp8, the lowest cosine similarity to bfloat16 is "
-            f"{least:.5f} (median {median:.5f}); serve without --precision fp8, or lower the floor if this is enough"
+        raise BelowFloor(_below(floor, least, median))
+    return Precision(_TYPE, layers, least, median, blocks)
+
+
+def _reduced_halves(settings: DeviceSettings, reducible: Reducible, comparison: Comparison) -> list[Half]:
+    """The halves of blocks to reduce, sorted. Raises UsageError; BelowFloor if too few reach the floor."""
+    possible, floor = reducible.sizes, settings.precision_floor
+    if settings.precision_blocks == "all":
+        return sorted(possible)
+    if settings.precision_parts is not None:
+        return _pinned(settings.precision_blocks, settings.precision_parts, possible)
+    measured: list[Tensor] = []
+
+    def lowest(halves: Collection[Half]) -> float:
+        reducible.reduce(halves)
+        measured.append(comparison.similarities())
+        return float(measured[-1].min())
+
+    halves = largest_set(possible, lowest, floor + _MARGIN * (1 - floor))
+    if (share := reducible.share(halves)) < _LEAST_SHARE:
+        of_all = measured[0]
+        enough = (
+            f"{share:.0%} of the blocks' weights in float8 reach the floor, less than the {_LEAST_SHARE:.0%} that pay"
         )
-    return Precision(_TYPE, layers, least, median)
+        raise BelowFloor(_below(floor, float(of_all.min()), float(of_all.median()), f"; {enough}"))
+    return halves
+
+
+def _pinned(flag: str, parts: Collection[tuple[int, str]], possible: Collection[Half]) -> list[Half]:
+    """The halves that a flag names. Raises UsageError over one that cannot be reduced."""
+    found = set()
+    for number, name in parts:
+        own = {half for half in possible if half.block == number and name in ("", half.name)}
+        if not own:
+            what = f"{name}:{number}" if name else f"block {number}"
+            raise UsageError(f"--precision-blocks {flag}: {what} cannot be reduced; the tower has {named(possible)}")
+        found |= own
+    return sorted(found)
+
+
+def _below(floor: float, least: float, median: float, more: str = "") -> str:
+    return (
+        f"--precision-floor {floor}: with --precision fp8, the lowest cosine similarity to bfloat16 is "
+        f"{least:.5f} (median {median:.5f}){more}; serve without --precision fp8, or lower the floor if this is enough"
+    )
 
 
 def fingerprint(weights: str, precision: Precision | None) -> str:
-    """The fingerprint of embeddings in clients and caches, which keeps precisions apart."""
-    return hashlib.sha256(f"{weights} {precision.type}".encode()).hexdigest() if precision else weights
+    """The fingerprint of embeddings in clients and caches, which keeps precisions and sets of blocks apart."""
+    if precision is None:
+        return weights
+    blocks = f" blocks {precision.blocks}" if precision.blocks else ""
+    return hashlib.sha256(f"{weights} {precision.type}{blocks}".encode()).hexdigest()
 
 
 def fused_blocks(
@@ -114,25 +176,23 @@ def fused_blocks(
 ) -> Precision | None:
     """Reduce the precision if that is asked for, and fuse the blocks around their attention."""
 
-    reduced = settings.precision == "fp8"
-
     def finish() -> None:
         if settings.compile == "auto" and tower.device.type == "cuda":
-            _fuse(tower, attention, reduced=reduced)
+            _fuse(tower, attention)
 
-    if reduced:
-        return reduce_precision(tower, stager, streams, floor=settings.precision_floor, finish=finish)
+    if settings.precision == "fp8":
+        return reduce_precision(tower, stager, streams, settings, finish)
     finish()
     return None
 
 
-def _fuse(tower: Tower, attention: Selection | None, *, reduced: bool) -> None:
+def _fuse(tower: Tower, attention: Selection | None) -> None:
     if fault := kernel_fault(tower.device) or triton_fault():
         _log.warning("blocks are not fused, which is slower: %s", fault)
         return
     from vitwire_server.runtime.fused.fusing import fuse_tower  # noqa: PLC0415 - triton comes with CUDA builds of torch
 
-    fused = fuse_tower(tower, attention, reduced=reduced)
+    fused = fuse_tower(tower, attention)
     _log.info("%d of %d blocks fused", fused, len(tower.blocks))
 
 

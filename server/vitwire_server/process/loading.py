@@ -88,7 +88,7 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class _Computing:
+class Computing:
     """A tower on its device that computes as the settings say; it has no graphs yet."""
 
     checkpoint: Checkpoint
@@ -113,9 +113,9 @@ def load_model(
 
     `on_weights_loaded` is called before capture; `memory` is where rows go. Everything runs on the caller's thread.
     """
-    device = _device(settings.device)
+    device = device_of(settings.device)
     mode = graph_mode(settings.graphs, device)
-    computing = _computing(settings, device, on_weights_loaded, memory, captured=mode == "cuda")
+    computing = placed_tower(settings, device, on_weights_loaded, memory, captured=mode == "cuda")
     checkpoint, tower = computing.checkpoint, computing.tower
     attention, streams = computing.attention, computing.streams
     bounds = bounds_of(settings, tower)
@@ -152,15 +152,15 @@ def load_model(
     return LoadedModel(engine, planner, card, tower, canary, outbox, backends, learner, hot)
 
 
-def _computing(
+def placed_tower(
     settings: ServeSettings,
     device: torch.device,
-    on_weights_loaded: Callable[[], None],
-    memory: ArenaMemory | None,
+    on_weights_loaded: Callable[[], None] = lambda: None,
+    memory: ArenaMemory | None = None,
     *,
     captured: bool,
-) -> _Computing:
-    """Load the tower, and choose how it computes."""
+) -> Computing:
+    """Load the tower, and choose how it computes. Raises CheckpointError or UsageError."""
     checkpoint = open_checkpoint(settings.model)
     try:
         checkpoint = checkpoint.pooled(Pooling(settings.pooling))
@@ -185,10 +185,10 @@ def _computing(
     model_id = f"{checkpoint.model_id}+{adapter.name}" if adapter else checkpoint.model_id
     weights = fingerprint(loaded.fingerprint, precision)
     computed = attention, stager, streams, precision
-    return _Computing(checkpoint, model_id, preprocessing, tower, dtype, weights, *computed)
+    return Computing(checkpoint, model_id, preprocessing, tower, dtype, weights, *computed)
 
 
-def _card(settings: ServeSettings, computing: _Computing, graphs: GraphSet, mode: str) -> ModelCard:
+def _card(settings: ServeSettings, computing: Computing, graphs: GraphSet, mode: str) -> ModelCard:
     """The description of a model with these graphs."""
     checkpoint, tower, attention = computing.checkpoint, computing.tower, computing.attention
     captured = {budget.tokens for budget in graphs.ladder}
@@ -215,7 +215,8 @@ def _card(settings: ServeSettings, computing: _Computing, graphs: GraphSet, mode
     )
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device that a setting names. Raises UsageError if it is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)

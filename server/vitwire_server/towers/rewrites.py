@@ -7,6 +7,8 @@ from torch.nn import functional
 _ALIGNED = 8
 """Columns in half precision that fill the 16 bytes which tensor cores load at once."""
 _TILE = 64
+STORED_SCALES = "stored_scales"
+"""Attribute of linear layers whose weight was stored in float8: the scales, `(channels, 1)` in float32."""
 
 
 class PatchProjection(nn.Module):
@@ -74,3 +76,5 @@ def _widen(linear: nn.Linear, weight: tuple[int, ...], bias: tuple[int, ...]) ->
     if linear.bias is not None:
         linear.bias = nn.Parameter(functional.pad(linear.bias, bias), requires_grad=False)
     linear.out_features, linear.in_features = linear.weight.shape
+    if (scales := getattr(linear, STORED_SCALES, None)) is not None:
+        setattr(linear, STORED_SCALES, functional.pad(scales, (0, 0, 0, linear.out_features - len(scales)), value=1.0))

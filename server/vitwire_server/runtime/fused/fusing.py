@@ -10,8 +10,8 @@ from triton import TritonError
 
 from vitwire_server.runtime.attention.selection import Selection
 from vitwire_server.runtime.fused.layers import Block, Layer, NotFusable, PackedLayer, Shared, TileLayer
-from vitwire_server.runtime.fused.parts import Float8
 from vitwire_server.runtime.fused.surroundings import hasten_mergers, hasten_positions
+from vitwire_server.runtime.precision.float8 import is_reduced
 from vitwire_server.towers.tower import Tower
 
 _log = logging.getLogger(__name__)
@@ -32,12 +32,9 @@ class KernelFailed(NotFusable):
     """A layer has a supported form, but Triton or the device failed; the message says how."""
 
 
-def fuse_tower(tower: Tower, attention: Selection | None, *, reduced: bool = False) -> int:
-    """Fuse the layers of a tower on CUDA; returns their number.
-
-    `attention` is None for towers of tiles. `reduced`: the layers were reduced to float8.
-    """
-    fused = fuse(tower.blocks, attention, reduced=reduced)
+def fuse_tower(tower: Tower, attention: Selection | None) -> int:
+    """Fuse the layers of a tower on CUDA; returns their number. `attention` is None for towers of tiles."""
+    fused = fuse(tower.blocks, attention)
     if attention:
         hasten_mergers(tower.model, tower.blocks)
         hasten_positions(tower.model)
@@ -45,20 +42,24 @@ def fuse_tower(tower: Tower, attention: Selection | None, *, reduced: bool = Fal
 
 
 @torch.inference_mode()
-def fuse(layers: Sequence[nn.Module], attention: Selection | None, *, reduced: bool = False) -> int:
+def fuse(layers: Sequence[nn.Module], attention: Selection | None) -> int:
     """Replace the forward of layers that can be fused; returns their number. Without `attention`, they are of tiles.
 
-    `reduced`: `float8.reduce` has changed them, of which only Qwen's blocks can be fused.
+    Of layers that `float8` has reduced, only Qwen's blocks can be fused.
     """
     shared, reasons = Shared(), set()
-    fused: list[TileLayer | PackedLayer] = []
+    fused: list[TileLayer | PackedLayer | None] = []
     blocks = attention is not None and all(hasattr(layer, "attn") for layer in layers)
-    for stock in layers if blocks or not reduced else ():
+    for stock in layers:
+        first, reduced = not any(fused), is_reduced(stock)
+        fused.append(None)
+        if reduced and not blocks:
+            continue
         try:
             layer: TileLayer | PackedLayer = (
-                (Block if blocks else PackedLayer)(stock, attention, shared, first=not fused, reduced=reduced)
+                (Block if blocks else PackedLayer)(stock, attention, shared, first=first)
                 if attention
-                else TileLayer(stock, shared, first=not fused)
+                else TileLayer(stock, shared, first=first)
             )
             errors = _differences(stock, layer)
         except NotFusable as fault:
@@ -72,11 +73,11 @@ def fuse(layers: Sequence[nn.Module], attention: Selection | None, *, reduced: b
             _log.warning("fused %s is not used: relative errors %s", type(stock).__name__, errors)
             continue
         stock.forward = layer.__call__
-        fused.append(layer)
-    for one, following in pairwise(layer.parts for layer in fused):
-        if isinstance(one, Float8) and isinstance(following, Float8):
-            one.following = following
-    return len(fused)
+        fused[-1] = layer
+    for one, following in pairwise(fused):
+        if one and following:
+            one.parts.precede(following.parts)
+    return sum(layer is not None for layer in fused)
 
 
 def _differences(stock: nn.Module, layer: Layer) -> list[float]:

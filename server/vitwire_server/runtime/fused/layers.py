@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from vitwire_server.runtime.attention.backends import BACKENDS
 from vitwire_server.runtime.attention.selection import Selection
-from vitwire_server.runtime.fused.parts import OF_BLOCKS, OF_TILES, PLAIN, ROTARY, Exact, Float8, Form, Parts
+from vitwire_server.runtime.fused.parts import OF_BLOCKS, OF_TILES, PLAIN, ROTARY, Form, Parts
 from vitwire_server.runtime.kernels.attention import padded_tiles, segment_attention, segment_tiles
 from vitwire_server.runtime.kernels.operands import Segments
 from vitwire_server.runtime.kernels.rotary import rotate
@@ -62,8 +62,8 @@ class Layer(ABC):
     known_arguments: Set[str] | None
     """Arguments that attention may take besides rows and mask, compared or never given; None: any."""
 
-    def __init__(self, stock: nn.Module, shared: Shared, *, first: bool, reduced: bool = False) -> None:
-        """`first` starts a forward; `reduced`: its linear layers are in float8. Raises NotFusable."""
+    def __init__(self, stock: nn.Module, shared: Shared, *, first: bool) -> None:
+        """`first` starts a forward. Raises NotFusable."""
         form = next((each for each in self.forms if each.fits(stock)), None)
         if form is None:
             names = ", ".join(name for name, _ in stock.named_children())
@@ -73,7 +73,7 @@ class Layer(ABC):
         try:
             self._heads = int(_either(attention, "num_heads", "num_attention_heads"))
             self._scale = float(_either(attention, "scale", "scaling"))
-            self.parts: Parts = Float8(form, stock) if reduced else Exact(form, stock, shared.products)
+            self.parts = Parts(form, stock, shared.products)
         except (AttributeError, ValueError) as error:
             raise NotFusable(str(error)) from error
         self._head_norms = [getattr(attention, name, nn.Identity()) for name in ("q_norm", "k_norm")]
@@ -179,11 +179,9 @@ class PackedLayer(Layer):
 
     forms: ClassVar[Sequence[Form]] = (PLAIN, ROTARY)
 
-    def __init__(
-        self, stock: nn.Module, attention: Selection, shared: Shared, *, first: bool, reduced: bool = False
-    ) -> None:
+    def __init__(self, stock: nn.Module, attention: Selection, shared: Shared, *, first: bool) -> None:
         """Raises NotFusable."""
-        super().__init__(stock, shared, first=first, reduced=reduced)
+        super().__init__(stock, shared, first=first)
         self._attention = attention
         self.known_arguments = _KNOWN.get(self.form)
 

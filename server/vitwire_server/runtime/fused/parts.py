@@ -1,14 +1,14 @@
 """The parts of layers that can be fused: their names, and what they compute before and after attention.
 
-Layers have the same form, norm, attention, add, norm, MLP, add, under several names. They compute in the tower's dtype
-(`Exact`) or in float8 (`Float8`).
+Layers have the same form, norm, attention, add, norm, MLP, add, under several names. What comes before attention and
+what comes after it are each computed in the tower's dtype or, as `float8.Replacement` has left them, in float8.
 """
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from inspect import signature
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,46 +100,75 @@ OF_BLOCKS = tuple(
 """Qwen's blocks, and those that take the same arguments."""
 
 
-class Exact:
-    """In the tower's dtype, by its products.
-
-    Tanh GELU is fused into the product before it; other activations are a separate kernel. Queries, keys and values
-    are one product, as are gate and up projection: the stock modules' weights become views of its weight.
-    """
+class ExactHeads:
+    """Queries, keys and values in the tower's dtype: one product, whose weight the stock modules' become views of."""
 
     def __init__(self, form: Form, stock: nn.Module, products: Products) -> None:
         """Raises ValueError, AttributeError."""
         attention = stock.get_submodule(form.attention)
-        self._products = products
-        self._norms = _norms_of(form, stock)
-        self._output: nn.Linear = getattr(attention, form.output)
-        self.columns = self._output.out_features
-        """Of a row."""
-        self.factors = [form.squash(attrgetter(path)(stock)) for path in form.factors]
-        """`(hidden,)` or `(1,)` each, of what attention and the MLP add; or none."""
+        self._norm, self._products = stock.get_submodule(form.norms[0]), products
+        self._qkv = _joined(*(getattr(attention, name) for name in form.projections))
+        if len(self._qkv[0]) != 3 * getattr(attention, form.output).in_features:
+            raise ValueError("keys have fewer heads than queries")
+        products.register(self._qkv[0])
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Parts.heads`."""
+        hidden, normed = add_norm(hidden, None, self._norm, overlapping=True)
+        return hidden, self._products.linear(normed, *self._qkv)
+
+
+class Float8Heads:
+    """Queries, keys and values in float8: the norm before them writes float8 rows and their scales."""
+
+    _entered: tuple[Tensor, Scaled] | None = None
+    """The previous layer's output: the residual stream, and its norm."""
+
+    def __init__(self, form: Form, stock: nn.Module) -> None:
+        """Raises AttributeError if they are not one product."""
+        self._norm = stock.get_submodule(form.norms[0])
+        self._qkv: Float8Linear = stock.get_submodule(form.attention).get_submodule("qkv")  # type: ignore[assignment]
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Parts.heads`."""
+        entered, self._entered = self._entered, None
+        if not entered or entered[0] is not hidden:
+            entered = add_norm_quantise(hidden, None, self._norm)
+        return entered[0], self._qkv(entered[1])
+
+    def enter(self, hidden: Tensor, added: Tensor) -> Tensor:
+        """The sum of both, which the next call is given: one kernel computes it and its norm."""
+        self._entered = add_norm_quantise(hidden, added, self._norm)
+        return self._entered[0]
+
+
+class ExactEnd:
+    """The output projection of attention and the MLP, in the tower's dtype.
+
+    Tanh GELU is fused into the product before it; other activations are a separate kernel. Gate and up projection are
+    one product: the stock modules' weights become views of its weight.
+    """
+
+    def __init__(self, form: Form, stock: nn.Module, products: Products) -> None:
+        """Raises ValueError, AttributeError."""
+        self._products, self._norm = products, stock.get_submodule(form.norms[1])
+        self._output: nn.Linear = getattr(stock.get_submodule(form.attention), form.output)
+        self._factors = _factors_of(form, stock)
         layers, self._kind, self._last = _mlp_of(form, stock)
         self._gated = len(layers) > 1
         self._inner = _joined(*layers)
-        self._qkv = _joined(*(getattr(attention, name) for name in form.projections))
-        if len(self._qkv[0]) != 3 * self._output.in_features:
-            raise ValueError("keys have fewer heads than queries")
-        products.register(self._inner[0], self._last.weight, self._qkv[0], self._output.weight)
+        products.register(self._inner[0], self._last.weight, self._output.weight)
 
-    def heads(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """`hidden (rows, hidden)`, and queries, keys and values of its first norm, `(rows, 3 * heads * head_dim)`."""
-        hidden, normed = add_norm(hidden, None, self._norms[0], overlapping=True)
-        return hidden, self._products.linear(normed, *self._qkv)
-
-    def end(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """`hidden` with what attention and the MLP add."""
+    def __call__(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """See `Parts.end`."""
         output, last, products = self._output, self._last, self._products
-        if not self.factors:
-            hidden, normed = products.add_norm(hidden, attended, output, self._norms[1], last.bias)
+        if not self._factors:
+            hidden, normed = products.add_norm(hidden, attended, output, self._norm, last.bias)
             return products.add(hidden, self._activated(normed), last.weight)
         added = products.linear(attended, output.weight, output.bias)
-        hidden, normed = add_norm(torch.addcmul(hidden, added, self.factors[0]), None, self._norms[1])
+        hidden, normed = add_norm(torch.addcmul(hidden, added, self._factors[0]), None, self._norm)
         added = products.linear(self._activated(normed), last.weight, last.bias)
-        return torch.addcmul(hidden, added, self.factors[1])
+        return torch.addcmul(hidden, added, self._factors[1])
 
     def _activated(self, rows: Tensor) -> Tensor:
         """Normalised rows to the input of the MLP's last layer."""
@@ -149,59 +178,68 @@ class Exact:
         return inner if gelu else activate(inner, self._kind, gated=self._gated)
 
 
-class Float8:
-    """In float8, as `float8.reduce` has left a layer: norms and activations write float8 rows and their scales.
+class Float8End:
+    """The output projection of attention in the tower's dtype, and the MLP in float8.
 
-    A layer ends with the first norm of the layer after it, which takes the sum of the residual stream in the same
-    kernel.
+    It ends with the first norm of the layer after it, if that is in float8 as well.
     """
 
-    _entered: tuple[Tensor, Scaled] | None = None
-    """The previous layer's output: the residual stream, and its first norm."""
+    following: Float8Heads | None = None
+    """Of the layer after this one."""
 
     def __init__(self, form: Form, stock: nn.Module) -> None:
         """Raises ValueError, AttributeError."""
-        attention: Any = stock.get_submodule(form.attention)
-        self._norms = _norms_of(form, stock)
-        self.factors: list[Tensor] = []
-        self._qkv, self._output = (getattr(attention, name) for name in ("qkv", form.output))
-        self.columns = self._output.out_features
+        if form.factors:
+            raise ValueError("its MLP is in float8, and what it adds is scaled")
+        self._norm = stock.get_submodule(form.norms[1])
+        self._output: nn.Linear = getattr(stock.get_submodule(form.attention), form.output)
         layers, self._kind, self._last = _mlp_of(form, stock)
         self._gated = len(layers) > 1
-        if not all(isinstance(layer, Float8Linear) for layer in (self._qkv, *layers, self._last)):
-            raise ValueError("only some of its layers are in float8")
         self._inner = Float8Linear.joined(*layers) if self._gated else layers[0]
-        self.following: Float8 | None = None
-        """Of the layer after this one, whose first norm this one computes."""
 
-    def heads(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Exact.heads`."""
-        entered, self._entered = self._entered, None
-        if not entered or entered[0] is not hidden:
-            entered = add_norm_quantise(hidden, None, self._norms[0])
-        return entered[0], self._qkv(entered[1])
-
-    def end(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """As `Exact.end`."""
-        hidden, rows = add_norm_quantise(hidden, self._output(attended), self._norms[1], ahead=self._last.bias)
+    def __call__(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """See `Parts.end`."""
+        hidden, rows = add_norm_quantise(hidden, self._output(attended), self._norm, ahead=self._last.bias)
         inner = activate_quantise(self._inner(rows), self._kind, gated=self._gated)
         added = self._last.product(inner, biased=False)
-        if self.following is None:
-            return hidden.add_(added)
-        entered = add_norm_quantise(hidden, added, self.following._norms[0])  # noqa: SLF001 - its own class
-        self.following._entered = entered  # noqa: SLF001 - as above
-        return entered[0]
+        return self.following.enter(hidden, added) if self.following else hidden.add_(added)
 
 
-Parts: TypeAlias = Exact | Float8
+class Parts:
+    """What a layer computes before and after attention, each in the tower's dtype or in float8."""
+
+    def __init__(self, form: Form, stock: nn.Module, products: Products) -> None:
+        """Raises ValueError, AttributeError."""
+        for name in form.norms:
+            epsilon(stock.get_submodule(name))
+        attention = stock.get_submodule(form.attention)
+        self.columns: int = getattr(attention, form.output).out_features
+        """Of a row."""
+        self.factors = _factors_of(form, stock)
+        """`(hidden,)` or `(1,)` each, of what attention and the MLP add; or none."""
+        layers, _, last = _mlp_of(form, stock)
+        reduced = _in_float8([getattr(attention, name) for name in form.projections]), _in_float8([*layers, last])
+        self.heads = Float8Heads(form, stock) if reduced[0] else ExactHeads(form, stock, products)
+        """From `hidden (rows, hidden)` to the same and its queries, keys, values `(rows, 3 * heads * head_dim)`."""
+        self.end = Float8End(form, stock) if reduced[1] else ExactEnd(form, stock, products)
+        """From `hidden` and what was attended `(rows, heads * head_dim)` to the layer's output."""
+
+    def precede(self, following: "Parts") -> None:
+        """Compute the first norm of the layer after this one, where both are in float8."""
+        if isinstance(self.end, Float8End) and isinstance(following.heads, Float8Heads):
+            self.end.following = following.heads
 
 
-def _norms_of(form: Form, stock: nn.Module) -> list[nn.Module]:
-    """The norms of a layer. Raises ValueError if kernels do not compute one of them."""
-    norms = [stock.get_submodule(name) for name in form.norms]
-    for norm in norms:
-        epsilon(norm)
-    return norms
+def _in_float8(layers: Sequence[nn.Module]) -> bool:
+    """True if these layers are in float8. Raises ValueError if only some are."""
+    found = {isinstance(layer, Float8Linear) for layer in layers}
+    if len(found) > 1:
+        raise ValueError("only some of its layers are in float8")
+    return found.pop()
+
+
+def _factors_of(form: Form, stock: nn.Module) -> list[Tensor]:
+    return [form.squash(attrgetter(path)(stock)) for path in form.factors]
 
 
 def _mlp_of(form: Form, stock: nn.Module) -> tuple[list[Any], str, Any]:

@@ -5,10 +5,13 @@ the largest of its row, by 2^-10 of the row's scale. As each row has a scale, ne
 changes another row.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from vitwire_server.runtime.kernels.operands import FLOAT8, LARGEST, SMALLEST, Scaled
+from vitwire_server.towers.rewrites import STORED_SCALES
 
 _ALIGNED = 16
 """The product takes rows and channels in multiples of this."""
@@ -51,8 +54,13 @@ class Float8Linear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear) -> "Float8Linear":
-        """The same layer in float8."""
-        return cls(quantised(linear.weight), linear.bias, linear.weight.dtype)
+        """The same layer in float8; if its checkpoint stores it so, with the values and scales stored there."""
+        scales: Tensor | None = getattr(linear, STORED_SCALES, None)
+        if scales is None:
+            return cls(quantised(linear.weight), linear.bias, linear.weight.dtype)
+        # Rounding to bfloat16 moved the products by 2^-9 of themselves, so the nearest float8 is the stored value.
+        values = (linear.weight.float() / scales).to(FLOAT8)
+        return cls(Scaled(values, scales), linear.bias, linear.weight.dtype)
 
     @classmethod
     def joined(cls, *layers: "Float8Linear") -> "Float8Linear":
@@ -96,17 +104,48 @@ def device_fault(device: torch.device) -> str:
     return f"{name} has no float8 products (compute capability {found[0]}.{found[1]}, {least} is needed)"
 
 
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """A linear layer of a block, and the same layer in float8."""
+
+    parent: nn.Module
+    name: str
+    of_attention: bool
+    """True if it projects to queries, keys or values; else it is the MLP's."""
+    exact: nn.Linear
+    reduced: Float8Linear
+
+    @property
+    def is_stored(self) -> bool:
+        """True if the checkpoint stores the layer in float8."""
+        return hasattr(self.exact, STORED_SCALES)
+
+    def use(self, *, reduced: bool) -> None:
+        """Compute the layer in float8, or exactly."""
+        setattr(self.parent, self.name, self.reduced if reduced else self.exact)
+
+
 @torch.no_grad()
-def reduce(block: nn.Module) -> int:
-    """Replace the linear layers of a tower's block, but for the one after attention; returns their number."""
-    found = [
-        (parent, name, child)
+def replacements(block: nn.Module) -> list[Replacement]:
+    """The linear layers of a tower's block that can be reduced, but for the one after attention; none is exchanged."""
+    return [
+        Replacement(parent, name, "att" in path or "qkv" in name, child, Float8Linear.of(child))
         for path, parent in block.named_modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear
         and _AFTER_ATTENTION.isdisjoint((*path.split(".")[-1:], name))
         and not (child.in_features % _ALIGNED or child.out_features % _ALIGNED)
     ]
-    for parent, name, child in found:
-        setattr(parent, name, Float8Linear.of(child))
+
+
+def reduce(block: nn.Module) -> int:
+    """Replace the linear layers of a tower's block, but for the one after attention; returns their number."""
+    found = replacements(block)
+    for each in found:
+        each.use(reduced=True)
     return len(found)
+
+
+def is_reduced(block: nn.Module) -> bool:
+    """True if a layer of this block is in float8."""
+    return any(isinstance(part, Float8Linear) for part in block.modules())

@@ -47,13 +47,15 @@ class Comparison:
 
     def _rows(self) -> Tensor:
         """Of all pictures. Each is encoded alone. Raises EncoderError."""
-        rows = []
-        for item in self._items:
-            (result,) = self._engine.launch([item], None).collect().results
-            if isinstance(result, EncoderError):
-                raise result
-            rows.append(torch.frombuffer(bytearray(result.data), dtype=torch.float32).view(result.shape))
-        return torch.cat(rows)
+        return torch.cat([rows_of(self._engine, item) for item in self._items])
+
+
+def rows_of(engine: Engine, item: Item) -> Tensor:
+    """The rows `(rows, width)` of one item that asks for float32, encoded alone and eagerly. Raises EncoderError."""
+    (result,) = engine.launch([item], None).collect().results
+    if isinstance(result, EncoderError):
+        raise result
+    return torch.frombuffer(bytearray(result.data), dtype=torch.float32).view(result.shape)
 
 
 def least_cosines(before: Tensor, after: Tensor, parts: int) -> Tensor:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.pooling import Pooling
+from vitwire_server.towers.checkpoints import stored_float8
 from vitwire_server.towers.checkpoints.lora import Adapter
 from vitwire_server.towers.checkpoints.weights import BROKEN, Track, download, fingerprint, read_weights, refused
 from vitwire_server.towers.configs import Config, absurd_layers
@@ -126,14 +127,19 @@ def load_tower(
     rotary frequencies too.
     """
     fetch = partial(download, checkpoint.model_id) if checkpoint.on_hub else None
-    weights = read_weights(checkpoint.folder, checkpoint.family.modules, checkpoint.config, track, fetch)
+    weights, scales = read_weights(checkpoint.folder, checkpoint.family.modules, checkpoint.config, track, fetch)
     if adapter:
+        before = {name: dict(own) for name, own in weights.items()}
         adapter.merge(checkpoint.family, checkpoint.config, weights)
+        for name, own in scales.items():  # a changed weight has other values than those that were stored
+            scales[name] = {key: each for key, each in own.items() if weights[name][key] is before[name][key]}
     transformers.utils.logging.disable_progress_bar()
     parts = {
         name: _built(checkpoint.folder, name, module, checkpoint.config, weights[name], dtype).to(device)
         for name, module in checkpoint.family.modules.items()
     }
+    for name, part in parts.items():
+        stored_float8.attach(scales[name], part, device)
     with refused(f"{checkpoint.folder}: the vision tower cannot be built", *BROKEN):
         tower = checkpoint.family.build(parts, checkpoint.config)
     tower.rewrite()
@@ -223,6 +229,7 @@ def _read_config(folder: Path, settings: Mapping[str, Any], family: Family) -> C
     except (*BROKEN, OSError, StrictDataclassError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
         raise CheckpointError(f"{folder / 'config.json'} is not a {family.title} configuration: {reason}") from error
+    vars(config).pop("quantization_config", None)  # transformers would load the tower through it
     if problem:
         raise CheckpointError(f"{folder / 'config.json'}: unsupported {family.title}: {problem}")
     return config

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NamedTuple
 from zipfile import is_zipfile
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from vitwire_server.core.pooling import Pooling
+from vitwire_server.towers.checkpoints import stored_float8
 from vitwire_server.towers.configs import Config, surplus_layers
 from vitwire_server.towers.family import Module, Weights
 from vitwire_server.towers.files import CheckpointError, read_json
@@ -39,6 +40,14 @@ Track = Callable[[Iterable[str], str, int], Iterable[str]]
 """Wraps an iterable in a progress bar: items, description, how many."""
 Fetch = Callable[[list[str]], object]
 """Brings files of these names into the folder, as far as the hub has them. Raises CheckpointError."""
+
+
+class Read(NamedTuple):
+    """What a checkpoint holds of each module, by names within it."""
+
+    weights: dict[str, Weights]
+    scales: dict[str, Weights]
+    """Of matrices that were stored in float8, `(channels, 1)` in float32."""
 
 
 @contextmanager
@@ -71,10 +80,10 @@ def vision_shards(
 
 def read_weights(
     folder: Path, modules: Mapping[str, Module], config: Config, track: Track, fetch: Fetch | None = None
-) -> dict[str, Weights]:
+) -> Read:
     """The weights of each module, by their names within it; `config` is the whole checkpoint's. Raises CheckpointError.
 
-    `fetch` brings shards into the folder that are not there yet.
+    Those stored in float8 become float32. `fetch` brings shards into the folder that are not there yet.
     """
     shards = vision_shards(folder, modules, config, fetch)
     weights: dict[str, Weights] = {module: {} for module in modules}
@@ -87,10 +96,14 @@ def read_weights(
             before = weights[part].setdefault(name, tensors[key])
             if before is not tensors[key] and not torch.equal(before, tensors[key]):
                 raise CheckpointError(f"{path}: {key} differs from another weight that also maps to {name}")
+    scales = {}
     for name, module in modules.items():
         with refused(f"{folder}: the weights do not fit the vision {name}", *BROKEN):
-            weights[name] = module.convert(weights[name], module.configuration(config))
-    return weights
+            own = module.configuration(config)
+            exact, stored = stored_float8.dequantised(weights[name])
+            weights[name] = module.convert(exact, own)
+            scales[name] = stored_float8.converted(stored, weights[name], module, own)
+    return Read(weights, scales)
 
 
 def _shards(
@@ -98,7 +111,7 @@ def _shards(
 ) -> dict[str, list[tuple[str, str, str]]]:
     shards: dict[str, list[tuple[str, str, str]]] = {}
     for name, module in modules.items():
-        named = {key: found for key in keys if (found := module.name(key)) is not None}
+        named = {key: found for key in keys if (found := stored_float8.name_in(module, key, keys)) is not None}
         if not named:
             expected = " or ".join(f"{prefix}*" for prefix in module.prefixes)
             raise CheckpointError(f"{folder} holds no vision {name}: no weight is named {expected}")
@@ -194,8 +207,9 @@ def _usable(tensor: Any, name: str, path: Path) -> Tensor:  # noqa: ANN401 - wha
     """A weight that a tower can compute with. Raises CheckpointError."""
     if not isinstance(tensor, Tensor):
         raise CheckpointError(f"{path}: {name} must be a tensor, but is of type {type(tensor).__name__}")
-    if tensor.element_size() == 1:
-        raise CheckpointError(f"{path}: {name} is quantised ({tensor.dtype}); only 16 and 32 bits are supported")
+    if tensor.element_size() == 1 and not (tensor.dtype is stored_float8.STORED and name.endswith(".weight")):
+        supported = "only 16 and 32 bits are supported, and weights in float8_e4m3fn"
+        raise CheckpointError(f"{path}: {name} is quantised ({tensor.dtype}); {supported}")
     if tensor.is_complex() or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         kind = f"{tensor.dtype}, {tensor.layout}, {tensor.device}"
         raise CheckpointError(f"{path}: {name} must be a dense tensor of real numbers, but is {kind}")

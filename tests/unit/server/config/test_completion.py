@@ -21,6 +21,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
         (["--rpc-p"], ["--rpc-processes"]),
         (["serve", "--conf"], ["--config"]),
         (["dem"], ["demo-checkpoint"]),
+        (["prec"], ["precision"]),
         (["serve", "--no-such"], [""]),
     ],
 )

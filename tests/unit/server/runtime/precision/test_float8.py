@@ -16,7 +16,7 @@ from vitwire_server.core.models import Geometry, Precision
 from vitwire_server.preparing.rules.patches import patch_rows
 from vitwire_server.process.computing import fingerprint
 from vitwire_server.runtime.precision import float8
-from vitwire_server.runtime.precision.float8 import Float8Linear, device_fault, quantised, reduce
+from vitwire_server.runtime.precision.float8 import Float8Linear, device_fault, quantised, reduce, replacements
 from vitwire_server.runtime.precision.similarity import dead_leaves, least_cosines, norm_errors, picture_items
 
 ROUNDING = 2**-4
@@ -110,6 +110,7 @@ class TestLayers:
                 "self_attn": nn.ModuleDict({"o_proj": nn.ModuleDict({"linear": linear(64, 64)})}),
             }
         )
+        assert [(each.name, each.of_attention) for each in replacements(block)] == [("qkv", True), ("gate_proj", False)]
         assert reduce(block) == 2
         found = {name for name, layer in block.named_modules() if isinstance(layer, Float8Linear)}
         assert found == {"attn.qkv", "mlp.gate_proj"}
@@ -160,6 +161,10 @@ def test_rows_of_another_precision_have_another_fingerprint() -> None:
     assert fingerprint("ab", None) == "ab"
     assert reduced != "ab"
     assert reduced == fingerprint("ab", Precision("float8_e4m3fn", 12, 0.9993, 0.9999)), "what is measured may vary"
+    some = {
+        fingerprint("ab", Precision("float8_e4m3fn", 6, 0.9995, 0.9999, blocks)) for blocks in ("0-3", "0-2,attn:5")
+    }
+    assert len(some | {reduced, "ab"}) == 4, "other blocks in float8 give other rows"
 
 
 def test_float8_needs_bfloat16_and_forwards_that_are_not_compiled() -> None:
@@ -169,6 +174,8 @@ def test_float8_needs_bfloat16_and_forwards_that_are_not_compiled() -> None:
         ServeSettings(model="m", precision="fp8", compile="on")
     with pytest.raises(ValueError, match="--precision-floor needs --precision fp8"):
         ServeSettings(model="m", precision_floor=0.99)
+    with pytest.raises(ValueError, match="--precision-blocks needs --precision fp8"):
+        ServeSettings(model="m", precision_blocks="all")
     assert ServeSettings(model="m").precision == "auto"
 
 
