@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 DENSE = "sdpa"
 """The only backend for towers without segments."""
 _TYPE = str(FLOAT8).removeprefix("torch.")
-_MARGIN = 0.05
+_MARGIN = 0.2
 """Share of the accepted loss that blocks are chosen without: fused, they round in other places."""
 _LEAST_SHARE = 0.25
 """Of the weights that can be reduced; less in float8 saves too little time to be worth the second precision."""
