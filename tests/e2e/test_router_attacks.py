@@ -15,8 +15,9 @@ import httpx2
 import pytest
 from PIL import Image
 
+from callers import ask, caller
 from fake_service import Fake, Running, serving
-from routers import CHAT, EngineProcess, RouterProcess, ask, caller, router, until
+from routers import CHAT, EngineProcess, RouterProcess, router, until
 
 ATTACKER, HONEST = "127.0.0.1", "127.0.0.2"
 _SECONDS = 120
