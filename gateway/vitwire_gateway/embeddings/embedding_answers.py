@@ -30,7 +30,7 @@ class Vectors(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What an answer is made of."""
+    """The content of an answer."""
 
     asked: Asked
     model: Model

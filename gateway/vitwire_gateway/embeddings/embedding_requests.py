@@ -1,4 +1,4 @@
-"""Requests for embeddings in OpenAI's and Cohere's form: their images, and what is asked for. Pure functions."""
+"""Requests for embeddings in OpenAI's and Cohere's form: their images and options. Pure functions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -22,7 +22,7 @@ _COHERE_TYPES = ("float", "base64", "binary", "ubinary")
 
 
 class Asked(NamedTuple):
-    """What a request asks for."""
+    """The options of a request."""
 
     types: Sequence[str]
     """Forms of the vectors in the answer: float, base64; of Cohere also binary and ubinary."""

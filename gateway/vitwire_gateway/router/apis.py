@@ -41,7 +41,7 @@ class EmbeddingApi(NamedTuple):
     read: Callable[..., EmbeddingRequest | None]
     """As `openai_request`; None: the engine's."""
     check: Callable[[Asked, Model], None]
-    """Raises ApiError for what is asked of a model in vain."""
+    """Raises ApiError for options that the model does not offer."""
     answer: Callable[[Answer], Iterator[bytes]]
     is_shared: bool = False
     """An engine gets requests that are not of images."""
