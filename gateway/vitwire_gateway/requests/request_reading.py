@@ -25,7 +25,6 @@ class RequestForm(NamedTuple):
 
     images_of: Callable[[Json], list[ImageRef]]
     """Raises ApiError for a malformed image, and for one in a place where the engine takes none."""
-    hole: Hole = "part"
     as_chat: Callable[[Json], Json] | None = None
     """Translates a request with images; the URL of each is then its name in errors. Raises ApiError."""
 
@@ -57,7 +56,7 @@ async def read(
     return await workers.run(caller, job, body, 4 * len(body) + _LONGER_BYTES, form, limits)
 
 
-def cut_request(body: bytes, form: str | None, limits: Limits, api: RequestForm) -> CutRequest:
+def cut_request(body: bytes, form: str | None, limits: Limits, api: RequestForm, hole: Hole) -> CutRequest:
     """The request in a body; `form` is the type of a form. Raises ApiError."""
     content, files = opened(body, form, limits.max_images)
     request = parse(content)
@@ -71,4 +70,4 @@ def cut_request(body: bytes, form: str | None, limits: Limits, api: RequestForm)
         parts = image_parts(request["messages"], ("messages",))
         found = [ImageRef((*path, "image_url"), part["image_url"]["url"]) for path, part in parts]
         images = images._replace(places=[places[each.url] for each in found])
-    return CutRequest(cut(request, found, api.hole), images)
+    return CutRequest(cut(request, found, hole), images)

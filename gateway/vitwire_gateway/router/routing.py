@@ -101,7 +101,8 @@ class Router:
         return await read(workers, ticket.caller, job, body, exchange.request.headers.get("content-type", ""), limits)
 
     async def _generated(self, api: ImageApi, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
-        request = CutRequest.of(await self._read(partial(cut_request, api=api.form), exchange, ticket, body))
+        job = partial(cut_request, api=api.form, hole=api.dialect.hole)
+        request = CutRequest.of(await self._read(job, exchange, ticket, body))
         exchange.images, exchange.model = len(request.images.places), request.images.model
         if request.images.places:
             exchange.is_translated = api.form.as_chat is not None
