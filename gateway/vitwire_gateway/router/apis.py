@@ -14,7 +14,12 @@ from vitwire_gateway.embeddings.embedding_answers import (
     cohere_answer,
     openai_answer,
 )
-from vitwire_gateway.embeddings.embedding_requests import Asked, EmbeddingRequest, cohere_request, openai_request
+from vitwire_gateway.embeddings.embedding_requests import (
+    EmbeddingOptions,
+    EmbeddingRequest,
+    cohere_request,
+    openai_request,
+)
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.openai import chat, responses
 from vitwire_gateway.requests.dialects import Api, Dialect, dialect_of
@@ -38,7 +43,7 @@ class EmbeddingApi(NamedTuple):
     path: str
     read: Callable[..., EmbeddingRequest | None]
     """As `openai_request`; None: the engine's."""
-    check: Callable[[Asked, Model], None]
+    check: Callable[[EmbeddingOptions, Model], None]
     """Raises ApiError for options that the model does not offer."""
     answer: Callable[[Answer], Iterator[bytes]]
     is_shared: bool = False

@@ -124,16 +124,16 @@ class Router:
         images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take)
         with self._timed("images"):
             model = await images.model()
-            api.check(request.asked, model)
+            api.check(request.options, model)
             loaded = await images.load(request.images)
             found = await images.encoded(loaded)
             if any(each.model.weights_fingerprint != model.weights_fingerprint for each in found.values()):
                 raise ApiError(503, "the encoder changed its model during the request", "encoder_unavailable")
             vectors = {
-                digest: await run_sync(vectors_of, each.embedding, each.model, request.asked)
+                digest: await run_sync(vectors_of, each.embedding, each.model, request.options)
                 for digest, each in found.items()
             }
-        answer = Answer(request.asked, model, [vectors[digest] for digest in loaded.order], exchange.request_id)
+        answer = Answer(request.options, model, [vectors[digest] for digest in loaded.order], exchange.request_id)
         limit = self.settings.max_buffered_bytes
         if (size := sum(each.rows.nbytes for each in answer.images)) > limit:  # equal images are held once
             raise ApiError(413, f"the vectors have {size} bytes, the limit is {limit}", "request_too_large")
