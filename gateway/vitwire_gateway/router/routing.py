@@ -25,9 +25,9 @@ from vitwire_gateway.requests.dialects import Dialect, Part
 from vitwire_gateway.requests.filling import Filled, filled
 from vitwire_gateway.requests.image_sources import Limits
 from vitwire_gateway.requests.request_reading import CutRequest, cut_request, read
-from vitwire_gateway.router.apis import CHAT, EmbeddingApi, ImageApi
 from vitwire_gateway.router.endpoint import Exchange
 from vitwire_gateway.router.entrance import Ticket
+from vitwire_gateway.router.image_apis import CHAT, EmbeddingApi, ImageApi
 from vitwire_gateway.router.llm_engine import Engine, forwarded, is_of_events, returned, whole
 
 logger = logging.getLogger("vitwire.router")

@@ -110,7 +110,7 @@ def test_tokens_before_pooling() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "options", "reason"),
+    ("lengths", "dimensions", "reason"),
     [
         (None, 8, None),
         (None, 4, "may not be cut"),
@@ -121,14 +121,14 @@ def test_tokens_before_pooling() -> None:
         ((2, 16), 16, "have 8 columns, got 16"),
     ],
 )
-def test_lengths_that_a_model_offers(lengths: tuple[int, ...] | None, options: int, reason: str | None) -> None:
+def test_lengths_that_a_model_offers(lengths: tuple[int, ...] | None, dimensions: int, reason: str | None) -> None:
     model = replace(POOLED, matryoshka=lengths)
     for check, field in ((check_openai, "dimensions"), (check_cohere, "output_dimension")):
         if reason is None:
-            check(EmbeddingOptions(("float",), options), model)
+            check(EmbeddingOptions(("float",), dimensions), model)
             continue
         with pytest.raises(ApiError, match=reason) as caught:
-            check(EmbeddingOptions(("float",), options), model)
+            check(EmbeddingOptions(("float",), dimensions), model)
         assert caught.value.param == field
 
 
