@@ -11,6 +11,8 @@ from vitwire_gateway.spans import short
 
 Json = dict[str, Any]
 
+SMALL_BYTES = 64 << 10
+"""Bodies up to this are read on the event loop, which takes a few milliseconds at most; larger ones in a worker."""
 _MAX_DIGITS = 400
 """Of an integer: reading one takes time in the square of its digits."""
 _MAX_VALUES = 1_000_000

@@ -1,4 +1,4 @@
-"""What the gateway sends to an OpenTelemetry collector."""
+"""Spans and metrics of the gateway, sent to an OpenTelemetry collector."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

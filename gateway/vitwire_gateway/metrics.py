@@ -31,19 +31,12 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self.images = counter(
-            "vitwire_router_images",
-            "images by source (data, upload, url) and result (loaded, refused)",
-            ["source", "result"],
-        )
-        self.clips = counter(
-            "vitwire_router_clips",
-            "clips by source (data, upload, url) and result (loaded, refused)",
-            ["source", "result"],
-        )
-        for labels in product(("data", "upload", "url"), ("loaded", "refused")):
-            self.images.labels(*labels)
-            self.clips.labels(*labels)
+        meaning, labels = "by source (data, upload, url) and result (loaded, refused)", ["source", "result"]
+        self.images = counter("vitwire_router_images", f"images {meaning}", labels)
+        self.clips = counter("vitwire_router_clips", f"clips {meaning}", labels)
+        for values in product(("data", "upload", "url"), ("loaded", "refused")):
+            self.images.labels(*values)
+            self.clips.labels(*values)
         self.inflight = gauge("vitwire_router_inflight_requests", "requests in flight")
         self.buffered = gauge("vitwire_router_buffered_bytes", "bytes of requests and images held")
         self.rejected = counter("vitwire_router_rejected", "requests refused at a limit: requests, bytes", ["reason"])

@@ -23,7 +23,7 @@ from PIL import Image
 from checkpoints import Checkpoints
 from engine import WORDS
 from metric_pages import durations
-from routers import CHAT, EngineProcess, RouterProcess, client_of, engine, leaving, router, until
+from routers import CHAT, EngineProcess, RouterProcess, client_of, leaving, router, until
 from servers import ServerProcess, serving
 from vitwire import Client, Item
 from vitwire.integrations.vllm.settings import Settings
@@ -40,12 +40,6 @@ def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def stand_in() -> Iterator[EngineProcess]:
-    with engine() as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
 def proxy(server: ServerProcess, stand_in: EngineProcess) -> Iterator[RouterProcess]:
     with router(server.target, stand_in.url) as process:
         yield process
@@ -55,13 +49,6 @@ def proxy(server: ServerProcess, stand_in: EngineProcess) -> Iterator[RouterProc
 def llm(proxy: RouterProcess) -> Iterator[OpenAI]:
     with client_of(proxy) as client:
         yield client
-
-
-@pytest.fixture
-def received(stand_in: EngineProcess) -> EngineProcess:
-    """The engine, with nothing recorded."""
-    stand_in.requests()
-    return stand_in
 
 
 def data_uri(file: Path | bytes) -> str:

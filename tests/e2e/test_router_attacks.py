@@ -15,8 +15,9 @@ import httpx2
 import pytest
 from PIL import Image
 
+from callers import ask, caller
 from fake_service import Fake, Running, serving
-from routers import CHAT, EngineProcess, RouterProcess, engine, router, until
+from routers import CHAT, EngineProcess, RouterProcess, router, until
 
 ATTACKER, HONEST = "127.0.0.1", "127.0.0.2"
 _SECONDS = 120
@@ -26,12 +27,6 @@ _SECONDS = 120
 def encoder() -> Iterator[Running]:
     with serving(Fake()) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def stand_in() -> Iterator[EngineProcess]:
-    with engine() as process:
-        yield process
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +45,6 @@ def chat(*images: bytes) -> dict[str, Any]:
     urls = [f"data:image/x;base64,{base64.b64encode(each).decode()}" for each in images]
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return {"model": "tiny", "messages": [{"role": "user", "content": [{"type": "text", "text": "?"}, *parts]}]}
-
-
-@contextmanager
-def caller(proxy: RouterProcess, address: str) -> Iterator[httpx2.Client]:
-    transport = httpx2.HTTPTransport(local_address=address)
-    with httpx2.Client(base_url=proxy.url, transport=transport, timeout=_SECONDS) as client:
-        yield client
-
-
-def ask(proxy: RouterProcess, address: str, **content: Any) -> int:
-    with caller(proxy, address) as client:
-        return client.post(CHAT, **content).status_code
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 
 from checkpoints import Checkpoints
 from encoded_files import clip, cut, moving, photograph, saved, sound
-from routers import CHAT, EngineProcess, RouterProcess, client_of, engine, leaving, router, until
+from routers import CHAT, EngineProcess, RouterProcess, client_of, leaving, router, until
 from servers import ServerProcess, serving
 from vitwire import Client, Embedding, Item
 
@@ -28,12 +28,6 @@ Json = dict[str, Any]
 @pytest.fixture(scope="module")
 def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
     with serving(checkpoints("qwen3_vl"), "--cache-bytes", "100000000", "--dtype", "float32") as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def stand_in() -> Iterator[EngineProcess]:
-    with engine() as process:
         yield process
 
 

@@ -20,7 +20,7 @@ from openai import OpenAI
 
 from checkpoints import Checkpoints
 from engine import WORDS
-from routers import EngineProcess, RouterProcess, client_of, engine, picture, router, until
+from routers import EngineProcess, RouterProcess, client_of, picture, router, until
 from servers import ServerProcess, serving
 from vitwire import Client
 
@@ -45,22 +45,9 @@ def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def stand_in() -> Iterator[EngineProcess]:
-    with engine() as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
 def proxies(server: ServerProcess, stand_in: EngineProcess) -> Iterator[dict[str, RouterProcess]]:
     with ExitStack() as stack:
         yield {mode: stack.enter_context(router(server.target, stand_in.url, *flags)) for mode, flags in MODES.items()}
-
-
-@pytest.fixture
-def received(stand_in: EngineProcess) -> EngineProcess:
-    """The engine, with nothing recorded."""
-    stand_in.requests()
-    return stand_in
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from openai import OpenAI
 
 from checkpoints import Checkpoints
 from embedding_calls import EMBEDDINGS, FLAGS, NO_TEXT, Json, cohere_of, embedded, part, photographs, posted, uri
-from routers import EngineProcess, RouterProcess, client_of, engine, leaving, picture, router, until, user
+from routers import EngineProcess, RouterProcess, client_of, leaving, picture, router, until, user
 from servers import ServerProcess, serving
 
 
@@ -47,23 +47,10 @@ def client(proxy: RouterProcess) -> Iterator[OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def stand_in() -> Iterator[EngineProcess]:
-    with engine() as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
 def beside(server: ServerProcess, stand_in: EngineProcess) -> Iterator[RouterProcess]:
     """A router with an engine."""
     with router(server.target, stand_in.url) as process:
         yield process
-
-
-@pytest.fixture
-def received(stand_in: EngineProcess) -> EngineProcess:
-    """The engine, with nothing recorded."""
-    stand_in.requests()
-    return stand_in
 
 
 @pytest.mark.parametrize(

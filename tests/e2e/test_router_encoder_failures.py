@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletion
 import faulty_server
 from checkpoints import Checkpoints
 from engine import WORDS
-from routers import EngineProcess, RouterProcess, client_of, engine, leaving, picture, router, until, user
+from routers import EngineProcess, RouterProcess, client_of, leaving, picture, router, until, user
 from servers import ServerProcess, serving
 from vitwire import Client, Item
 
@@ -49,12 +49,6 @@ def encoder(checkpoint: Path, fault: Path) -> Iterator[ServerProcess]:
 @pytest.fixture(scope="module")
 def server(checkpoint: Path, fault: Path) -> Iterator[ServerProcess]:
     with encoder(checkpoint, fault) as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def stand_in() -> Iterator[EngineProcess]:
-    with engine() as process:
         yield process
 
 

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2
 from openai import OpenAI
 
 from fake_service import Fake, Running, abort, retry_info, serving
-from routers import CHAT, EngineProcess, RouterProcess, client_of, engine, leaving, picture, router, until, user
+from routers import CHAT, EngineProcess, RouterProcess, client_of, leaving, picture, router, until, user
 
 pytestmark = pytest.mark.matrix
 
@@ -43,12 +43,6 @@ def fake(encoder: Running) -> Iterator[Fake]:
     yield encoder.fake
     encoder.fake.before = lambda context: None
     encoder.fake.cancelled.clear()
-
-
-@pytest.fixture(scope="module")
-def stand_in() -> Iterator[EngineProcess]:
-    with engine() as process:
-        yield process
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from checkpoints import Checkpoints
 from collectors import Collector, attributes, collecting
 from encoded_files import photograph, saved
-from routers import CHAT, EngineProcess, RouterProcess, client_of, engine, leaving, picture, router, until, user
+from routers import CHAT, EngineProcess, RouterProcess, client_of, leaving, picture, router, until, user
 from servers import ServerProcess, serving
 
 PARENT = "00f067aa0ba902b7"
@@ -41,12 +41,6 @@ def server(checkpoints: Checkpoints, collector: Collector) -> Iterator[ServerPro
         flags = ("--cache-bytes", "100000000", "--otlp-endpoint", collector.endpoint)
         with serving(checkpoints("qwen3_vl"), *flags) as process:
             yield process
-
-
-@pytest.fixture(scope="module")
-def stand_in() -> Iterator[EngineProcess]:
-    with engine() as process:
-        yield process
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,7 @@ def _tool_use(call: Json) -> Json:
 
 
 def _usage(usage: Json | None) -> Json:
-    """Counts of tokens; those of Anthropic's input leave out what was cached."""
+    """Counts of tokens; Anthropic's input tokens leave out cached ones."""
     usage = usage or {}
     details = usage.get("prompt_tokens_details") or {}
     names = {"cached_tokens": "cache_read_input_tokens", "created_cache_tokens": "cache_creation_input_tokens"}
@@ -97,7 +97,7 @@ def _stop(finish: str | None, matched: object, *, called: bool, is_whole: bool) 
 
 
 class MessageEvents:
-    """Turns the events of a streamed chat completion into those of a message."""
+    """Turns the events of a streamed chat completion into events of a message."""
 
     def __init__(self, most: int) -> None:
         """most: bytes of one event."""

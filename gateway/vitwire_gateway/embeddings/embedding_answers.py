@@ -11,7 +11,7 @@ import numpy as np
 from vitwire import Embedding, Model
 from vitwire.embeddings import Float32
 from vitwire_gateway.api_errors import ApiError, invalid
-from vitwire_gateway.embeddings.embedding_requests import Asked
+from vitwire_gateway.embeddings.embedding_requests import EmbeddingOptions
 
 _BASE64_BYTES = 3 << 16
 """Of vectors that become base64 at a time; a multiple of 3, so that there is no padding in between."""
@@ -30,9 +30,9 @@ class Vectors(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What an answer is made of."""
+    """The content of an answer."""
 
-    asked: Asked
+    options: EmbeddingOptions
     model: Model
     images: Sequence[Vectors]
     """Of each image of the request, in order."""
@@ -44,12 +44,12 @@ class Answer(NamedTuple):
         return sum(each.tokens for each in self.images)
 
 
-def check_openai(asked: Asked, model: Model) -> None:
+def check_openai(options: EmbeddingOptions, model: Model) -> None:
     """Raises ApiError for what the model does not offer."""
-    _check_dimensions(asked, model, "dimensions")
+    _check_dimensions(options, model, "dimensions")
 
 
-def check_cohere(asked: Asked, model: Model) -> None:
+def check_cohere(options: EmbeddingOptions, model: Model) -> None:
     """Raises ApiError for what the model does not offer, or Cohere's form cannot express."""
     if model.pooling == "none":
         text = (
@@ -57,18 +57,18 @@ def check_cohere(asked: Asked, model: Model) -> None:
             "--pooling: use /v1/embeddings"
         )
         raise ApiError(400, text, "several_vectors")
-    _check_dimensions(asked, model, "output_dimension")
-    columns = asked.dimensions or _columns(model)
-    if columns % _BITS and not {"binary", "ubinary"}.isdisjoint(asked.types):
+    _check_dimensions(options, model, "output_dimension")
+    columns = options.dimensions or _columns(model)
+    if columns % _BITS and not {"binary", "ubinary"}.isdisjoint(options.types):
         raise invalid(f"binary vectors need a multiple of {_BITS} columns, got {columns}", "embedding_types")
 
 
-def vectors_of(embedding: Embedding, model: Model, asked: Asked) -> Vectors:
-    """The vectors that are asked for: without deepstack levels, cut, then normalised. Raises ApiError for NaN."""
-    rows = embedding.main[:, : asked.dimensions]
+def vectors_of(embedding: Embedding, model: Model, options: EmbeddingOptions) -> Vectors:
+    """The vectors by the options: without deepstack levels, cut, then normalised. Raises ApiError for NaN."""
+    rows = embedding.main[:, : options.dimensions]
     if not np.isfinite(rows).all():
         raise ApiError(502, "the encoder returned numbers that are not finite", "encoder_failed")
-    if asked.normalize or (asked.normalize is None and model.pooling != "none"):
+    if options.normalize or (options.normalize is None and model.pooling != "none"):
         norms = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
         rows = (rows / np.where(norms == 0, 1, norms)).astype(np.float32)
     return Vectors(np.ascontiguousarray(rows, "<f4"), _tokens(embedding, model))
@@ -76,7 +76,7 @@ def vectors_of(embedding: Embedding, model: Model, asked: Asked) -> Vectors:
 
 def openai_answer(answer: Answer) -> Iterator[bytes]:
     """The pieces of a body in OpenAI's form. Images with several vectors have their `shape` in addition."""
-    (kind,) = answer.asked.types
+    (kind,) = answer.options.types
     yield b'{"object":"list","data":['
     for index, (rows, _) in enumerate(answer.images):
         several = answer.model.pooling == "none" or len(rows) != 1
@@ -94,7 +94,7 @@ def openai_answer(answer: Answer) -> Iterator[bytes]:
 def cohere_answer(answer: Answer) -> Iterator[bytes]:
     """The pieces of a body in Cohere's form."""
     yield b'{"id":' + _json(answer.request_id) + b',"response_type":"embeddings_by_type","embeddings":{'
-    for number, kind in enumerate(answer.asked.types):
+    for number, kind in enumerate(answer.options.types):
         yield f'{"," if number else ""}"{kind}":'.encode()
         yield from _lists([_cohere_value(each.rows[0], kind)] for each in answer.images)
     units = {"images": len(answer.images), "image_tokens": answer.tokens}
@@ -113,8 +113,8 @@ def _cohere_value(row: Float32, kind: str) -> object:
             return (packed - 128 if kind == "binary" else packed).tolist()
 
 
-def _check_dimensions(asked: Asked, model: Model, param: str) -> None:
-    dimensions, columns, lengths = asked.dimensions, _columns(model), model.matryoshka
+def _check_dimensions(options: EmbeddingOptions, model: Model, param: str) -> None:
+    dimensions, columns, lengths = options.dimensions, _columns(model), model.matryoshka
     if dimensions in (None, columns):
         return
     if lengths is None:

@@ -1,4 +1,4 @@
-"""Requests for embeddings in OpenAI's and Cohere's form: their images, and what is asked for. Pure functions."""
+"""Requests for embeddings in OpenAI's and Cohere's form: their images and options. Pure functions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -21,8 +21,8 @@ _NEUTRAL: Mapping[str, Sequence[object]] = {
 _COHERE_TYPES = ("float", "base64", "binary", "ubinary")
 
 
-class Asked(NamedTuple):
-    """What a request asks for."""
+class EmbeddingOptions(NamedTuple):
+    """The options of a request."""
 
     types: Sequence[str]
     """Forms of the vectors in the answer: float, base64; of Cohere also binary and ubinary."""
@@ -35,14 +35,14 @@ class Asked(NamedTuple):
 class EmbeddingRequest(NamedTuple):
     """A request for embeddings that has been read."""
 
-    asked: Asked
+    options: EmbeddingOptions
     images: RequestImages
 
     @classmethod
     def of(cls, answer: Sequence[Any]) -> Self:
         """The request as a worker sends it."""
-        asked, images = answer
-        return cls(Asked(*asked), RequestImages.of(images))
+        options, images = answer
+        return cls(EmbeddingOptions(*options), RequestImages.of(images))
 
 
 def openai_request(body: bytes, form: str | None, limits: Limits, *, has_engine: bool) -> EmbeddingRequest | None:
@@ -64,8 +64,8 @@ def openai_request(body: bytes, form: str | None, limits: Limits, *, has_engine:
     normalize = request.get("normalize")
     if not isinstance(normalize, bool | None):
         raise invalid("expected true or false", "normalize")
-    asked = Asked((encoding,), _dimensions(request, "dimensions"), normalize)
-    return EmbeddingRequest(asked, images_in(request, found, files, limits))
+    options = EmbeddingOptions((encoding,), _dimensions(request, "dimensions"), normalize)
+    return EmbeddingRequest(options, images_in(request, found, files, limits))
 
 
 def cohere_request(body: bytes, form: str | None, limits: Limits) -> EmbeddingRequest:
@@ -82,12 +82,12 @@ def cohere_request(body: bytes, form: str | None, limits: Limits) -> EmbeddingRe
             raise invalid(text, "embedding_types")
         if each not in _COHERE_TYPES:
             raise invalid(f"expected {', '.join(_COHERE_TYPES)}, got {each[:32]!r}", "embedding_types")
-    asked = Asked(tuple(dict.fromkeys(types)), _dimensions(request, "output_dimension"))
-    return EmbeddingRequest(asked, images_in(request, found, files, limits))
+    options = EmbeddingOptions(tuple(dict.fromkeys(types)), _dimensions(request, "output_dimension"))
+    return EmbeddingRequest(options, images_in(request, found, files, limits))
 
 
 def _is_of_images(request: Json) -> bool:
-    """True for a request that an engine is not asked for."""
+    """True for a request of images, which Vitwire answers in front of an engine."""
     if request.get("modality") is not None:
         return bool(request["modality"] == "image")
     if request.get("messages") is not None:

@@ -216,7 +216,7 @@ class Encoder:
 
 @contextmanager
 def _invalid() -> Generator[None, None, None]:
-    """What is wrong with a file becomes InvalidItem."""
+    """Errors of a file become InvalidItem."""
     try:
         yield
     except ApiError as error:

@@ -53,7 +53,7 @@ def cut(request: Json, refs: Iterable[ImageRef], hole: Hole) -> list[bytes]:
 
 
 def _opened(part: Json, field: str, hole: Hole, mark: str) -> Json:
-    """The part without what is replaced, and with the mark among its members or those of the field."""
+    """The part without what is replaced, and with the mark among its members or the field's."""
     kept = {name: value for name, value in part.items() if name not in _REPLACED}
     if hole == "part":
         return kept | {mark: 0}

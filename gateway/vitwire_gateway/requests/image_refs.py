@@ -1,4 +1,4 @@
-"""Where a request has images and clips. Pure functions."""
+"""Places of images and clips in a request. Pure functions."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

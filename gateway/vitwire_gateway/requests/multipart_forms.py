@@ -10,7 +10,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from vitwire_gateway.api_errors import invalid
 
 REQUEST_FIELD = "request"
-"""The form's field that has the chat request, as JSON."""
+"""The form's field that has the request, as JSON."""
 _CHARSETS = (b"utf-8", b"utf8")
 
 
@@ -21,21 +21,18 @@ class _InMemoryParser(MultiPartParser):
 
 
 def opened(body: bytes, form: str | None, max_images: int) -> tuple[bytes, dict[str, bytes]]:
-    """As `parse_form` if a body is a form, whose type `form` is; else the body without files. Raises ApiError."""
-    return (body, {}) if form is None else parse_form(form, body, max_images)
+    """The JSON of a request, and the uploaded files by field name; `form` is the type of a form. Raises ApiError.
 
-
-def parse_form(content_type: str, body: bytes, max_images: int) -> tuple[bytes, dict[str, bytes]]:
-    """The request and the uploaded files of a multipart body, by field name. Raises ApiError.
-
-    Its time is not bounded: call it in a worker, where starlette's parser gets a new event loop.
+    The time of a form is not bounded: call it in a worker, where starlette's parser gets a new event loop.
     """
-    _, options = parse_options_header(content_type)
+    if form is None:
+        return body, {}
+    _, options = parse_options_header(form)
     charset = options.get(b"charset", b"utf-8").strip().lower()
     if charset not in _CHARSETS:  # Python has codecs that take the square of the length, or decode nothing
         text = f"Content-Type: charset {charset[:32].decode('latin-1')!r} is not supported, send utf-8"
         raise invalid(text, None, "invalid_form")
-    return asyncio.run(_parsed(Headers({"content-type": content_type}), body, max_images))
+    return asyncio.run(_parsed(Headers({"content-type": form}), body, max_images))
 
 
 async def _parsed(headers: Headers, body: bytes, max_images: int) -> tuple[bytes, dict[str, bytes]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 from vitwire.wire import Buffer
-from vitwire_gateway.bodies import Json, parse
+from vitwire_gateway.bodies import SMALL_BYTES, Json, parse
 from vitwire_gateway.fairness import Caller
 from vitwire_gateway.requests.filling import Hole, cut
 from vitwire_gateway.requests.image_refs import ImageRef, image_parts
@@ -15,8 +15,6 @@ from vitwire_gateway.requests.image_sources import Limits, RequestImages, images
 from vitwire_gateway.requests.multipart_forms import opened
 from vitwire_gateway.workers import Workers
 
-_SMALL_BYTES = 64 << 10
-"""Bodies that are read at once: no such body takes more than a few milliseconds."""
 _LONGER_BYTES = 32 << 20
 """JSON in ASCII takes three times the bytes of UTF-8 at most, JSON in its strings a little more, and numbers are
 written out: 1e15 has 18 characters."""
@@ -27,7 +25,6 @@ class RequestForm(NamedTuple):
 
     images_of: Callable[[Json], list[ImageRef]]
     """Raises ApiError for a malformed image, and for one in a place where the engine takes none."""
-    hole: Hole = "part"
     as_chat: Callable[[Json], Json] | None = None
     """Translates a request with images; the URL of each is then its name in errors. Raises ApiError."""
 
@@ -54,12 +51,12 @@ async def read(
     form: the type of a form; None if the body is JSON.
     """
     form = content_type if content_type.lower().startswith("multipart/form-data") else None
-    if form is None and len(body) <= _SMALL_BYTES:
+    if form is None and len(body) <= SMALL_BYTES:
         return job(body, None, limits)
     return await workers.run(caller, job, body, 4 * len(body) + _LONGER_BYTES, form, limits)
 
 
-def cut_request(body: bytes, form: str | None, limits: Limits, api: RequestForm) -> CutRequest:
+def cut_request(body: bytes, form: str | None, limits: Limits, api: RequestForm, hole: Hole) -> CutRequest:
     """The request in a body; `form` is the type of a form. Raises ApiError."""
     content, files = opened(body, form, limits.max_images)
     request = parse(content)
@@ -73,4 +70,4 @@ def cut_request(body: bytes, form: str | None, limits: Limits, api: RequestForm)
         parts = image_parts(request["messages"], ("messages",))
         found = [ImageRef((*path, "image_url"), part["image_url"]["url"]) for path, part in parts]
         images = images._replace(places=[places[each.url] for each in found])
-    return CutRequest(cut(request, found, api.hole), images)
+    return CutRequest(cut(request, found, hole), images)

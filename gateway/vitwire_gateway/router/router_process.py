@@ -29,9 +29,9 @@ from vitwire_gateway.listening import configured, listening
 from vitwire_gateway.metrics import Metrics
 from vitwire_gateway.requests.content_parts import Images
 from vitwire_gateway.requests.dialects import mode_of
-from vitwire_gateway.router.apis import embedding_apis, image_apis
 from vitwire_gateway.router.endpoint import Endpoint, Exchange, RouteName
 from vitwire_gateway.router.entrance import Admission, Ticket, read_keys
+from vitwire_gateway.router.image_apis import embedding_apis, image_apis
 from vitwire_gateway.router.llm_engine import Engine
 from vitwire_gateway.router.routing import Router
 from vitwire_gateway.spans import Spans

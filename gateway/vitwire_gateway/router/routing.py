@@ -25,9 +25,9 @@ from vitwire_gateway.requests.dialects import Dialect, Part
 from vitwire_gateway.requests.filling import Filled, filled
 from vitwire_gateway.requests.image_sources import Limits
 from vitwire_gateway.requests.request_reading import CutRequest, cut_request, read
-from vitwire_gateway.router.apis import CHAT, EmbeddingApi, ImageApi
 from vitwire_gateway.router.endpoint import Exchange
 from vitwire_gateway.router.entrance import Ticket
+from vitwire_gateway.router.image_apis import CHAT, EmbeddingApi, ImageApi
 from vitwire_gateway.router.llm_engine import Engine, forwarded, is_of_events, returned, whole
 
 logger = logging.getLogger("vitwire.router")
@@ -101,7 +101,8 @@ class Router:
         return await read(workers, ticket.caller, job, body, exchange.request.headers.get("content-type", ""), limits)
 
     async def _generated(self, api: ImageApi, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
-        request = CutRequest.of(await self._read(partial(cut_request, api=api.form), exchange, ticket, body))
+        job = partial(cut_request, api=api.form, hole=api.dialect.hole)
+        request = CutRequest.of(await self._read(job, exchange, ticket, body))
         exchange.images, exchange.model = len(request.images.places), request.images.model
         if request.images.places:
             exchange.is_translated = api.form.as_chat is not None
@@ -123,16 +124,16 @@ class Router:
         images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take)
         with self._timed("images"):
             model = await images.model()
-            api.check(request.asked, model)
+            api.check(request.options, model)
             loaded = await images.load(request.images)
             found = await images.encoded(loaded)
             if any(each.model.weights_fingerprint != model.weights_fingerprint for each in found.values()):
                 raise ApiError(503, "the encoder changed its model during the request", "encoder_unavailable")
             vectors = {
-                digest: await run_sync(vectors_of, each.embedding, each.model, request.asked)
+                digest: await run_sync(vectors_of, each.embedding, each.model, request.options)
                 for digest, each in found.items()
             }
-        answer = Answer(request.asked, model, [vectors[digest] for digest in loaded.order], exchange.request_id)
+        answer = Answer(request.options, model, [vectors[digest] for digest in loaded.order], exchange.request_id)
         limit = self.settings.max_buffered_bytes
         if (size := sum(each.rows.nbytes for each in answer.images)) > limit:  # equal images are held once
             raise ApiError(413, f"the vectors have {size} bytes, the limit is {limit}", "request_too_large")

@@ -13,7 +13,7 @@ from smg_grpc_proto import sglang_encoder_pb2 as pb
 
 from vitwire.items import Modality
 from vitwire_gateway.api_errors import ApiError
-from vitwire_gateway.bodies import Json, parse
+from vitwire_gateway.bodies import SMALL_BYTES, Json, parse
 from vitwire_gateway.fairness import Caller
 from vitwire_gateway.workers import Workers
 
@@ -32,7 +32,6 @@ _MAX_RECEIVERS = 64
 _NEUTRAL_OPTIONS = frozenset({"url", "content_hash", "detail"})
 """Keys of an image that do not change its pixels in models with grids."""
 _MODALITIES: dict[str, Modality] = {"IMAGE": "image", "VIDEO": "video"}
-_SMALL_BYTES = 64 << 10
 _MARGIN = 1 << 20
 _MAX_ECHO = 1024
 """Characters of an id that is too long, in errors."""
@@ -87,7 +86,7 @@ def refused(message: str, status: int = 400) -> ApiError:
 
 async def read(workers: Workers, caller: Caller, body: bytes, form: Form, kind: Kind) -> Posted:
     """The request in a body. Raises ApiError if no worker is left or reading takes too much."""
-    if len(body) <= _SMALL_BYTES:
+    if len(body) <= SMALL_BYTES:
         return posted_of(body, form, kind)
     req_id, asked, refusal = await workers.run(caller, _read, body, 2 * len(body) + _MARGIN, form, kind)
     if asked and kind == "part":

@@ -16,7 +16,7 @@ from vitwire_gateway.requests.image_sources import Limits
 from vitwire_gateway.requests.request_reading import RequestForm, cut_request
 from vitwire_gateway.workers import Workers
 
-ARGUMENTS = None, Limits(4, 1 << 20), RequestForm(chat.images_of)
+ARGUMENTS = None, Limits(4, 1 << 20), RequestForm(chat.images_of), "part"
 NOTHING = [[], [[], [], ""]]
 
 

@@ -20,7 +20,7 @@ SOURCE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
 IMAGE = {"type": "image", "source": SOURCE}
 RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}
 LIMITS = Limits(9, 100)
-API = RequestForm(images_of, as_chat=chat_request)
+API = RequestForm(images_of, chat_request)
 
 
 def request(*blocks: Any, role: str = "user", **fields: Any) -> Json:
@@ -93,7 +93,7 @@ def test_each_image_keeps_its_name_and_its_file() -> None:
     """Tool results come before the other blocks of their message in the chat request."""
     other = {"type": "image", "source": SOURCE | {"data": "BBBB"}}
     body = request(other, RESULT, IMAGE)
-    read = cut_request(json.dumps(body).encode(), None, LIMITS, API)
+    read = cut_request(json.dumps(body).encode(), None, LIMITS, API, "part")
     names = [(place.param, bytes(read.images.sources[place.source].content)) for place in read.images.places]
     assert names == [
         ("messages[0].content[1].content[0].source", b"\0\0\0"),
@@ -112,14 +112,14 @@ def test_each_image_keeps_its_name_and_its_file() -> None:
 def test_base64_is_checked_as_in_data_uris() -> None:
     for data, code in (("A", "invalid_base64"), ("é===", "invalid_base64"), ("A" * 200, "image_too_large")):
         image = {"type": "image", "source": SOURCE | {"data": data}}
-        (source,) = cut_request(json.dumps(request(image)).encode(), None, LIMITS, API).images.sources
+        (source,) = cut_request(json.dumps(request(image)).encode(), None, LIMITS, API, "part").images.sources
         assert (source.kind, source.content.code) == ("data", code)
 
 
 def test_a_file_is_not_taken_for_a_url() -> None:
     """The same text as base64 and as a URL is two sources."""
     url = {"type": "image", "source": {"type": "url", "url": "AAAA"}}
-    read = cut_request(json.dumps(request(IMAGE, url, IMAGE)).encode(), None, LIMITS, API)
+    read = cut_request(json.dumps(request(IMAGE, url, IMAGE)).encode(), None, LIMITS, API, "part")
     assert [source.kind for source in read.images.sources] == ["data", "url"]
     assert [place.source for place in read.images.places] == [0, 1, 0]
 

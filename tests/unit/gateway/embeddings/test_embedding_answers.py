@@ -21,7 +21,7 @@ from vitwire_gateway.embeddings.embedding_answers import (
     openai_answer,
     vectors_of,
 )
-from vitwire_gateway.embeddings.embedding_requests import Asked
+from vitwire_gateway.embeddings.embedding_requests import EmbeddingOptions
 
 EVERY_TOKEN = described(tiling=False)
 POOLED = replace(described(tiling=True), pooling="cls", model_id='a "clip"')
@@ -33,7 +33,7 @@ def read(pieces: Iterator[bytes]) -> dict[str, object]:
 
 
 def answer(model: Model, kind: str, *rows: np.ndarray) -> Answer:
-    return Answer(Asked((kind,)), model, [Vectors(each, 16) for each in rows], "r-1")
+    return Answer(EmbeddingOptions((kind,)), model, [Vectors(each, 16) for each in rows], "r-1")
 
 
 def embedding(rows: object, levels: int = 0) -> Embedding:
@@ -76,38 +76,41 @@ def test_the_form_of_cohere() -> None:
 
 
 def replace_types(found: Answer, *types: str) -> Answer:
-    return found._replace(asked=Asked(types))
+    return found._replace(options=EmbeddingOptions(types))
 
 
 def test_vectors_are_cut_and_then_normalised() -> None:
-    rows, asked = [[3, 4, 12]], Asked(("float",), 2)
-    np.testing.assert_allclose(vectors_of(embedding(rows), POOLED, asked).rows, [[0.6, 0.8]])
-    np.testing.assert_array_equal(vectors_of(embedding(rows), POOLED, asked._replace(normalize=False)).rows, [[3, 4]])
-    np.testing.assert_array_equal(vectors_of(embedding([[0, 0]]), POOLED, Asked(("float",))).rows, [[0, 0]])
+    rows, options = [[3, 4, 12]], EmbeddingOptions(("float",), 2)
+    np.testing.assert_allclose(vectors_of(embedding(rows), POOLED, options).rows, [[0.6, 0.8]])
+    np.testing.assert_array_equal(vectors_of(embedding(rows), POOLED, options._replace(normalize=False)).rows, [[3, 4]])
+    np.testing.assert_array_equal(vectors_of(embedding([[0, 0]]), POOLED, EmbeddingOptions(("float",))).rows, [[0, 0]])
     several = embedding([[3, 4, 9, 9], [0, 5, 9, 9]], levels=1)
-    found = vectors_of(several, EVERY_TOKEN, Asked(("float",)))
+    found = vectors_of(several, EVERY_TOKEN, EmbeddingOptions(("float",)))
     np.testing.assert_array_equal(found.rows, [[3, 4], [0, 5]])
     assert found.tokens == 2
-    found = vectors_of(several, EVERY_TOKEN, Asked(("float",), normalize=True))
+    found = vectors_of(several, EVERY_TOKEN, EmbeddingOptions(("float",), normalize=True))
     np.testing.assert_allclose(found.rows, [[0.6, 0.8], [0, 1]])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_numbers_that_json_cannot_carry(value: float) -> None:
     with pytest.raises(ApiError, match="not finite") as caught:
-        vectors_of(embedding([[1, value]]), POOLED, Asked(("float",)))
+        vectors_of(embedding([[1, value]]), POOLED, EmbeddingOptions(("float",)))
     assert (caught.value.status, caught.value.code) == (502, "encoder_failed")
 
 
 def test_tokens_before_pooling() -> None:
     """A tile of 56 x 56 in patches of 14; of patches by the grid."""
     row = embedding([[1.0] * 8])
-    assert vectors_of(row, POOLED, Asked(("float",))).tokens == 16
-    assert vectors_of(row, replace(EVERY_TOKEN, pooling="attention", merge_size=2), Asked(("float",))).tokens == 4
+    assert vectors_of(row, POOLED, EmbeddingOptions(("float",))).tokens == 16
+    assert (
+        vectors_of(row, replace(EVERY_TOKEN, pooling="attention", merge_size=2), EmbeddingOptions(("float",))).tokens
+        == 4
+    )
 
 
 @pytest.mark.parametrize(
-    ("lengths", "asked", "reason"),
+    ("lengths", "dimensions", "reason"),
     [
         (None, 8, None),
         (None, 4, "may not be cut"),
@@ -118,20 +121,20 @@ def test_tokens_before_pooling() -> None:
         ((2, 16), 16, "have 8 columns, got 16"),
     ],
 )
-def test_lengths_that_a_model_offers(lengths: tuple[int, ...] | None, asked: int, reason: str | None) -> None:
+def test_lengths_that_a_model_offers(lengths: tuple[int, ...] | None, dimensions: int, reason: str | None) -> None:
     model = replace(POOLED, matryoshka=lengths)
     for check, field in ((check_openai, "dimensions"), (check_cohere, "output_dimension")):
         if reason is None:
-            check(Asked(("float",), asked), model)
+            check(EmbeddingOptions(("float",), dimensions), model)
             continue
         with pytest.raises(ApiError, match=reason) as caught:
-            check(Asked(("float",), asked), model)
+            check(EmbeddingOptions(("float",), dimensions), model)
         assert caught.value.param == field
 
 
 def test_bits_need_whole_bytes() -> None:
     model = replace(POOLED, matryoshka=())
-    check_cohere(Asked(("binary",)), model)
-    check_cohere(Asked(("float",), 4), model)
+    check_cohere(EmbeddingOptions(("binary",)), model)
+    check_cohere(EmbeddingOptions(("float",), 4), model)
     with pytest.raises(ApiError, match="embedding_types: binary vectors need a multiple of 8 columns, got 4"):
-        check_cohere(Asked(("float", "ubinary"), 4), model)
+        check_cohere(EmbeddingOptions(("float", "ubinary"), 4), model)

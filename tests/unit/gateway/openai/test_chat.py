@@ -16,7 +16,7 @@ from vitwire_gateway.bodies import parse
 from vitwire_gateway.openai.chat import images_of
 from vitwire_gateway.requests.filling import Hole, cut, filled
 from vitwire_gateway.requests.image_sources import Limits
-from vitwire_gateway.requests.request_reading import RequestForm, cut_request
+from vitwire_gateway.requests.request_reading import CutRequest, RequestForm, cut_request
 
 LIMITS = Limits(8, 100)
 API, WITH_CLIPS = RequestForm(images_of), RequestForm(partial(images_of, with_clips=True))
@@ -24,6 +24,10 @@ API, WITH_CLIPS = RequestForm(images_of), RequestForm(partial(images_of, with_cl
 
 def chat(*parts: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": list(parts)}]}
+
+
+def read(request: Any, api: RequestForm = WITH_CLIPS, limits: Limits = LIMITS) -> CutRequest:
+    return cut_request(json.dumps(request).encode(), None, limits, api, "part")
 
 
 def image(url: Any) -> dict[str, Any]:
@@ -139,27 +143,25 @@ def test_options_of_clips_are_refused(options: dict[str, Any]) -> None:
     """They would silently have no effect."""
     clip = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,QUJD"}}
     with pytest.raises(ApiError, match="by the rule of its model") as caught:
-        cut_request(json.dumps(chat(clip) | options).encode(), None, LIMITS, WITH_CLIPS)
+        read(chat(clip) | options)
     assert (caught.value.code, caught.value.param) == ("unsupported_option", next(iter(options)))
-    cut_request(json.dumps(chat(image("data:image/png;base64,QUJD")) | options).encode(), None, LIMITS, WITH_CLIPS)
-    cut_request(json.dumps(chat(clip) | options).encode(), None, LIMITS, API)
-    cut_request(
-        json.dumps(chat(clip) | {"mm_processor_kwargs": {}, "media_io_kwargs": None}).encode(), None, LIMITS, WITH_CLIPS
-    )
+    read(chat(image("data:image/png;base64,QUJD")) | options)
+    read(chat(clip) | options, API)
+    read(chat(clip) | {"mm_processor_kwargs": {}, "media_io_kwargs": None})
     clip["video_url"] |= {"detail": None, "fps": 2}
     with pytest.raises(ApiError) as caught:
-        cut_request(json.dumps(chat(image("data:,"), clip)).encode(), None, LIMITS, WITH_CLIPS)
+        read(chat(image("data:,"), clip))
     assert (caught.value.code, caught.value.param) == ("unsupported_option", "messages[1].content[1].video_url.fps")
 
 
 def test_one_url_may_be_of_an_image_and_of_a_clip() -> None:
     url = "data:video/mp4;base64,QUJD"
     parts = (image(url), {"type": "video_url", "video_url": {"url": url}}, image(url))
-    request = cut_request(json.dumps(chat(*parts)).encode(), None, LIMITS, WITH_CLIPS)
+    request = read(chat(*parts))
     assert [place.source for place in request.images.places] == [0, 1, 0]
     assert [source.modality for source in request.images.sources] == ["image", "video"]
     with pytest.raises(ApiError, match="3 images and clips, the limit is 2"):
-        cut_request(json.dumps(chat(*parts)).encode(), None, LIMITS._replace(max_images=2), WITH_CLIPS)
+        read(chat(*parts), limits=LIMITS._replace(max_images=2))
 
 
 def test_all_else_is_kept() -> None:

@@ -7,7 +7,7 @@ import pytest
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import parse
 from vitwire_gateway.requests.image_sources import decode_data_uri, upload
-from vitwire_gateway.requests.multipart_forms import parse_form
+from vitwire_gateway.requests.multipart_forms import opened
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"a": NaN}', b"\xff", b'"x"', b"[" * 100_000, b'{"a":' * 100_000])
@@ -47,23 +47,23 @@ def test_data_uris() -> None:
     assert decode_data_uri("DATA:;charset=x;BASE64,QQ==", 3, "p") == b"A"
 
 
-def form(*fields: tuple[str, str | None, bytes]) -> tuple[str, bytes]:
+def form(*fields: tuple[str, str | None, bytes]) -> tuple[bytes, str]:
     body = b""
     for name, filename, content in fields:
         file = f'; filename="{filename}"' if filename else ""
         body += f'--B\r\nContent-Disposition: form-data; name="{name}"{file}\r\n\r\n'.encode() + content + b"\r\n"
-    return "multipart/form-data; boundary=B", body + b"--B--\r\n"
+    return body + b"--B--\r\n", "multipart/form-data; boundary=B"
 
 
 def test_forms() -> None:
     big = bytes(range(256)) * 8192
-    kind, body = form(("request", None, b"{}"), ("cat", "c.jpg", big))
-    request, files = parse_form(kind, body, 4)
+    body, kind = form(("request", None, b"{}"), ("cat", "c.jpg", big))
+    request, files = opened(body, kind, 4)
     assert (request, files) == (b"{}", {"cat": big})
     assert upload("upload:cat", files, "p") == big
     with pytest.raises(ApiError, match="no uploaded file 'dog'"):
         upload("upload:dog", files, "p")
-    assert parse_form(*form(("request", "r.json", b"{}")), 0) == (b"{}", {})
+    assert opened(*form(("request", "r.json", b"{}")), 0) == (b"{}", {})
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_forms() -> None:
 )
 def test_bad_forms(fields: list[tuple[str, str | None, bytes]], reason: str) -> None:
     with pytest.raises(ApiError, match=reason) as caught:
-        parse_form(*form(*fields), 4)
+        opened(*form(*fields), 4)
     assert caught.value.status == 400
 
 
@@ -89,7 +89,7 @@ def test_bad_forms(fields: list[tuple[str, str | None, bytes]], reason: str) -> 
 @pytest.mark.parametrize("kind", ["multipart/form-data; boundary=B", "multipart/form-data"])
 def test_broken_forms(body: bytes, kind: str) -> None:
     with pytest.raises(ApiError) as caught:
-        parse_form(kind, body, 4)
+        opened(body, kind, 4)
     assert caught.value.status == 400
 
 
@@ -98,12 +98,12 @@ def test_broken_forms(body: bytes, kind: str) -> None:
 )
 def test_forms_are_in_utf8_only(charset: str) -> None:
     """Of Python's codecs, some take the square of the length, and some fail."""
-    kind, body = form(("request", None, b"{}"))
+    body, kind = form(("request", None, b"{}"))
     with pytest.raises(ApiError, match="is not supported, send utf-8") as caught:
-        parse_form(f"{kind}; charset={charset}", body, 4)
+        opened(body, f"{kind}; charset={charset}", 4)
     assert (caught.value.status, caught.value.code) == (400, "invalid_form")
     for accepted in ("utf-8", "UTF8", '"utf-8"'):
-        assert parse_form(f"{kind}; charset={accepted}", body, 4)[0] == b"{}"
+        assert opened(body, f"{kind}; charset={accepted}", 4)[0] == b"{}"
 
 
 def test_integers_are_bounded() -> None:

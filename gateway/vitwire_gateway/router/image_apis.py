@@ -7,7 +7,6 @@ from typing import NamedTuple
 from vitwire import Model
 from vitwire_gateway.anthropic import messages
 from vitwire_gateway.anthropic.chat_requests import chat_request
-from vitwire_gateway.bodies import Json
 from vitwire_gateway.embeddings.embedding_answers import (
     Answer,
     check_cohere,
@@ -15,11 +14,15 @@ from vitwire_gateway.embeddings.embedding_answers import (
     cohere_answer,
     openai_answer,
 )
-from vitwire_gateway.embeddings.embedding_requests import Asked, EmbeddingRequest, cohere_request, openai_request
+from vitwire_gateway.embeddings.embedding_requests import (
+    EmbeddingOptions,
+    EmbeddingRequest,
+    cohere_request,
+    openai_request,
+)
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.openai import chat, responses
 from vitwire_gateway.requests.dialects import Api, Dialect, dialect_of
-from vitwire_gateway.requests.image_refs import ImageRef
 from vitwire_gateway.requests.request_reading import RequestForm
 
 CHAT = "/v1/chat/completions"
@@ -40,8 +43,8 @@ class EmbeddingApi(NamedTuple):
     path: str
     read: Callable[..., EmbeddingRequest | None]
     """As `openai_request`; None: the engine's."""
-    check: Callable[[Asked, Model], None]
-    """Raises ApiError for what is asked of a model in vain."""
+    check: Callable[[EmbeddingOptions, Model], None]
+    """Raises ApiError for options that the model does not offer."""
     answer: Callable[[Answer], Iterator[bytes]]
     is_shared: bool = False
     """An engine gets requests that are not of images."""
@@ -49,22 +52,15 @@ class EmbeddingApi(NamedTuple):
 
 def image_apis(settings: RouterSettings) -> list[ImageApi]:
     """All of them. Raises ValueError for a mode that the engine does not have."""
-
-    def api(
-        name: Api,
-        path: str,
-        images_of: Callable[[Json], list[ImageRef]],
-        as_chat: Callable[[Json], Json] | None = None,
-    ) -> ImageApi:
-        dialect = dialect_of(settings, name)
-        return ImageApi(name, path, RequestForm(images_of, dialect.hole, as_chat), dialect)
-
+    in_chat = partial(chat.images_of, with_clips=settings.clips == "encode")
+    in_responses = partial(responses.images_of, engine=settings.engine)
     as_chat = chat_request if settings.engine == "vllm" else None  # whose /v1/messages takes no embeddings
-    return [
-        api("chat", CHAT, partial(chat.images_of, with_clips=settings.clips == "encode")),
-        api("responses", "/v1/responses", partial(responses.images_of, engine=settings.engine)),
-        api("messages", messages.MESSAGES, messages.images_of, as_chat),
+    forms: list[tuple[Api, str, RequestForm]] = [
+        ("chat", CHAT, RequestForm(in_chat)),
+        ("responses", "/v1/responses", RequestForm(in_responses)),
+        ("messages", messages.MESSAGES, RequestForm(messages.images_of, as_chat)),
     ]
+    return [ImageApi(name, path, form, dialect_of(settings, name)) for name, path, form in forms]
 
 
 def embedding_apis(*, has_engine: bool) -> list[EmbeddingApi]:
