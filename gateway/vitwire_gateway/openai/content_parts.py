@@ -170,7 +170,7 @@ class Images:
             async with asyncio.timeout_at(until):
                 return await self._parts(loaded, self.dialect.part)
         except TimeoutError as error:
-            raise ApiError(504, "the encoder did not answer in time", "encoder_timeout") from error
+            raise _late() from error
 
     async def encoded(self, loaded: Loaded) -> dict[bytes, Encoded]:
         """The embedding of each image by digest, in few calls to the encoder. Raises ApiError."""
@@ -187,12 +187,16 @@ class Images:
             async with asyncio.timeout_at(until), self.encoder.batches() as batches:
                 return await _each(one, loaded.files, self.settings.max_encoding)
         except TimeoutError as error:
-            raise ApiError(504, "the encoder did not answer in time", "encoder_timeout") from error
+            raise _late() from error
 
     async def model(self) -> Model:
-        """The encoder's model. Raises ApiError."""
-        with _naming(None):
-            return await self.encoder.model.get()
+        """The encoder's model. Raises ApiError, also if requests before this one wait for it too long."""
+        try:
+            async with asyncio.timeout(self.settings.encoder_wait):
+                with _naming(None):
+                    return await self.encoder.model.get()
+        except TimeoutError as error:
+            raise _late() from error
 
     async def unchanged(self, loaded: Loaded) -> list[Part]:
         """The same with the files themselves, for the engine to encode. Raises ApiError."""
@@ -230,6 +234,10 @@ class Images:
             raise of_clip(error) if is_clip else error from None
         counter.labels(source.kind, "loaded").inc()
         return await run_sync(ImageFile.of, image, source.modality)
+
+
+def _late() -> ApiError:
+    return ApiError(504, "the encoder did not answer in time", "encoder_timeout")
 
 
 @contextmanager
