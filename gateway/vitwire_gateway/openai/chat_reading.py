@@ -5,6 +5,7 @@ Small requests are read where they are; the rest, and all forms, in a worker.
 
 import asyncio
 import binascii
+import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -29,8 +30,10 @@ REQUEST_FIELD = "request"
 """The form's field that has the chat request, as JSON."""
 _CHARSETS = (b"utf-8", b"utf8")
 _SMALL_BYTES = 64 << 10
-"""Bodies that are read at once: no such body takes more than a few milliseconds."""
+_FEW_COMMAS = 2000
+"""Bodies that are read at once have no more of both: none takes more than a few milliseconds."""
 _MAX_URL = 8192
+"""Characters in JSON, by which a worker answers."""
 _LONGER_BYTES = 32 << 20
 """JSON in ASCII takes three times the bytes of UTF-8 at most, JSON in its strings a little more, and numbers are
 written out: 1e15 has 18 characters."""
@@ -110,7 +113,7 @@ async def read(
     form: the type of a form; None if the body is JSON.
     """
     form = content_type if content_type.lower().startswith("multipart/form-data") else None
-    if form is None and len(body) <= _SMALL_BYTES:
+    if form is None and len(body) <= _SMALL_BYTES and body.count(b",") <= _FEW_COMMAS:
         return job(body, None, *arguments)
     return await workers.run(caller, job, body, 4 * len(body) + _LONGER_BYTES, form, *arguments)
 
@@ -160,7 +163,7 @@ def _source(named: Named, files: Mapping[str, bytes], max_bytes: int) -> Source:
     kind: Kind = "data" if scheme == "data" else "upload" if scheme == UPLOAD_SCHEME[:-1] else "url"
     try:
         if kind == "url":
-            if len(url) > _MAX_URL:
+            if len(json.dumps(url)) > _MAX_URL:
                 raise invalid(f"the URL exceeds the limit of {_MAX_URL} characters", param, "invalid_image_url")
             return Source(kind, url, modality)
         if kind == "upload":

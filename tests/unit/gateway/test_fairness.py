@@ -11,7 +11,7 @@ import pytest
 
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.fairness import Budget, Caller, Full, Holding, Turns, host_name
-from vitwire_gateway.openai.chat_reading import ChatLimits, chat_of
+from vitwire_gateway.openai.chat_reading import ChatLimits, chat_of, read, read_chat
 from vitwire_gateway.workers import Workers
 
 LIMITS = ChatLimits(4, 1 << 20, "part")
@@ -173,6 +173,24 @@ async def test_answers_carry_bytes_and_errors_within_a_limit(workers: Workers) -
         await workers.run(caller, chat_of, body, 20, None, LIMITS)
     assert (caught.value.status, caught.value.code) == (503, "router_failed")
     assert await workers.run(caller, chat_of, b"{}", 20, None, LIMITS) == [[], [], [], ""]
+
+
+async def test_small_bodies_of_many_values_are_read_in_a_worker(workers: Workers) -> None:
+    """Reading 32,000 of them here would hold up others for 25 ms."""
+    for few, is_here in ((b"1," * 1000 + b"1", True), (b"1," * 30_000 + b"1", False)):
+        found = await read(workers, Caller.of("a"), chat_of, b'{"input":[' + few + b"]}", "", LIMITS)
+        assert isinstance(found, tuple) is is_here
+
+
+async def test_long_urls_leave_the_worker_alive(workers: Workers) -> None:
+    """Characters that JSON escapes make its answer longer than the request."""
+    parts = [{"image_url": {"url": "\U0001f600" * 8000 + str(number)}} for number in range(60)]
+    body = json.dumps({"messages": [{"role": "user", "content": parts}]}, ensure_ascii=False).encode()
+    found = await read_chat(workers, Caller.of("a"), body, "", LIMITS._replace(max_images=64))
+    assert {str(each.content)[-55:] for each in found.sources} >= {
+        "image_url: the URL exceeds the limit of 8192 characters"
+    }
+    assert workers._idle[0].is_alive
 
 
 async def test_work_is_bounded(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
