@@ -17,6 +17,8 @@ _NEUTRAL: Mapping[str, Sequence[object]] = {
 }
 """vLLM's options of embeddings, with the values that have no effect here."""
 _COHERE_TYPES = ("float", "base64", "binary", "ubinary")
+_MARKS = (b"image", b"data:", b"\\u", b"\0")
+"""An image's URL, its part or the modality have one of these, unless escaped or in UTF-16; other bodies have none."""
 
 
 class Asked(NamedTuple):
@@ -53,8 +55,8 @@ def openai_request(body: bytes, form: str | None, limits: ChatLimits, *, has_eng
 
     None if it is the engine's, as it has text.
     """
-    if has_engine and form is None and not (b"image" in body or b"data:" in body):
-        return None  # whatever it is: an image's URL, its part or the modality have one of these
+    if has_engine and form is None and not any(mark in body for mark in _MARKS):
+        return None
     request, files = _opened(body, form, limits)
     if has_engine and form is None and not _is_of_images(request):
         return None
