@@ -11,12 +11,17 @@ from vitwire_gateway.spans import short
 
 Json = dict[str, Any]
 
-SMALL_BYTES = 64 << 10
-"""Bodies up to this are read on the event loop, which takes a few milliseconds at most; larger ones in a worker."""
+_SMALL_BYTES = 64 << 10
+_FEW_COMMAS = 2000
 _MAX_DIGITS = 400
 """Of an integer: reading one takes time in the square of its digits."""
 _MAX_VALUES = 1_000_000
 """Of a request; each costs up to 100 bytes and 0.2 us, so that 64 MiB of them would cost gigabytes and seconds."""
+
+
+def is_small(body: bytes) -> bool:
+    """True for a body that is read on the event loop, in a few milliseconds at most; others are read in a worker."""
+    return len(body) <= _SMALL_BYTES and body.count(b",") <= _FEW_COMMAS
 
 
 async def read_body(request: Request, holding: Holding, max_bytes: int, seconds: float) -> bytes:

@@ -4,7 +4,9 @@ import base64
 import io
 import json
 import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -281,6 +283,32 @@ def test_errors_of_the_engine(claude: Anthropic) -> None:
         claude.messages.stream(model="broken-stream", max_tokens=9, messages=user()) as stream,
     ):
         stream.get_final_message()
+
+
+def test_streams_in_unusual_forms(claude: Anthropic) -> None:
+    """The translation of a stream has another length, and cannot be read from a compressed one."""
+    with claude.messages.stream(model="measured", max_tokens=9, messages=user(BLOCK)) as stream:
+        assert stream.get_final_text() == TEXT
+    with (
+        pytest.raises(anthropic.InternalServerError, match="compressed its answer"),
+        claude.messages.stream(model="compressed", max_tokens=9, messages=user(BLOCK)) as stream,
+    ):
+        stream.get_final_message()
+
+
+def test_an_answer_of_many_values(claude: Anthropic, proxies: dict[str, RouterProcess]) -> None:
+    """Others are served while it is read."""
+    with ThreadPoolExecutor(1) as pool:
+        began = time.monotonic()
+        asked = pool.submit(claude.messages.create, model="many-values", max_tokens=9, messages=user(BLOCK))
+        waits = [0.0]
+        while not asked.done():
+            before = time.monotonic()
+            assert proxies["inline"].page("/livez")[0] == 200
+            waits.append(time.monotonic() - before)
+        with pytest.raises(anthropic.InternalServerError, match="cannot be translated"):
+            asked.result()
+    assert max(waits) < (time.monotonic() - began) / 3
 
 
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])

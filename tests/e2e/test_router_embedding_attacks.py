@@ -160,6 +160,19 @@ def test_an_encoder_that_dies_or_hangs(checkpoints: Checkpoints) -> None:
         assert "never retrieved" not in proxy.log()
 
 
+def test_requests_that_wait_for_a_silent_encoder() -> None:
+    """No request waits for those before it."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        router(f"127.0.0.1:{silent.getsockname()[1]}", None, "--encoder-wait", "1") as proxy,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        began = time.monotonic()
+        asked = [pool.submit(ask, proxy, ATTACKER, json=pictures(1)) for _ in range(8)]
+        assert {each.result() for each in asked} <= {503, 504}
+        assert time.monotonic() - began < 5
+
+
 def test_an_encoder_with_new_weights() -> None:
     """No answer has vectors of two models."""
     fake = Fake()

@@ -3,12 +3,14 @@
 /v1/responses and /v1/messages are answered in their forms. The answer to a chat completion is chosen by its model:
 `tool` calls a tool; `slow` sends its first event, and the others once the test posts
 to /test/continue; `status-429` and the like fail; `broken` and `broken-stream` cut the connection; `silent` sends
-nothing, `flood` without end. `rows-from-HOST:PORT` fetches the embeddings of references from a Vitwire server, as the
+nothing, `flood` without end; `many-values` are in one answer. A stream is `compressed`, or `measured` by its length.
+`rows-from-HOST:PORT` fetches the embeddings of references from a Vitwire server, as the
 EC connector does, and fails without them: with status 500, or with an event. `late-rows-from-` asks for the others once
 the last one is there.
 """
 
 import asyncio
+import gzip
 import json
 import sys
 from collections.abc import AsyncGenerator, Iterable
@@ -50,12 +52,8 @@ class Engine:
             status = int(model.removeprefix("status-"))
             error = {"message": f"the engine says {status}", "type": "engine", "param": None, "code": status}
             return JSONResponse({"error": error}, status, headers={"retry-after": "7"})
-        if model == "broken":
-            return _Broken(b'{"id": "chatcmpl-1", "choi', "application/json")
-        if model == "broken-stream":
-            return _Broken(_event({"choices": [], "id": "chatcmpl-1", "model": "tiny"}), "text/event-stream")
-        if model == "flood":
-            return StreamingResponse(self._flood(), media_type="application/octet-stream")
+        if odd := await self._odd(model, fetched):
+            return odd
         if model == "silent":
             await self._until_cancelled()
         if body.get("stream"):
@@ -65,6 +63,23 @@ class Engine:
             message = {"role": "assistant", "content": None, "tool_calls": [CALL]}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         return JSONResponse(_completion("chat.completion", choice), headers={"x-engine": "stand-in"})
+
+    async def _odd(self, model: str, fetched: asyncio.Task[bool]) -> Response | None:
+        """An answer in another form than usual."""
+        if model == "broken":
+            return _Broken(b'{"id": "chatcmpl-1", "choi', "application/json")
+        if model == "broken-stream":
+            return _Broken(_event({"choices": [], "id": "chatcmpl-1", "model": "tiny"}), "text/event-stream")
+        if model == "flood":
+            return StreamingResponse(self._flood(), media_type="application/octet-stream")
+        if model == "many-values":
+            return Response(b'{"x": [' + b"[]," * 5_000_000 + b"[]]}", media_type="application/json")
+        if model in ("compressed", "measured"):
+            content = b"".join([each async for each in self._events(model, fetched)])
+            content = gzip.compress(content) if model == "compressed" else content
+            encoding = {"content-encoding": "gzip"} if model == "compressed" else {}
+            return Response(content, media_type="text/event-stream", headers=encoding)
+        return None
 
     async def responses(self, request: Request) -> Response:
         """A response, or a stream of one."""

@@ -38,6 +38,11 @@ def translated_error(status: int, body: bytes) -> Json:
     )
 
 
+def answer_of(body: bytes, status: int) -> bytes:
+    """A chat completion, or an error by its status, as JSON in Anthropic's form. Raises ApiError."""
+    return encoded(message_of(body) if status == 200 else translated_error(status, body))
+
+
 def message_of(body: bytes) -> Json:
     """The message of a chat completion. Raises ApiError if it is none."""
     try:
@@ -256,6 +261,6 @@ def _status(error: object) -> int:
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True

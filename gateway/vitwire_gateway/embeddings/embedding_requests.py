@@ -19,6 +19,8 @@ _NEUTRAL: Mapping[str, Sequence[object]] = {
 }
 """vLLM's options of embeddings, with the values that have no effect here."""
 _COHERE_TYPES = ("float", "base64", "binary", "ubinary")
+_MARKS = (b"image", b"data:", b"\\u", b"\0")
+"""An image's URL, its part or the modality have one of these, unless escaped or in UTF-16; other bodies have none."""
 
 
 class EmbeddingOptions(NamedTuple):
@@ -50,8 +52,8 @@ def openai_request(body: bytes, form: str | None, limits: Limits, *, has_engine:
 
     None if it is the engine's, as it has text.
     """
-    if has_engine and form is None and not (b"image" in body or b"data:" in body):
-        return None  # whatever it is: an image's URL, its part or the modality have one of these
+    if has_engine and form is None and not any(mark in body for mark in _MARKS):
+        return None
     content, files = opened(body, form, limits.max_images)
     request = parse(content)
     if has_engine and form is None and not _is_of_images(request):

@@ -8,15 +8,17 @@ from vitwire_gateway.requests.image_refs import ImageRef, Path, image_parts, par
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
-def images_of(request: Json, engine: Engine) -> list[ImageRef]:
+def images_of(request: Json, engine: Engine, *, with_clips: bool = False) -> list[ImageRef]:
     """The images of all input items, in order.
 
-    Raises ApiError for a malformed image, and for one where the engine would drop it. Other parts and items are left
-    to the engine to check.
+    Raises ApiError for a malformed image, for one where the engine would drop it, and unless clips are left to the
+    engine, for a clip: SGLang would fetch its URL. Other parts and items are left to the engine to check.
     """
     found = []
     items = request.get("input")
     for number, item in enumerate(items if isinstance(items, list) else ()):
+        if with_clips:
+            _check_no_clips(item, number)
         for path, part in image_parts(item, ("input", number)):
             field = (*path, "image_url")
             if not _is_taken(item, path[2:], engine):
@@ -27,6 +29,14 @@ def images_of(request: Json, engine: Engine) -> list[ImageRef]:
                 raise invalid(text, param_of(field), "unsupported_image")
             found.append(ImageRef(field, url_of(part.get("image_url"), field)))
     return found
+
+
+def _check_no_clips(item: object, number: int) -> None:
+    content = item.get("content") if isinstance(item, dict) else None
+    for position, part in enumerate(content if isinstance(content, list) else ()):
+        if isinstance(part, dict) and (part.get("type") == "video_url" or "video_url" in part):
+            param = param_of(("input", number, "content", position, "video_url"))
+            raise invalid("clips are supported in /v1/chat/completions only", param, "unsupported_clip")
 
 
 def _is_taken(item: object, path: Path, engine: Engine) -> bool:

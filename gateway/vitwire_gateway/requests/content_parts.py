@@ -80,7 +80,7 @@ class Images:
             async with asyncio.timeout_at(until):
                 yield
         except TimeoutError as error:
-            raise ApiError(504, "the encoder did not answer in time", "encoder_timeout") from error
+            raise _late() from error
 
     async def parts(self, loaded: Loaded, make: MakePart) -> list[Part]:
         """The engine's part for each image and clip of the request, in order. Raises ApiError."""
@@ -109,9 +109,13 @@ class Images:
             return await _each(one, loaded.files, self.settings.max_encoding)
 
     async def model(self) -> Model:
-        """The encoder's model. Raises ApiError."""
-        with _naming(None):
-            return await self.encoder.model.get()
+        """The encoder's model. Raises ApiError, also if requests before this one wait for it too long."""
+        try:
+            async with asyncio.timeout(self.settings.encoder_wait):
+                with _naming(None):
+                    return await self.encoder.model.get()
+        except TimeoutError as error:
+            raise _late() from error
 
     async def check_stored(self, loaded: Loaded, *, still: bool) -> None:
         """Wait until the encoder has stored what it accepted. Raises ApiError if it fails, or with `still` lost it."""
@@ -134,6 +138,10 @@ class Images:
             raise of_clip(error) if is_clip else error from None
         counter.labels(source.kind, "loaded").inc()
         return await run_sync(ImageFile.of, image, source.modality)
+
+
+def _late() -> ApiError:
+    return ApiError(504, "the encoder did not answer in time", "encoder_timeout")
 
 
 @contextmanager

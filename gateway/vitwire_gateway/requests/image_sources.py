@@ -1,6 +1,7 @@
 """Images and clips of requests as their URLs have them: uploads, base64, or addresses to fetch. Pure functions."""
 
 import binascii
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self
 
@@ -16,6 +17,7 @@ Kind = Literal["data", "upload", "url"]
 UPLOAD_SCHEME = "upload:"
 """`{"url": "upload:cat"}` names the file of the form's field `cat`."""
 _MAX_URL = 8192
+"""Characters in JSON, by which a worker answers."""
 
 
 class Limits(NamedTuple):
@@ -82,7 +84,7 @@ def _source(ref: ImageRef, files: Mapping[str, bytes], max_bytes: int) -> Source
     kind: Kind = "data" if scheme == "data" else "upload" if scheme == UPLOAD_SCHEME[:-1] else "url"
     try:
         if kind == "url":
-            if len(url) > _MAX_URL:
+            if len(json.dumps(url)) > _MAX_URL:
                 raise invalid(f"the URL exceeds the limit of {_MAX_URL} characters", param, "invalid_image_url")
             return Source(kind, url, ref.modality)
         if kind == "upload":

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 from vitwire.wire import Buffer
-from vitwire_gateway.bodies import SMALL_BYTES, Json, parse
+from vitwire_gateway.bodies import Json, is_small, parse
 from vitwire_gateway.fairness import Caller
 from vitwire_gateway.requests.filling import Hole, cut
 from vitwire_gateway.requests.image_refs import ImageRef, image_parts
@@ -51,7 +51,7 @@ async def read(
     form: the type of a form; None if the body is JSON.
     """
     form = content_type if content_type.lower().startswith("multipart/form-data") else None
-    if form is None and len(body) <= SMALL_BYTES:
+    if form is None and is_small(body):
         return job(body, None, limits)
     return await workers.run(caller, job, body, 4 * len(body) + _LONGER_BYTES, form, limits)
 

@@ -32,6 +32,8 @@ RouteName = Literal[Api, "embeddings", "proxied"]
 
 _MAX_REQUEST_ID = 128
 _CHUNK_BYTES = 64 << 10
+_TRANSLATED_BYTES = 4 << 10
+"""Of a stream that are translated at a time, which takes 2 ms at most."""
 _UPSTREAMS = ("encoder", "engine")
 """Codes of their errors begin with their names."""
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}(-[0-9a-f]{2,32}){3}")
@@ -46,8 +48,8 @@ class Exchange:
         self.stage: Stage = "receive"
         self.status = 0
         self.images = 0
-        self.is_translated = False
-        """The engine gets a chat request, and its answer is translated back."""
+        self.translated_for: Ticket | None = None
+        """If set, the engine gets a chat request, and its answer is translated back."""
         self.model = ""
         """That the request names, for its span; empty if the router does not read it."""
         self.first_event: float | None = None
@@ -129,22 +131,32 @@ class Exchange:
         events: translates the stream.
         """
         self.stage = "response"
-        await self._start(response.status_code, returned(response))
+        headers = [(b"content-type", b"text/event-stream")] if events else []
+        await self._start(response.status_code, returned(response, with_content=not events) + headers)
         is_stream = is_of_events(response)
         try:
             async for chunk in cast("httpx2.AsyncByteStream", response.stream):
                 if is_stream and self.first_event is None:
                     self.first_event = time.perf_counter()
-                if piece := events.fed(chunk) if events else chunk:
-                    await self._write(piece, more=True)
+                if events:
+                    await self._translated(events, chunk)
+                else:
+                    await self._write(chunk, more=True)
             if events:
                 await self._write(events.ended(), more=True)
         except (httpx2.TransportError, ApiError) as error:
             failure = error if isinstance(error, ApiError) else from_transport(error)
-            if "content-length" in response.headers or not is_stream:
+            if not events and ("content-length" in response.headers or not is_stream):
                 raise failure from error
             await self._write(b"\n\n" + self._event(failure, events), more=True)
         await self._write(b"", more=False)
+
+    async def _translated(self, events: MessageEvents, chunk: bytes) -> None:
+        """Send what follows from a chunk of the engine's stream; others get their turn every 4 KiB."""
+        for start in range(0, len(chunk), _TRANSLATED_BYTES):
+            if piece := events.fed(chunk[start : start + _TRANSLATED_BYTES]):
+                await self._write(piece, more=True)
+            await asyncio.sleep(0)
 
     def _event(self, error: ApiError, events: MessageEvents | None) -> bytes:
         """The events for a stream that breaks off."""

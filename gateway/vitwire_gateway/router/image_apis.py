@@ -52,8 +52,9 @@ class EmbeddingApi(NamedTuple):
 
 def image_apis(settings: RouterSettings) -> list[ImageApi]:
     """All of them. Raises ValueError for a mode that the engine does not have."""
-    in_chat = partial(chat.images_of, with_clips=settings.clips == "encode")
-    in_responses = partial(responses.images_of, engine=settings.engine)
+    with_clips = settings.clips == "encode"
+    in_chat = partial(chat.images_of, with_clips=with_clips)
+    in_responses = partial(responses.images_of, engine=settings.engine, with_clips=with_clips)
     as_chat = chat_request if settings.engine == "vllm" else None  # whose /v1/messages takes no embeddings
     forms: list[tuple[Api, str, RequestForm]] = [
         ("chat", CHAT, RequestForm(in_chat)),

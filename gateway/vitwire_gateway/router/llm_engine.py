@@ -2,7 +2,7 @@
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import cast
@@ -96,11 +96,12 @@ class Engine:
         await self._transport.aclose()
 
 
-async def whole(response: httpx2.Response, max_bytes: int) -> bytes:
-    """The body of a response. Raises ApiError if it breaks off or is longer."""
+async def whole(response: httpx2.Response, max_bytes: int, hold: Callable[[int], None]) -> bytes:
+    """The body of a response, whose bytes `hold` takes. Raises ApiError if it breaks off or is longer."""
     body = bytearray()
     try:
         async for chunk in cast("httpx2.AsyncByteStream", response.stream):
+            hold(len(chunk))
             body += chunk
             if len(body) > max_bytes:
                 raise ApiError(502, f"the engine's answer exceeds the limit of {max_bytes} bytes", "engine_failed")
@@ -132,12 +133,14 @@ def forwarded(headers: Iterable[tuple[bytes, bytes]], *, without: Iterable[bytes
     return [(name, value) for name, value in headers if name not in dropped]
 
 
-def returned(response: httpx2.Response) -> Headers:
-    """The engine's headers as they go to the caller."""
+def returned(response: httpx2.Response, *, with_content: bool = True) -> Headers:
+    """The engine's headers as they go to the caller, with the headers of the content or without them."""
     headers = [(name.lower(), value) for name, value in response.headers.raw]
     dropped = _HOP_BY_HOP | _named_by_connection(headers) | {b"date", b"x-request-id"}
     if any(name == b"transfer-encoding" for name, _ in headers):
         dropped |= {b"content-length"}  # HTTP ignores it then
+    if not with_content:
+        dropped |= {name for name, _ in headers if name.startswith(b"content-") or name == b"etag"}
     return [(name, value) for name, value in headers if name not in dropped]
 
 

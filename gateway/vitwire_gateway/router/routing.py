@@ -12,12 +12,12 @@ import httpx2
 from anyio.to_thread import run_sync
 
 from vitwire_gateway import spans
-from vitwire_gateway.anthropic.answers import MessageEvents, encoded, message_of, translated_error
+from vitwire_gateway.anthropic.answers import MessageEvents, answer_of
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import read_body
 from vitwire_gateway.embeddings.embedding_answers import Answer, vectors_of
 from vitwire_gateway.embeddings.embedding_requests import EmbeddingRequest
-from vitwire_gateway.fairness import Turns
+from vitwire_gateway.fairness import Caller, Turns
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.metrics import FALLBACKS, Metrics
 from vitwire_gateway.requests.content_parts import Images, size_of
@@ -34,6 +34,10 @@ logger = logging.getLogger("vitwire.router")
 
 _PROXIED = ("/v1", "/tokenize", "/detokenize", "/version", "/pooling", "/classify", "/score", "/rerank")
 """Paths that are passed on, with those under them: the engine's API, not its administration."""
+_SMALL_ANSWER = 64 << 10
+"""Bytes of an answer that is translated at once."""
+_MAX_EVENT = 1 << 20
+"""Bytes of an event that is translated, which takes about 10 ms."""
 Check = Callable[[bool], Awaitable[None]]
 """Called before a response that may lack images is passed on; with whether it is an error. Raises ApiError."""
 
@@ -105,7 +109,7 @@ class Router:
         request = CutRequest.of(await self._read(job, exchange, ticket, body))
         exchange.images, exchange.model = len(request.images.places), request.images.model
         if request.images.places:
-            exchange.is_translated = api.form.as_chat is not None
+            exchange.translated_for = ticket if api.form.as_chat else None
             images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take)
             await self._encoded(api.dialect, exchange, ticket, images, request)
             return
@@ -182,7 +186,7 @@ class Router:
         changed: dict[bytes, bytes | None] = {b"x-request-id": exchange.request_id.encode()}
         if as_json:
             changed[b"content-type"] = b"application/json"
-        if exchange.is_translated:
+        if exchange.translated_for:
             changed[b"accept-encoding"] = b"identity"
         if self.engine_key or self.drops_authorization:
             changed[b"x-api-key"] = None
@@ -190,30 +194,43 @@ class Router:
         headers = forwarded(request.headers.raw, without=changed)
         headers += [(name, value) for name, value in changed.items() if value is not None]
         began = time.perf_counter()
-        target = CHAT.encode() if exchange.is_translated else exchange.target
+        target = CHAT.encode() if exchange.translated_for else exchange.target
         async with self.engine.send(request.method, target, headers, body) as response:
             has_failed = response.status_code >= 500
             if check and (has_failed or is_of_events(response)):
                 await check(has_failed)
             self.metrics.seconds.labels("engine").observe(time.perf_counter() - began)
-            if exchange.is_translated:
-                await self._translated(exchange, response)
+            if exchange.translated_for:
+                await self._translated(exchange, response, exchange.translated_for)
             else:
                 await exchange.relay(response)
 
-    async def _translated(self, exchange: Exchange, response: httpx2.Response) -> None:
+    async def _translated(self, exchange: Exchange, response: httpx2.Response, ticket: Ticket) -> None:
         """Send the engine's chat completion as a message."""
-        most, status = self.settings.max_body_bytes, response.status_code
+        status = response.status_code
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise ApiError(502, "the engine compressed its answer, though it was asked not to", "engine_failed")
         if status == 200 and is_of_events(response):
-            await exchange.relay(response, MessageEvents(most))
+            await exchange.relay(response, MessageEvents(_MAX_EVENT))
             return
         if status < 400 and status != 200:
             raise ApiError(502, f"the engine answered a chat completion with status {status}", "engine_failed")
-        body = await whole(response, most)
+        body = await whole(response, self.settings.max_body_bytes, ticket.bytes.take)
         exchange.stage = "response"
-        answer = await run_sync(message_of, body) if status == 200 else translated_error(status, body)
-        headers = [(name, value) for name, value in returned(response) if not name.startswith(b"content-")]
-        await exchange.respond(status, headers, encoded(answer))
+        answer = await self._answer(ticket.caller, body, status)
+        await exchange.respond(status, returned(response, with_content=False), answer)
+
+    async def _answer(self, caller: Caller, body: bytes, status: int) -> bytes:
+        """As `answer_of`; a long answer is read in a worker."""
+        if len(body) <= _SMALL_ANSWER:
+            return answer_of(body, status)
+        try:
+            most = 4 * len(body) + _MAX_EVENT
+            return bytes(await self.images.encoder.workers.run(caller, answer_of, body, most, status))
+        except ApiError as error:
+            if error.status != 400:
+                raise
+            raise ApiError(502, f"the engine's answer cannot be translated: {error}", "engine_failed") from error
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:

@@ -13,7 +13,7 @@ from smg_grpc_proto import sglang_encoder_pb2 as pb
 
 from vitwire.items import Modality
 from vitwire_gateway.api_errors import ApiError
-from vitwire_gateway.bodies import SMALL_BYTES, Json, parse
+from vitwire_gateway.bodies import Json, is_small, parse
 from vitwire_gateway.fairness import Caller
 from vitwire_gateway.workers import Workers
 
@@ -86,7 +86,7 @@ def refused(message: str, status: int = 400) -> ApiError:
 
 async def read(workers: Workers, caller: Caller, body: bytes, form: Form, kind: Kind) -> Posted:
     """The request in a body. Raises ApiError if no worker is left or reading takes too much."""
-    if len(body) <= SMALL_BYTES:
+    if is_small(body):
         return posted_of(body, form, kind)
     req_id, asked, refusal = await workers.run(caller, _read, body, 2 * len(body) + _MARGIN, form, kind)
     if asked and kind == "part":

@@ -53,6 +53,13 @@ def of_messages(body: Json) -> ChatCompletionRequest:
 IMAGE = {"type": "input_image", "image_url": "https://example.com/cat.png"}
 
 
+def test_clips_of_responses_would_be_fetched() -> None:
+    """The reason for which the router refuses them."""
+    clip = {"type": "video_url", "video_url": {"url": "https://example.com/clip.mp4"}}
+    read = of_responses({"model": "m", "input": [{"role": "user", "content": [clip]}]})
+    assert read.messages[-1].content[0].video_url.url == "https://example.com/clip.mp4"
+
+
 @pytest.mark.parametrize("part", [IMAGE, IMAGE | {"detail": "low"}, {"image_url": {"url": "upload:cat"}}])
 def test_responses_carry_images(part: Json) -> None:
     items = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": [part, IMAGE]}]

@@ -53,6 +53,12 @@ def test_an_answer_without_counts_ends_all_the_same() -> None:
     assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
 
 
+def test_deep_arguments_of_a_call_are_passed_on() -> None:
+    call = {"index": 0, "id": "t", "function": {"name": "n", "arguments": "[" * 100_000}}
+    events = read(MessageEvents(1 << 20).fed(chunk(tool_calls=[call]) + b"data: [DONE]\n\n"))
+    assert [each["type"] for each in events[-2:]] == ["message_delta", "message_stop"]
+
+
 def test_an_event_is_bounded() -> None:
     events = MessageEvents(100)
     events.fed(b"x" * 90)

@@ -142,3 +142,14 @@ def test_deep_nests_are_searched_in_bounded_time_and_memory() -> None:
     for _ in range(900):
         nest = {"content": nest}
     assert images_of(request(nest), "vllm") == []
+
+
+@pytest.mark.parametrize("part", [{"type": "video_url", "video_url": {"url": "https://x"}}, {"video_url": "https://x"}])
+def test_clips_are_refused_unless_the_engine_is_to_fetch_them(part: Json) -> None:
+    body = request(user(IMAGE, part))
+    assert len(images_of(body, "sglang")) == 1
+    with pytest.raises(
+        ApiError, match=r"^input\[0\].content\[1\].video_url: clips are supported in /v1/chat"
+    ) as caught:
+        images_of(body, "sglang", with_clips=True)
+    assert caught.value.code == "unsupported_clip"
