@@ -168,7 +168,7 @@ def test_requests_that_wait_for_a_silent_encoder() -> None:
         ThreadPoolExecutor(8) as pool,
     ):
         began = time.monotonic()
-        asked = [pool.submit(ask, proxy, ATTACKER, json=pictures(1)) for _ in range(8)]
+        asked = [pool.submit(ask, proxy, ATTACKER, EMBEDDINGS, json=pictures(1)) for _ in range(8)]
         assert {each.result() for each in asked} <= {503, 504}
         assert time.monotonic() - began < 5
 
