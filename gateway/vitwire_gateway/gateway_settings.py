@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import grpc
@@ -28,6 +28,9 @@ class Flag(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
     """Settings of both commands; every field is a flag. Raises ValueError if invalid."""
+
+    prefix: ClassVar[str] = "VITWIRE_"
+    """Of environment variables."""
 
     host: Annotated[str, Flag("address to listen on")] = "127.0.0.1"
     port: Annotated[int, Flag("port to listen on; 0 picks a free one and prints it", 0, _MAX_PORT)] = 8080
@@ -68,6 +71,13 @@ class GatewaySettings:
         if (self.cert is None) != (self.key is None):
             raise ValueError("--cert and --key must be set together")
 
+    @property
+    def refusal(self) -> str:
+        """The message for an encoder that refuses the token."""
+        if self.token:
+            return "the encoder refused the token of --token"
+        return f"the encoder requires a token: set --token or {self.prefix}TOKEN"
+
     def credentials(self) -> grpc.ChannelCredentials | None:
         """For TLS to the encoder. Raises OSError if a file cannot be read."""
         if not (self.tls or self.ca or self.cert):
@@ -79,6 +89,8 @@ class GatewaySettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings(GatewaySettings):
     """Settings of `vitwire router`, each also a variable VITWIRE_ROUTER_*."""
+
+    prefix: ClassVar[str] = "VITWIRE_ROUTER_"
 
     engine: Annotated[Engine, Flag("the engine's dialect")] = "vllm"
     engine_url: Annotated[str, Flag("address of the engine's HTTP server, without /v1")] = "http://127.0.0.1:8000"

@@ -104,7 +104,7 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
 
 async def _readiness(settings: RouterSettings, encoder: Encoder, engine: Engine) -> dict[str, str]:
     """The answer of `/health`."""
-    probe = encoder.probe(_PROBE_SECONDS, needs_cache=settings.mode == "reference")
+    probe = encoder.probe(_PROBE_SECONDS, settings.refusal, needs_cache=settings.mode == "reference")
     if settings.no_engine:
         of_encoder = await probe
         return {"status": "ready" if of_encoder == "SERVING" else "not ready", "encoder": of_encoder}

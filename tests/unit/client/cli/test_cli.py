@@ -282,7 +282,7 @@ def test_failures_of_the_service_are_one_line(photos: list[Path]) -> None:
     with serving(fake) as running:
         done = CliRunner().invoke(app, ["info", "--target", running.target, "--token", "wrong"])
     assert done.exit_code == 1
-    assert done.stderr == "vitwire: as asked\n"
+    assert done.stderr == "vitwire: as asked: set --token or VITWIRE_TOKEN\n"
     assert fake.metadata["authorization"] == "Bearer wrong"
 
 
