@@ -87,7 +87,6 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
 
     in_engine = [] if settings.no_engine else image_apis(settings)
     embeddings = embedding_apis(has_engine=not settings.no_engine)
-    proxied = router.without_engine if settings.no_engine else router.proxied
     routes = [
         Route("/health", health),
         Route("/healthz", health),
@@ -95,7 +94,7 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
         Route("/metrics", page),
         *(Route(api.path, endpoint(api.name, partial(router.with_images, api))) for api in in_engine),
         *(Route(api.path, endpoint("embeddings", partial(router.embeddings, api))) for api in embeddings),
-        Route("/{path:path}", endpoint("proxied", proxied)),
+        Route("/{path:path}", endpoint("proxied", router.proxied)),
     ]
     app = Starlette(routes=routes, lifespan=lifespan)
     app.router.redirect_slashes = False

@@ -17,6 +17,7 @@ from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.router.conventions import error_of
 from vitwire_gateway.router.entrance import ApiKeys
 from vitwire_gateway.router.llm_engine import forwarded
+from vitwire_gateway.router.routing import refused_path
 
 
 def test_keys_are_read_again(tmp_path: Path) -> None:
@@ -49,6 +50,37 @@ def test_headers_of_one_connection_stay_there() -> None:
                (b"transfer-encoding", b"chunked"), (b"content-length", b"5"), (b"traceparent", b"00-1"),
                (b"x-twice", b"1"), (b"x-twice", b"2")]  # fmt: skip
     assert forwarded(headers) == [(b"traceparent", b"00-1"), (b"x-twice", b"1"), (b"x-twice", b"2")]
+
+
+@pytest.mark.parametrize("path", ["/v1", "/v1/chat/completions", "/v1/v3", "/tokenize", "/v1/things/v1", "/score/"])
+def test_paths_of_an_engine(path: str) -> None:
+    assert refused_path(path, has_engine=True) is None
+    error = refused_path(path, has_engine=False)
+    assert error
+    assert (error.status, error.code) == (404, "no_engine")
+    assert error.message.startswith(f"{path} needs an engine, and the router runs with --no-engine")
+
+
+@pytest.mark.parametrize("path", ["/", "", "/embeddings", "/v1x", "/v1/../score", "/v1/v1/messages", "/v1/v2/embed"])
+def test_unknown_paths(path: str) -> None:
+    beside, alone = (refused_path(path, has_engine=each) for each in (True, False))
+    assert beside
+    assert alone
+    assert (beside.status, beside.code) == (alone.status, alone.code) == (404, "unknown_path")
+    is_doubled = path.startswith("/v1/v")
+    reason = ": the client's base URL has one /v1 too many" if is_doubled else ""
+    assert beside.message == f"the router has no path {path}{reason}"
+    assert alone.message == (
+        f"the router has no path {path}: it has /v1/embeddings (base URL with /v1) and /v2/embed (base URL without /v1)"
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/embedding", "/v1/embed"])
+def test_misspelt_paths_of_embeddings(path: str) -> None:
+    error = refused_path(path, has_engine=False)
+    assert error
+    assert (error.code, "it has /v1/embeddings (base URL with /v1)" in error.message) == ("unknown_path", True)
+    assert refused_path(path, has_engine=True) is None
 
 
 @pytest.mark.parametrize(
