@@ -3,9 +3,10 @@
 import http.client
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +294,27 @@ def test_drain_is_bounded(encoder: Running, stand_in: EngineProcess) -> None:
             with pytest.raises(openai.APIConnectionError):
                 list(stream)
         assert "Traceback" not in proxy.log()
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_second_signal_ends_it_at_once(encoder: Running, stand_in: EngineProcess, *, in_flight: bool) -> None:
+    with router(encoder.target, stand_in.url) as proxy, ExitStack() as stack:
+        if in_flight:
+            stream = stack.enter_context(leaving(proxy, request_body("slow", stream=True)))
+            assert stream.recv(100).startswith(b"HTTP/1.1 200")
+            waiting = stack.enter_context(leaving(proxy, request_body("silent", picture())))
+            until(lambda: proxy.metric("vitwire_router_inflight_requests") == 2)
+            assert waiting
+        proxy.process.terminate()
+        time.sleep(0.15)
+        proxy.process.terminate()
+        began = time.monotonic()
+        assert proxy.process.wait(30) == 0
+        assert time.monotonic() - began < 3
+        assert proxy.log().count("cut off by shutdown") == (2 if in_flight else 0)
+        assert "Traceback" not in proxy.log()
+        assert "ERROR" not in proxy.log()
+        assert proxy.log().rstrip().endswith("ended")
 
 
 def test_nothing_behind_it(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from functools import partial
 from types import FrameType
 
@@ -42,6 +42,8 @@ logger = logging.getLogger("vitwire.router")
 _PROBE_SECONDS = 2.0
 _KEPT_SECONDS = 1.0
 """For how long an answer is kept, so that probes of many balancers cost one."""
+_END_SECONDS = 1.0
+"""After the second signal, for requests to be cut off and connections to be closed."""
 _KEEP_ALIVE_SECONDS = 75
 """Longer than callers keep idle connections, so that they close them, never in the middle of a request."""
 
@@ -139,6 +141,20 @@ class _Server(uvicorn.Server):
             return
         self._is_ending = True
         self._loop.call_soon_threadsafe(self._drain)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if not self.force_exit:
+            return
+        tasks = list(self.server_state.tasks)  # uvicorn leaves them alone then, and does not end the application
+        for connection in self.server_state.connections:
+            connection.transport.abort()  # else uvicorn logs an error for each
+        for task in tasks:
+            task.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_SECONDS):
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await self.lifespan.shutdown()
 
     def _hang_up(self) -> None:
         """The terminal was closed, which may come as several signals."""
