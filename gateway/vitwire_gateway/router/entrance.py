@@ -2,8 +2,9 @@
 
 import hashlib
 import hmac
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+import logging
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,23 +17,27 @@ from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.images.image_files import opened_regular
 from vitwire_gateway.metrics import Metrics
 
+logger = logging.getLogger("vitwire.router")
+
+_FLAG = "--api-keys-file"
 _MAX_KEY_BYTES = 16 << 20
 
 
 class ApiKeys:
-    """The keys in a file, one per line; `#` starts a comment line. The file is read again when it changes."""
+    """The keys in a file, as `read_keys` reads it. It is read again when it changes."""
 
     def __init__(self, file: Path) -> None:
-        """Raises OSError or ValueError for a file without keys."""
+        """Raises ValueError for a file without keys."""
         self._file = file
         self._seen: tuple[int, int, int] | None = None
         self._digests: list[bytes] = []
-        self._refresh()
+        self._failure = ""
+        with _naming(_FLAG, file):
+            self._refresh()
 
     def check(self, authorization: str | None) -> str:
         """A name for the caller by its key, which it does not reveal. Raises ApiError for none of the keys."""
-        with suppress(OSError, ValueError):  # a file that cannot be used leaves the keys as they are
-            self._refresh()
+        self._follow()
         scheme, _, key = (authorization or "").partition(" ")
         digest = _digest(key.strip())
         # All are compared, so that the time taken says nothing about which one was close.
@@ -41,6 +46,17 @@ class ApiKeys:
             message = "the API key is missing or wrong: send Authorization: Bearer KEY"
             raise ApiError(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
         return digest.hex()
+
+    def _follow(self) -> None:
+        """A file that cannot be used leaves the keys as they are."""
+        try:
+            with _naming(_FLAG, self._file):
+                self._refresh()
+            self._failure = ""
+        except ValueError as error:
+            if (failure := str(error)) != self._failure:
+                logger.warning("%s; the keys stay as they were", failure)
+            self._failure = failure
 
     def _refresh(self) -> None:
         stat = self._file.stat()
@@ -51,16 +67,45 @@ class ApiKeys:
 
 
 def read_keys(file: Path) -> list[str]:
-    """The keys in a regular file. Raises OSError, or ValueError if it has none or is larger than 16 MiB."""
+    """The keys in a regular file, one per line; lines that begin with `#` are comments.
+
+    Raises OSError, or ValueError if it has none, has white space in a key, or is larger than 16 MiB.
+    """
     with open(file, "rb", opener=opened_regular) as opened:  # Path.open has no opener
         content = opened.read(_MAX_KEY_BYTES + 1)
     if len(content) > _MAX_KEY_BYTES:
-        raise ValueError(f"{file} is larger than {_MAX_KEY_BYTES} bytes")
-    lines = (line.strip() for line in content.decode().splitlines())
-    keys = [line for line in lines if line and not line.startswith("#")]
+        raise ValueError(f"the file is larger than {_MAX_KEY_BYTES} bytes")
+    keys = list[str]()
+    for number, line in enumerate(content.decode().splitlines(), 1):
+        key = line.strip()
+        if key.startswith("#"):
+            continue
+        if len(key.split()) > 1:
+            raise ValueError(f"line {number} has white space in the key: expected one key per line, and nothing else")
+        keys += [key] if key else []
     if not keys:
-        raise ValueError(f"{file} has no keys: expected one per line")
+        raise ValueError("the file has no keys: expected one per line")
     return keys
+
+
+def engine_key_of(settings: RouterSettings) -> str | None:
+    """The key that the engine gets. Raises ValueError for a file without one."""
+    file = settings.engine_api_key_file
+    if file is None:
+        return None
+    with _naming("--engine-api-key-file", file):
+        return read_keys(file)[0]
+
+
+@contextmanager
+def _naming(flag: str, file: Path) -> Iterator[None]:
+    """Errors in the block become ValueError with the flag and the file."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{flag} {file}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ValueError(f"{flag} {file}: {error}") from error
 
 
 def _digest(key: str) -> bytes:
@@ -87,7 +132,7 @@ class Admission:
     """The limits that all requests share; used by the event loop only."""
 
     def __init__(self, settings: RouterSettings, metrics: Metrics) -> None:
-        """Raises OSError or ValueError for a file without keys."""
+        """Raises ValueError for a file without keys."""
 
         def refused(reason: str, message: str) -> ApiError:
             metrics.rejected.labels(reason).inc()

@@ -31,7 +31,7 @@ from vitwire_gateway.requests.content_parts import Images
 from vitwire_gateway.requests.dialects import mode_of
 from vitwire_gateway.router.apis import embedding_apis, image_apis
 from vitwire_gateway.router.endpoint import Endpoint, Exchange, RouteName
-from vitwire_gateway.router.entrance import Admission, Ticket, read_keys
+from vitwire_gateway.router.entrance import Admission, Ticket, engine_key_of
 from vitwire_gateway.router.llm_engine import Engine
 from vitwire_gateway.router.routing import Router
 from vitwire_gateway.spans import Spans
@@ -62,7 +62,7 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
     workers = Workers("vitwire_gateway.requests.request_reading", memory)
     encoder = Encoder(client, workers, settings.max_image_pixels, settings.max_encoding, settings.encoder_wait)
     images = Images(settings, encoder, fetcher, metrics)
-    engine_key = read_keys(settings.engine_api_key_file)[0] if settings.engine_api_key_file else None
+    engine_key = engine_key_of(settings)
     router = Router(settings, metrics, engine, images, bool(admission.keys or engine_key), engine_key)
 
     recent = Recent(partial(_readiness, settings, encoder, engine), _KEPT_SECONDS)

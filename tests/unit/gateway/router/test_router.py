@@ -30,19 +30,41 @@ def test_keys_are_read_again(tmp_path: Path) -> None:
         with pytest.raises(ApiError) as caught:
             keys.check(wrong)
         assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
-    file.write_text("third key changed\n")
-    keys.check("Bearer third key changed")
+    file.write_text("  third-key-changed\t\n  # one more comment\n")
+    keys.check("Bearer third-key-changed")
     with pytest.raises(ApiError):
         keys.check("Bearer first")
     file.unlink()
-    keys.check("Bearer third key changed")
+    keys.check("Bearer third-key-changed")
     os.mkfifo(file)
-    keys.check("Bearer third key changed")
-    with pytest.raises(OSError, match="not a regular file"):
+    keys.check("Bearer third-key-changed")
+    with pytest.raises(ValueError, match=f"--api-keys-file {file}: .*not a regular file"):
         ApiKeys(file)
     file.unlink()
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ValueError, match=f"--api-keys-file {file}: No such file"):
         ApiKeys(file)
+
+
+@pytest.mark.parametrize("line", ["sk-a alice", "sk-a # alice", "sk-a\talice", "sk-a\u3000alice"])
+def test_keys_have_no_white_space(tmp_path: Path, line: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A name behind a key would be a part of it, and the key be refused."""
+    file = tmp_path / "keys"
+    file.write_text(f"# keys\n{line}\n")
+    reason = f"--api-keys-file {file}: line 2 has white space in the key: expected one key per line, and nothing else"
+    with pytest.raises(ValueError, match="line 2") as caught:
+        ApiKeys(file)
+    assert str(caught.value) == reason
+    file.write_text("old\n")
+    keys = ApiKeys(file)
+    file.write_text(f"# keys\n{line}\n")
+    for _ in range(3):
+        keys.check("Bearer old")
+    assert caplog.messages == [f"{reason}; the keys stay as they were"]
+    file.write_text("new-key\n")
+    keys.check("Bearer new-key")
+    file.write_text(f"# more keys\n{line}\n")
+    keys.check("Bearer new-key")
+    assert len(caplog.messages) == 2
 
 
 def test_headers_of_one_connection_stay_there() -> None:
@@ -119,7 +141,8 @@ def test_every_flag_is_an_environment_variable() -> None:
         (["--engine-url=vllm"], "--engine-url"),
         (["--allow-image-host=http://x"], "--allow-image-host"),
         (["--allow-image-network=x"], "--allow-image-network"),
-        (["--api-keys-file=/nowhere"], "/nowhere"),
+        (["--api-keys-file=/nowhere"], "--api-keys-file /nowhere: No such file or directory"),
+        (["--engine-api-key-file=/nowhere"], "--engine-api-key-file /nowhere: No such file or directory"),
         (["--target=http://x"], "is a URL"),
         (["--ca=/nowhere"], "/nowhere"),
         (["--engine-ca=/nowhere"], "/nowhere"),
