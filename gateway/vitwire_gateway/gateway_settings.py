@@ -14,6 +14,7 @@ OnFailure = Literal["error", "engine"]
 Clips = Literal["encode", "engine"]
 MIB = 1 << 20
 _MAX_PORT = 65535
+_PATH = re.compile(r"(/[!-~]*)?")
 _COLLECTOR = re.compile(r"(https?://)?[^/\s]+/?")
 
 
@@ -94,6 +95,9 @@ class RouterSettings(GatewaySettings):
 
     engine: Annotated[Engine, Flag("the engine's dialect")] = "vllm"
     engine_url: Annotated[str, Flag("address of the engine's HTTP server, without /v1")] = "http://127.0.0.1:8000"
+    engine_health_path: Annotated[
+        str, Flag("path of the engine's health, which answers 200; empty: /health does not ask the engine")
+    ] = "/health"
     no_engine: Annotated[bool, Flag("run without an engine: only embeddings of images are answered")] = False
     engine_ca: Annotated[Path | None, Flag("root certificates of the engine, PEM, for an https:// address")] = None
     mode: Annotated[
@@ -143,6 +147,8 @@ class RouterSettings(GatewaySettings):
         _check_url(self.engine_url)
         if self.engine_url.rstrip("/").endswith("/v1"):
             raise ValueError(f"--engine-url {self.engine_url!r} ends in /v1: leave that out, request paths include it")
+        if not _PATH.fullmatch(self.engine_health_path):
+            raise ValueError(f"--engine-health-path {self.engine_health_path!r}: expected a path such as /health")
         if self.max_image_bytes > self.max_body_bytes:
             raise ValueError("--max-image-bytes exceeds --max-body-bytes")
         engines = {

@@ -160,7 +160,7 @@ def test_odd_answers_of_an_engine(encoder: Running) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         ThreadPoolExecutor(1) as pool,
-        router(encoder.target, f"http://127.0.0.1:{listener.getsockname()[1]}") as proxy,
+        router(encoder.target, f"http://127.0.0.1:{listener.getsockname()[1]}", "--engine-health-path=") as proxy,
     ):
         for answer, status, body in ODD_ANSWERS:
             answered = pool.submit(answered_once, listener, answer)
@@ -324,6 +324,8 @@ def test_nothing_behind_it(tmp_path: Path) -> None:
                 llm.chat.completions.create(model="tiny", messages=messages)
             assert (caught.value.status_code, caught.value.code) == (503, code)
         assert proxy.page("/health")[0] == 503
+        until(lambda: "WARNING not ready: encoder: " in proxy.log())
+        assert f"the engine at {DEAD} cannot be reached" in proxy.log()
         assert proxy.page("/livez")[0] == 200
         assert proxy.metric("vitwire_router_failures_total", upstream="engine") == 1
         assert proxy.metric("vitwire_router_failures_total", upstream="encoder") == 1

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from vitwire import AsyncClient
 from vitwire_gateway.collector import collecting
 from vitwire_gateway.gateway_settings import RouterSettings
-from vitwire_gateway.images.encoding import Encoder, Recent
+from vitwire_gateway.images.encoding import Encoder
 from vitwire_gateway.images.fetching import Fetcher
 from vitwire_gateway.listening import configured, listening
 from vitwire_gateway.metrics import Metrics
@@ -33,15 +33,13 @@ from vitwire_gateway.router.apis import embedding_apis, image_apis
 from vitwire_gateway.router.endpoint import Endpoint, Exchange, RouteName
 from vitwire_gateway.router.entrance import Admission, Ticket, engine_key_of
 from vitwire_gateway.router.llm_engine import Engine
+from vitwire_gateway.router.readiness import Readiness
 from vitwire_gateway.router.routing import Router
 from vitwire_gateway.spans import Spans
 from vitwire_gateway.workers import Workers, memory_for
 
 logger = logging.getLogger("vitwire.router")
 
-_PROBE_SECONDS = 2.0
-_KEPT_SECONDS = 1.0
-"""For how long an answer is kept, so that probes of many balancers cost one."""
 _END_SECONDS = 1.0
 """After the second signal, for requests to be cut off and connections to be closed."""
 _KEEP_ALIVE_SECONDS = 75
@@ -65,17 +63,19 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
     engine_key = engine_key_of(settings)
     router = Router(settings, metrics, engine, images, bool(admission.keys or engine_key), engine_key)
 
-    recent = Recent(partial(_readiness, settings, encoder, engine), _KEPT_SECONDS)
+    readiness = Readiness(settings, encoder, engine)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
         async with AsyncExitStack() as stack:
             for close in (client.close, engine.close, fetcher.close, workers.close):
                 stack.push_async_callback(close)
+            first = asyncio.create_task(readiness.report())  # which logs what is not ready
+            stack.callback(first.cancel)
             yield
 
     async def health(_: Request) -> Response:
-        report = await recent.get() | ({"status": "draining"} if admission.is_draining else {})
+        report = await readiness.report() | ({"status": "draining"} if admission.is_draining else {})
         return Response(json.dumps(report), 200 if report["status"] == "ready" else 503, media_type="application/json")
 
     async def alive(_: Request) -> Response:
@@ -101,17 +101,6 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
     app = Starlette(routes=routes, lifespan=lifespan)
     app.router.redirect_slashes = False
     return app
-
-
-async def _readiness(settings: RouterSettings, encoder: Encoder, engine: Engine) -> dict[str, str]:
-    """The answer of `/health`."""
-    probe = encoder.probe(_PROBE_SECONDS, settings.refusal, needs_cache=settings.mode == "reference")
-    if settings.no_engine:
-        of_encoder = await probe
-        return {"status": "ready" if of_encoder == "SERVING" else "not ready", "encoder": of_encoder}
-    of_encoder, of_engine = await asyncio.gather(probe, engine.probe())
-    status = "ready" if of_encoder == "SERVING" and of_engine == "ok" else "not ready"
-    return {"status": status, "encoder": of_encoder, "engine": of_engine}
 
 
 class _Server(uvicorn.Server):

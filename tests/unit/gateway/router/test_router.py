@@ -114,6 +114,8 @@ def test_misspelt_paths_of_embeddings(path: str) -> None:
         ({"engine_url": "http://vllm:99999"}, "--engine-url"),
         ({"engine_url": "http://user:secret@vllm"}, "--engine-url"),
         ({"engine_url": "http://:8000"}, "--engine-url"),
+        ({"engine_health_path": "health"}, "--engine-health-path"),
+        ({"engine_health_path": "/a b"}, "--engine-health-path"),
         ({"cert": Path("c")}, "--cert"),
         ({"max_image_bytes": 2 << 30}, "--max-image-bytes"),
         ({"no_engine": True, "mode": "inline"}, "--mode needs an engine"),
