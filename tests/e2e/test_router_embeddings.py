@@ -188,7 +188,9 @@ def test_vectors_of_every_token(checkpoints: Checkpoints) -> None:
             close(np.reshape(flat.embedding, flat.shape), expected)
             rows = posted(process, body | {"normalize": True}).json()["data"][1]["embedding"]
             close(rows, unit(expected))
-            with pytest.raises(openai.BadRequestError, match=r"dimensions: .* may not be cut"):
+            with pytest.raises(
+                openai.BadRequestError, match=r"dimensions: .* may not be cut, as they are one per token"
+            ):
                 embedded(client, picture(), dimensions=8)
         with cohere_of(process) as co, pytest.raises(cohere.BadRequestError, match="one vector per image"):
             co.embed(model="m", input_type="image", images=[picture()])

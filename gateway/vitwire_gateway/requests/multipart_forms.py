@@ -10,7 +10,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from vitwire_gateway.api_errors import invalid
 
 REQUEST_FIELD = "request"
-"""The form's field that has the chat request, as JSON."""
+"""The form's field that has the request, as JSON."""
 _CHARSETS = (b"utf-8", b"utf8")
 
 

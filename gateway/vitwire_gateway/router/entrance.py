@@ -20,6 +20,7 @@ from vitwire_gateway.metrics import Metrics
 logger = logging.getLogger("vitwire.router")
 
 _FLAG = "--api-keys-file"
+_BEARER = "Authorization: Bearer KEY"
 _MAX_KEY_BYTES = 16 << 20
 
 
@@ -35,15 +36,18 @@ class ApiKeys:
         with _naming(_FLAG, file):
             self._refresh()
 
-    def check(self, authorization: str | None) -> str:
-        """A name for the caller by its key, which it does not reveal. Raises ApiError for none of the keys."""
+    def check(self, authorization: str | None, expected: str = _BEARER) -> str:
+        """A name for the caller by its key, which it does not reveal. Raises ApiError for none of the keys.
+
+        expected: the header that the error asks for.
+        """
         self._follow()
         scheme, _, key = (authorization or "").partition(" ")
         digest = _digest(key.strip())
         # All are compared, so that the time taken says nothing about which one was close.
         found = [hmac.compare_digest(digest, each) for each in self._digests]
         if scheme.lower() != "bearer" or not any(found):
-            message = "the API key is missing or wrong: send Authorization: Bearer KEY"
+            message = f"the API key is missing or wrong: send {expected}"
             raise ApiError(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
         return digest.hex()
 
@@ -112,10 +116,13 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _authorization(request: Request) -> str | None:
-    """The header of that name; clients of Anthropic send their key in another one."""
-    key = request.headers.get("x-api-key") if is_anthropic(request.url.path) else None
-    return request.headers.get("authorization", f"Bearer {key}" if key else None)
+def _authorization(request: Request) -> tuple[str | None, str]:
+    """The arguments of `ApiKeys.check`; clients of Anthropic send their key in another header."""
+    given = request.headers.get("authorization")
+    if not is_anthropic(request.url.path):
+        return given, _BEARER
+    key = request.headers.get("x-api-key")
+    return f"Bearer {key}" if given is None and key else given, "x-api-key: KEY"
 
 
 class Ticket(NamedTuple):
@@ -155,7 +162,7 @@ class Admission:
         Raises ApiError for a wrong key, and at once if there are too many in flight.
         """
         if self.keys:
-            name = self.keys.check(_authorization(request))
+            name = self.keys.check(*_authorization(request))
         else:
             name = host_name(request.client.host) if request.client else ""
         self._requests.check(name)
