@@ -102,17 +102,17 @@ class Encoder:
     async def probe(self, seconds: float, refusal: str, *, needs_cache: bool = False) -> str:
         """`SERVING`, or why the encoder is not ready. refusal: as for `from_encoder`."""
         try:
-            status = await self.client.health(timeout=seconds)
-            if status != "SERVING":
-                return status
             async with asyncio.timeout(seconds):
+                status = await self.client.health(timeout=seconds)
+                if status != "SERVING":
+                    return status
                 model = await self.model.get()  # which needs a token; health does not
         except Unauthenticated:
             return refusal
         except VitwireError as error:
             return str(error)
         except TimeoutError:
-            return "the encoder did not describe its model in time"
+            return "the encoder did not answer in time"
         if needs_cache and not model.limits.cached_bytes:
             return "SERVING without --cache-bytes, which --mode reference needs"
         return status

@@ -119,6 +119,19 @@ async def test_a_refused_token_is_reported(kind: type[GatewaySettings]) -> None:
     assert f"env var: {variable}]" in shown
 
 
+async def test_a_server_that_hangs_is_reported_in_time() -> None:
+    """Its health answers, and its model does not."""
+    free = threading.Event()
+    fake = Remembering()
+    fake.before = lambda _: None if free.wait(30) else None
+    with serving(fake) as running:
+        async with encoding(running) as encoder:
+            async with asyncio.timeout(5):
+                assert await encoder.probe(0.5, "") == "the encoder did not answer in time"
+            free.set()
+            assert await encoder.probe(5.0, "") == "SERVING"
+
+
 async def test_the_largest_header_fits_in_a_worker(running: Running) -> None:
     """Pillow allocates two canvases when it opens a WebP."""
     async with encoding(running) as encoder:
