@@ -122,8 +122,12 @@ async def test_a_refused_token_is_reported(kind: type[GatewaySettings]) -> None:
 async def test_a_server_that_hangs_is_reported_in_time() -> None:
     """Its health answers, and its model does not."""
     free = threading.Event()
+
+    def before(_: grpc.ServicerContext) -> None:
+        free.wait(30)
+
     fake = Remembering()
-    fake.before = lambda _: None if free.wait(30) else None
+    fake.before = before
     with serving(fake) as running:
         async with encoding(running) as encoder:
             async with asyncio.timeout(5):
