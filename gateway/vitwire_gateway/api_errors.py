@@ -55,8 +55,8 @@ def overloaded(message: str, code: str, retry_after: float | None = None) -> Api
     return ApiError(429, message, code, headers={"retry-after": str(seconds)})
 
 
-def from_encoder(error: VitwireError, param: str | None) -> ApiError:
-    """The error of the encoder for the image at `param`."""
+def from_encoder(error: VitwireError, param: str | None, refusal: str) -> ApiError:
+    """The error of the encoder for the image at `param`; `refusal` is the message for a refused token."""
     match error:
         case InvalidItem():
             reasons = "; ".join(each.description for each in error.violations)
@@ -68,6 +68,6 @@ def from_encoder(error: VitwireError, param: str | None) -> ApiError:
         case Unavailable():
             return ApiError(503, f"the encoder is not available: {error}", "encoder_unavailable")
         case Unauthenticated():
-            return ApiError(502, "the encoder refused the gateway's token", "encoder_refused")
+            return ApiError(502, refusal, "encoder_refused")
         case _:
             return ApiError(502, f"the encoder failed: {error}", "encoder_failed", param)

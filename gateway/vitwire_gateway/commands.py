@@ -15,7 +15,7 @@ from vitwire_gateway.gateway_settings import Flag, GatewaySettings, RouterSettin
 
 S = TypeVar("S", bound=GatewaySettings)
 
-_PREFIX = "VITWIRE_ROUTER_"
+_PREFIX = RouterSettings.prefix
 _ROUTER_VARIABLES = {each.name: _PREFIX + each.name.upper() for each in fields(RouterSettings)}
 _CLIENT_VARIABLES = {"target": "VITWIRE_TARGET", "token": "VITWIRE_TOKEN"}
 

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import grpc
@@ -14,6 +14,7 @@ OnFailure = Literal["error", "engine"]
 Clips = Literal["encode", "engine"]
 MIB = 1 << 20
 _MAX_PORT = 65535
+_PATH = re.compile(r"(/[!-~]*)?")
 _COLLECTOR = re.compile(r"(https?://)?[^/\s]+/?")
 
 
@@ -28,6 +29,9 @@ class Flag(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
     """Settings of both commands; every field is a flag. Raises ValueError if invalid."""
+
+    prefix: ClassVar[str] = "VITWIRE_"
+    """Of environment variables."""
 
     host: Annotated[str, Flag("address to listen on")] = "127.0.0.1"
     port: Annotated[int, Flag("port to listen on; 0 picks a free one and prints it", 0, _MAX_PORT)] = 8080
@@ -68,6 +72,13 @@ class GatewaySettings:
         if (self.cert is None) != (self.key is None):
             raise ValueError("--cert and --key must be set together")
 
+    @property
+    def refusal(self) -> str:
+        """The message for an encoder that refuses the token."""
+        if self.token:
+            return "the encoder refused the token of --token"
+        return f"the encoder requires a token: set --token or {self.prefix}TOKEN"
+
     def credentials(self) -> grpc.ChannelCredentials | None:
         """For TLS to the encoder. Raises OSError if a file cannot be read."""
         if not (self.tls or self.ca or self.cert):
@@ -80,8 +91,13 @@ class GatewaySettings:
 class RouterSettings(GatewaySettings):
     """Settings of `vitwire router`, each also a variable VITWIRE_ROUTER_*."""
 
+    prefix: ClassVar[str] = "VITWIRE_ROUTER_"
+
     engine: Annotated[Engine, Flag("the engine's dialect")] = "vllm"
     engine_url: Annotated[str, Flag("address of the engine's HTTP server, without /v1")] = "http://127.0.0.1:8000"
+    engine_health_path: Annotated[
+        str, Flag("path of the engine's health, which answers 200; empty: /health does not ask the engine")
+    ] = "/health"
     no_engine: Annotated[bool, Flag("run without an engine: only embeddings of images are answered")] = False
     engine_ca: Annotated[Path | None, Flag("root certificates of the engine, PEM, for an https:// address")] = None
     mode: Annotated[
@@ -131,6 +147,8 @@ class RouterSettings(GatewaySettings):
         _check_url(self.engine_url)
         if self.engine_url.rstrip("/").endswith("/v1"):
             raise ValueError(f"--engine-url {self.engine_url!r} ends in /v1: leave that out, request paths include it")
+        if not _PATH.fullmatch(self.engine_health_path):
+            raise ValueError(f"--engine-health-path {self.engine_health_path!r}: expected a path such as /health")
         if self.max_image_bytes > self.max_body_bytes:
             raise ValueError("--max-image-bytes exceeds --max-body-bytes")
         engines = {

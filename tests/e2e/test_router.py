@@ -203,7 +203,13 @@ def test_other_routes_pass_as_they_are(llm: OpenAI, proxy: RouterProcess, receiv
     _, request = received.requests()
     assert (request["method"], request["query"]) == ("PUT", "x=1&y=%20")
     assert {name: request["headers"][name] for name in headers} == headers
-    for path in ("/reset_prefix_cache", "/v1/../reset_prefix_cache", "/v1/%2e%2e/test/sick", "/test/sick"):
+    for path in (
+        "/reset_prefix_cache",
+        "/v1/../reset_prefix_cache",
+        "/v1/%2e%2e/test/sick",
+        "/test/sick",
+        "/v1/v1/messages",
+    ):
         raw = httpx2.URL(proxy.url).copy_with(raw_path=path.encode())
         refused = httpx2.post(raw)
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "unknown_path")

@@ -347,7 +347,9 @@ def test_keys(server: ServerProcess, received: EngineProcess, tmp_path: Path) ->
         with claude_of(proxy, "wrong") as claude, pytest.raises(anthropic.AuthenticationError) as caught:
             claude.messages.create(model="tiny", max_tokens=9, messages=user(BLOCK))
         assert caught.value.body["error"]["type"] == "authentication_error"
+        assert "send x-api-key: KEY" in caught.value.body["error"]["message"]
         refused = httpx2.post(proxy.url + CHAT, headers={"x-api-key": "secret"}, content=b"{}", timeout=60)
+        assert "send Authorization: Bearer KEY" in refused.text
         assert refused.status_code == 401
 
 

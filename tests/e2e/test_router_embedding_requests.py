@@ -60,7 +60,7 @@ def beside(server: ServerProcess, stand_in: EngineProcess) -> Iterator[RouterPro
         ({"input": [picture(), "a cat"]}, "input[1]", NO_TEXT),
         ({"input": [[1, 2, 3]]}, "input[0]", NO_TEXT),
         ({"input": []}, "input", "there are no images"),
-        ({}, "input", "expected a data URI"),
+        ({}, "input", "input is missing: expected a data URI"),
         ({"input": "a cat", "modality": "text"}, "modality", NO_TEXT),
         ({"messages": user(picture())}, "messages[0].content[0]", NO_TEXT),
         ({"messages": [{"content": "a cat"}]}, "messages[0].content", NO_TEXT),

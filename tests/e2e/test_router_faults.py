@@ -3,9 +3,10 @@
 import http.client
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ def test_odd_answers_of_an_engine(encoder: Running) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         ThreadPoolExecutor(1) as pool,
-        router(encoder.target, f"http://127.0.0.1:{listener.getsockname()[1]}") as proxy,
+        router(encoder.target, f"http://127.0.0.1:{listener.getsockname()[1]}", "--engine-health-path=") as proxy,
     ):
         for answer, status, body in ODD_ANSWERS:
             answered = pool.submit(answered_once, listener, answer)
@@ -289,6 +290,27 @@ def test_drain_is_bounded(encoder: Running, stand_in: EngineProcess) -> None:
         assert "Traceback" not in proxy.log()
 
 
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_second_signal_ends_it_at_once(encoder: Running, stand_in: EngineProcess, *, in_flight: bool) -> None:
+    with router(encoder.target, stand_in.url) as proxy, ExitStack() as stack:
+        if in_flight:
+            stream = stack.enter_context(leaving(proxy, request_body("slow", stream=True)))
+            assert stream.recv(100).startswith(b"HTTP/1.1 200")
+            waiting = stack.enter_context(leaving(proxy, request_body("silent", picture())))
+            until(lambda: proxy.metric("vitwire_router_inflight_requests") == 2)
+            assert waiting
+        proxy.process.terminate()
+        time.sleep(0.05)  # uvicorn waits 0.1 s in any case
+        proxy.process.terminate()
+        began = time.monotonic()
+        assert proxy.process.wait(30) == 0
+        assert time.monotonic() - began < 3
+        assert proxy.log().count("cut off by shutdown") == (2 if in_flight else 0)
+        assert "Traceback" not in proxy.log()
+        assert "ERROR" not in proxy.log()
+        assert proxy.log().rstrip().endswith("ended")
+
+
 def test_nothing_behind_it(tmp_path: Path) -> None:
     with router(DEAD, f"http://{DEAD}", "--encoder-retries=0") as proxy, client_of(proxy) as llm:
         for messages, code in ((user(), "engine_unavailable"), (user(picture()), "encoder_unavailable")):
@@ -296,6 +318,8 @@ def test_nothing_behind_it(tmp_path: Path) -> None:
                 llm.chat.completions.create(model="tiny", messages=messages)
             assert (caught.value.status_code, caught.value.code) == (503, code)
         assert proxy.page("/health")[0] == 503
+        until(lambda: "WARNING not ready: encoder: " in proxy.log())
+        assert f"the engine at {DEAD} cannot be reached" in proxy.log()
         assert proxy.page("/livez")[0] == 200
         assert proxy.metric("vitwire_router_failures_total", upstream="engine") == 1
         assert proxy.metric("vitwire_router_failures_total", upstream="encoder") == 1

@@ -135,7 +135,10 @@ class TestTls:
         words = ["info", "--target", server.target, "--ca", str(authority.root)]
         assert CliRunner().invoke(app, [*words, "--token", ALICE]).exit_code == 0
         refused = CliRunner().invoke(app, words)
-        assert (refused.exit_code, refused.stderr) == (1, "vitwire: a bearer token is required\n")
+        assert (refused.exit_code, refused.stderr) == (
+            1,
+            "vitwire: a bearer token is required: set --token or VITWIRE_TOKEN\n",
+        )
 
 
 class TestWrongConnections:

@@ -6,6 +6,9 @@ from vitwire.shared.extras import remedy
 
 _EXTRAS = frozenset({"click", "rich", "safetensors", "typer"})
 
+_EXTRA_OF = {"router": "router", "sglang-encoder": "sglang"}
+"""Of commands that need more than the extra `cli`."""
+
 
 def main() -> None:
     """Run the command line on `sys.argv`; ends in SystemExit."""
@@ -15,6 +18,7 @@ def main() -> None:
         missing = (error.name or "").partition(".")[0]
         if missing not in _EXTRAS:
             raise
-        print(f"vitwire: {missing} is not installed; {remedy('cli')}", file=sys.stderr)
+        command = next((each for each in sys.argv[1:] if not each.startswith("-")), "")
+        print(f"vitwire: {missing} is not installed; {remedy(_EXTRA_OF.get(command, 'cli'))}", file=sys.stderr)
         raise SystemExit(1) from None
     run()

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 import grpc
 import typer
 
-from vitwire import AsyncClient, Client, DType, Model, Priority, VitwireError
+from vitwire import AsyncClient, Client, DType, Model, Priority, Unauthenticated, VitwireError
 from vitwire._transport.attempts import MAX_RETRIES
 from vitwire._transport.connections import CONNECTIONS
 
@@ -133,6 +133,8 @@ def reported() -> Iterator[None]:
         yield
     except MemoryError as error:
         fail(f"out of memory: {error}")
+    except Unauthenticated as error:
+        fail(f"{error}: set --token or VITWIRE_TOKEN")
     except (VitwireError, OSError, ValueError, ImportError) as error:
         fail(str(error) or type(error).__name__)
 

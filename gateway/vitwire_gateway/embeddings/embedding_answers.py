@@ -118,9 +118,15 @@ def _check_dimensions(options: EmbeddingOptions, model: Model, param: str) -> No
     if dimensions in (None, columns):
         return
     if lengths is None:
-        raise invalid(f"the vectors of {model.model_id} have {columns} columns and may not be cut", param)
+        one_per_token = model.pooling == "none"
+        reason = "they are one per token" if one_per_token else "its config.json has no matryoshka_dimensions"
+        text = f"the vectors of {model.model_id} have {columns} columns and may not be cut, as {reason}"
+        raise invalid(text, param)
     if lengths and dimensions not in lengths:
-        raise invalid(f"{model.model_id} offers {', '.join(map(str, lengths))}, got {dimensions}", param)
+        raise invalid(
+            f"{model.model_id} offers {', '.join(map(str, lengths))} (its matryoshka_dimensions), got {dimensions}",
+            param,
+        )
     if dimensions > columns:
         raise invalid(f"the vectors of {model.model_id} have {columns} columns, got {dimensions}", param)
 

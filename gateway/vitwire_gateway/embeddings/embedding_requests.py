@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
-from vitwire_gateway.api_errors import invalid
+from vitwire_gateway.api_errors import ApiError, invalid
 from vitwire_gateway.bodies import Json, parse
 from vitwire_gateway.openai.chat import images_of
 from vitwire_gateway.requests.image_refs import ImageRef, Path, param_of
@@ -104,6 +104,10 @@ def _of_input(request: Json) -> list[ImageRef]:
     if request.get("modality") not in (None, "image"):
         raise invalid(f"expected 'image'; {_NO_TEXT}", "modality")
     inputs = request.get("input")
+    if inputs is None:
+        raise ApiError(
+            400, "input is missing: expected a data URI or URL of an image, or a list of them", param="input"
+        )
     if not isinstance(inputs, list):
         return [_checked(("input",), inputs)]
     if not inputs:

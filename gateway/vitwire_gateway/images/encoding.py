@@ -9,7 +9,19 @@ from copy import copy
 from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
 
-from vitwire import Accepted, AsyncClient, DType, Embedding, InvalidItem, Item, Model, NotCached, Stored, VitwireError
+from vitwire import (
+    Accepted,
+    AsyncClient,
+    DType,
+    Embedding,
+    InvalidItem,
+    Item,
+    Model,
+    NotCached,
+    Stored,
+    Unauthenticated,
+    VitwireError,
+)
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.fairness import Caller, Turns
 from vitwire_gateway.images.batching import Batches
@@ -87,15 +99,23 @@ class Encoder:
         found.caller, found.stores = caller, {}
         return found
 
-    async def probe(self, seconds: float, *, needs_cache: bool = False) -> str:
-        """`SERVING`, or why the encoder is not ready."""
+    async def probe(self, seconds: float, refusal: str, *, needs_cache: bool = False) -> str:
+        """`SERVING`, or why the encoder is not ready. refusal: as for `from_encoder`."""
         try:
-            status = await self.client.health(timeout=seconds)
-            if status == "SERVING" and needs_cache and not (await self.model.get()).limits.cached_bytes:
-                return "SERVING without --cache-bytes, which --mode reference needs"
-            return status
+            async with asyncio.timeout(seconds):
+                status = await self.client.health(timeout=seconds)
+                if status != "SERVING":
+                    return status
+                model = await self.model.get()  # which needs a token; health does not
+        except Unauthenticated:
+            return refusal
         except VitwireError as error:
             return str(error)
+        except TimeoutError:
+            return "the encoder did not answer in time"
+        if needs_cache and not model.limits.cached_bytes:
+            return "SERVING without --cache-bytes, which --mode reference needs"
+        return status
 
     async def encode(self, image: ImageFile, *, output_type: DType | None = None) -> Encoded:
         """The embedding of a file.

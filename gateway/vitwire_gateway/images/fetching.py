@@ -20,7 +20,7 @@ from vitwire_gateway.spans import stage
 Hold = Callable[[int], None]
 """Takes memory for bytes; raises ApiError if there is none left."""
 
-_NO_URLS = "this gateway fetches no URLs; send the file as data:...;base64,..."
+_NO_URLS = "this gateway fetches no URLs, as --allow-image-host is not set: send the file itself in base64"
 _MAX_REDIRECTS = 3
 _MAX_CONNECTIONS = 64
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -88,7 +88,9 @@ class Fetcher:
         except TimeoutError as error:
             raise _failed(f"it took longer than {self._seconds:g} s", param) from error
         except _ForbiddenAddress as error:
-            raise invalid("the host has no public address", param, "image_url_refused") from error
+            raise invalid(
+                "the host has no public address, and none in --allow-image-network", param, "image_url_refused"
+            ) from error
         except httpcore2.UnsupportedProtocol as error:
             raise invalid("expected an http:// or https:// URL", param, "invalid_image_url") from error
         except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException, OSError) as error:
@@ -122,7 +124,8 @@ class Fetcher:
             raise invalid("the URL has a user name or password", param, "image_url_refused")
         port = url.port or (443 if url.scheme == "https" else 80)
         if not any(each.matches(host, port) for each in self._hosts):
-            raise invalid(f"files may not be fetched from {host}:{port}", param, "image_url_refused")
+            text = f"files may not be fetched from {host}:{port}: --allow-image-host does not name it"
+            raise invalid(text, param, "image_url_refused")
         return url
 
     async def _get(self, url: httpx2.URL, param: str | None, hold: Hold) -> bytes | httpx2.URL:

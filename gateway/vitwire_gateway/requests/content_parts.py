@@ -87,7 +87,7 @@ class Images:
 
         async def part(digest: bytes) -> Part:
             image, param = loaded.files[digest]
-            with _naming(param, image.modality):
+            with _naming(param, self.settings.refusal, image.modality):
                 part = await make(self.encoder, image)
             self.hold(size_of(part))
             return part
@@ -100,7 +100,7 @@ class Images:
 
         async def one(digest: bytes) -> Encoded:
             image, param = loaded.files[digest]
-            with _naming(param):
+            with _naming(param, self.settings.refusal):
                 encoded = await self.encoder.encode_in(batches, image)
             self.hold(math.prod(encoded.embedding.shape) * _FLOAT32_BYTES)
             return encoded
@@ -112,7 +112,7 @@ class Images:
         """The encoder's model. Raises ApiError, also if requests before this one wait for it too long."""
         try:
             async with asyncio.timeout(self.settings.encoder_wait):
-                with _naming(None):
+                with _naming(None, self.settings.refusal):
                     return await self.encoder.model.get()
         except TimeoutError as error:
             raise _late() from error
@@ -120,7 +120,7 @@ class Images:
     async def check_stored(self, loaded: Loaded, *, still: bool) -> None:
         """Wait until the encoder has stored what it accepted. Raises ApiError if it fails, or with `still` lost it."""
         for image, param in loaded.files.values():
-            with _naming(param, image.modality):
+            with _naming(param, self.settings.refusal, image.modality):
                 await self.encoder.check_stored(image, still=still)
 
     async def _load(self, source: Source, param: str) -> ImageFile:
@@ -145,13 +145,13 @@ def _late() -> ApiError:
 
 
 @contextmanager
-def _naming(param: str | None, modality: Modality = "image") -> Iterator[None]:
-    """Errors of the encoder in the block become errors of the image or clip `param`."""
+def _naming(param: str | None, refusal: str, modality: Modality = "image") -> Iterator[None]:
+    """Errors of the encoder in the block become errors of the image or clip `param`, as by `from_encoder`."""
     is_clip = modality == "video"
     try:
         yield
     except VitwireError as error:
-        found = from_encoder(error, param)
+        found = from_encoder(error, param, refusal)
         raise of_clip(found) if is_clip else found from error
     except ValueError as error:
         what = "clips; send frames as images" if is_clip else "images"

@@ -65,7 +65,7 @@ def images_in(request: Json, refs: Sequence[ImageRef], files: Mapping[str, bytes
     """The images and clips of a request with these files. Raises ApiError for too many."""
     if len(refs) > limits.max_images:
         what = "images and clips" if any(each.modality == "video" for each in refs) else "images"
-        text = f"the request has {len(refs)} {what}, the limit is {limits.max_images}"
+        text = f"the request has {len(refs)} {what}, the limit is {limits.max_images} (--max-images)"
         raise invalid(text, str(refs[0].path[0]), "too_many_images")
     numbers: dict[tuple[object, ...], int] = {}
     places, sources = list[Place](), list[Source]()

@@ -2,8 +2,9 @@
 
 import hashlib
 import hmac
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+import logging
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,31 +17,50 @@ from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.images.image_files import opened_regular
 from vitwire_gateway.metrics import Metrics
 
+logger = logging.getLogger("vitwire.router")
+
+_FLAG = "--api-keys-file"
+_BEARER = "Authorization: Bearer KEY"
 _MAX_KEY_BYTES = 16 << 20
 
 
 class ApiKeys:
-    """The keys in a file, one per line; `#` starts a comment line. The file is read again when it changes."""
+    """The keys in a file, as `read_keys` reads it. It is read again when it changes."""
 
     def __init__(self, file: Path) -> None:
-        """Raises OSError or ValueError for a file without keys."""
+        """Raises ValueError for a file without keys."""
         self._file = file
         self._seen: tuple[int, int, int] | None = None
         self._digests: list[bytes] = []
-        self._refresh()
-
-    def check(self, authorization: str | None) -> str:
-        """A name for the caller by its key, which it does not reveal. Raises ApiError for none of the keys."""
-        with suppress(OSError, ValueError):  # a file that cannot be used leaves the keys as they are
+        self._failure = ""
+        with _naming(_FLAG, file):
             self._refresh()
+
+    def check(self, authorization: str | None, expected: str = _BEARER) -> str:
+        """A name for the caller by its key, which it does not reveal. Raises ApiError for none of the keys.
+
+        expected: the header that the error asks for.
+        """
+        self._follow()
         scheme, _, key = (authorization or "").partition(" ")
         digest = _digest(key.strip())
         # All are compared, so that the time taken says nothing about which one was close.
         found = [hmac.compare_digest(digest, each) for each in self._digests]
         if scheme.lower() != "bearer" or not any(found):
-            message = "the API key is missing or wrong: send Authorization: Bearer KEY"
+            message = f"the API key is missing or wrong: send {expected}"
             raise ApiError(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
         return digest.hex()
+
+    def _follow(self) -> None:
+        """A file that cannot be used leaves the keys as they are."""
+        try:
+            with _naming(_FLAG, self._file):
+                self._refresh()
+            self._failure = ""
+        except ValueError as error:
+            if (failure := str(error)) != self._failure:
+                logger.warning("%s; the keys stay as they were", failure)
+            self._failure = failure
 
     def _refresh(self) -> None:
         stat = self._file.stat()
@@ -51,26 +71,58 @@ class ApiKeys:
 
 
 def read_keys(file: Path) -> list[str]:
-    """The keys in a regular file. Raises OSError, or ValueError if it has none or is larger than 16 MiB."""
+    """The keys in a regular file, one per line; lines that begin with `#` are comments.
+
+    Raises OSError, or ValueError if it has none, has white space in a key, or is larger than 16 MiB.
+    """
     with open(file, "rb", opener=opened_regular) as opened:  # Path.open has no opener
         content = opened.read(_MAX_KEY_BYTES + 1)
     if len(content) > _MAX_KEY_BYTES:
-        raise ValueError(f"{file} is larger than {_MAX_KEY_BYTES} bytes")
-    lines = (line.strip() for line in content.decode().splitlines())
-    keys = [line for line in lines if line and not line.startswith("#")]
+        raise ValueError(f"the file is larger than {_MAX_KEY_BYTES} bytes")
+    keys = list[str]()
+    for number, line in enumerate(content.decode().splitlines(), 1):
+        key = line.strip()
+        if key.startswith("#"):
+            continue
+        if len(key.split()) > 1:
+            raise ValueError(f"line {number} has white space in the key: expected one key per line, and nothing else")
+        keys += [key] if key else []
     if not keys:
-        raise ValueError(f"{file} has no keys: expected one per line")
+        raise ValueError("the file has no keys: expected one per line")
     return keys
+
+
+def engine_key_of(settings: RouterSettings) -> str | None:
+    """The key that the engine gets. Raises ValueError for a file without one."""
+    file = settings.engine_api_key_file
+    if file is None:
+        return None
+    with _naming("--engine-api-key-file", file):
+        return read_keys(file)[0]
+
+
+@contextmanager
+def _naming(flag: str, file: Path) -> Iterator[None]:
+    """Errors in the block become ValueError with the flag and the file."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{flag} {file}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ValueError(f"{flag} {file}: {error}") from error
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _authorization(request: Request) -> str | None:
-    """The header of that name; clients of Anthropic send their key in another one."""
-    key = request.headers.get("x-api-key") if is_anthropic(request.url.path) else None
-    return request.headers.get("authorization", f"Bearer {key}" if key else None)
+def _authorization(request: Request) -> tuple[str | None, str]:
+    """The arguments of `ApiKeys.check`; clients of Anthropic send their key in another header."""
+    given = request.headers.get("authorization")
+    if not is_anthropic(request.url.path):
+        return given, _BEARER
+    key = request.headers.get("x-api-key")
+    return f"Bearer {key}" if given is None and key else given, "x-api-key: KEY"
 
 
 class Ticket(NamedTuple):
@@ -87,7 +139,7 @@ class Admission:
     """The limits that all requests share; used by the event loop only."""
 
     def __init__(self, settings: RouterSettings, metrics: Metrics) -> None:
-        """Raises OSError or ValueError for a file without keys."""
+        """Raises ValueError for a file without keys."""
 
         def refused(reason: str, message: str) -> ApiError:
             metrics.rejected.labels(reason).inc()
@@ -110,7 +162,7 @@ class Admission:
         Raises ApiError for a wrong key, and at once if there are too many in flight.
         """
         if self.keys:
-            name = self.keys.check(_authorization(request))
+            name = self.keys.check(*_authorization(request))
         else:
             name = host_name(request.client.host) if request.client else ""
         self._requests.check(name)

@@ -35,6 +35,8 @@ class Engine:
         self._base = httpx2.URL(settings.engine_url.rstrip("/"))
         port = self._base.port or (443 if self._base.scheme == "https" else 80)
         self._address: Attributes = {"server.address": self._base.host, "server.port": port}
+        self._name = self._base.netloc.decode()  # without a password
+        self._health_path = settings.engine_health_path
         connect, wait = settings.engine_connect_seconds, settings.engine_seconds
         self._timeouts: dict[str, float | None] = {"connect": connect, "read": wait, "write": wait, "pool": None}
         self._transport = httpx2.AsyncHTTPTransport(
@@ -72,6 +74,9 @@ class Engine:
         )
         try:
             response = await self._transport.handle_async_request(request)
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            text = f"the engine at {self._name} cannot be reached: {str(error) or type(error).__name__}"
+            raise ApiError(503, text, "engine_unavailable") from error
         except httpx2.TransportError as error:
             raise from_transport(error) from error
         try:
@@ -83,13 +88,16 @@ class Engine:
             await response.aclose()
 
     async def probe(self) -> str:
-        """`ok`, or why the engine is not ready."""
+        """`ok`, `not asked` without a path for it, or why the engine is not ready."""
+        if not self._health_path:
+            return "not asked"
         try:
-            async with asyncio.timeout(_PROBE_SECONDS), self.send("GET", b"/health", [], b"") as response:
+            path = self._health_path.encode()
+            async with asyncio.timeout(_PROBE_SECONDS), self.send("GET", path, [], b"") as response:
                 status = response.status_code
         except (ApiError, TimeoutError) as error:
             return str(error) or "the engine did not respond in time"
-        return "ok" if status == 200 else f"the engine's /health returned {status}"
+        return "ok" if status == 200 else f"the engine's {self._health_path} returned {status}"
 
     async def close(self) -> None:
         """Close all connections."""
@@ -150,10 +158,8 @@ def is_of_events(response: httpx2.Response) -> bool:
 
 
 def from_transport(error: httpx2.TransportError) -> ApiError:
-    """The error for an engine that did not respond."""
+    """The error for an engine that broke off a connection."""
     reason = str(error) or type(error).__name__
-    if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
-        return ApiError(503, f"the engine cannot be reached: {reason}", "engine_unavailable")
     if isinstance(error, httpx2.TimeoutException):
         return ApiError(504, "the engine did not respond in time", "engine_timeout")
     return ApiError(502, f"the engine closed the connection: {reason}", "engine_failed")

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from functools import partial
 from types import FrameType
 
@@ -23,25 +23,25 @@ from starlette.routing import Route
 from vitwire import AsyncClient
 from vitwire_gateway.collector import collecting
 from vitwire_gateway.gateway_settings import RouterSettings
-from vitwire_gateway.images.encoding import Encoder, Recent
+from vitwire_gateway.images.encoding import Encoder
 from vitwire_gateway.images.fetching import Fetcher
 from vitwire_gateway.listening import configured, listening
 from vitwire_gateway.metrics import Metrics
 from vitwire_gateway.requests.content_parts import Images
 from vitwire_gateway.requests.dialects import mode_of
 from vitwire_gateway.router.endpoint import Endpoint, Exchange, RouteName
-from vitwire_gateway.router.entrance import Admission, Ticket, read_keys
+from vitwire_gateway.router.entrance import Admission, Ticket, engine_key_of
 from vitwire_gateway.router.image_apis import embedding_apis, image_apis
 from vitwire_gateway.router.llm_engine import Engine
+from vitwire_gateway.router.readiness import Readiness
 from vitwire_gateway.router.routing import Router
 from vitwire_gateway.spans import Spans
 from vitwire_gateway.workers import Workers, memory_for
 
 logger = logging.getLogger("vitwire.router")
 
-_PROBE_SECONDS = 2.0
-_KEPT_SECONDS = 1.0
-"""For how long an answer is kept, so that probes of many balancers cost one."""
+_END_SECONDS = 1.0
+"""After the second signal, for requests to be cut off and connections to be closed."""
 _KEEP_ALIVE_SECONDS = 75
 """Longer than callers keep idle connections, so that they close them, never in the middle of a request."""
 
@@ -60,20 +60,22 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
     workers = Workers("vitwire_gateway.requests.request_reading", memory)
     encoder = Encoder(client, workers, settings.max_image_pixels, settings.max_encoding, settings.encoder_wait)
     images = Images(settings, encoder, fetcher, metrics)
-    engine_key = read_keys(settings.engine_api_key_file)[0] if settings.engine_api_key_file else None
+    engine_key = engine_key_of(settings)
     router = Router(settings, metrics, engine, images, bool(admission.keys or engine_key), engine_key)
 
-    recent = Recent(partial(_readiness, settings, encoder, engine), _KEPT_SECONDS)
+    readiness = Readiness(settings, encoder, engine)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
         async with AsyncExitStack() as stack:
             for close in (client.close, engine.close, fetcher.close, workers.close):
                 stack.push_async_callback(close)
+            first = asyncio.create_task(readiness.report())  # which logs what is not ready
+            stack.callback(first.cancel)
             yield
 
     async def health(_: Request) -> Response:
-        report = await recent.get() | ({"status": "draining"} if admission.is_draining else {})
+        report = await readiness.report() | ({"status": "draining"} if admission.is_draining else {})
         return Response(json.dumps(report), 200 if report["status"] == "ready" else 503, media_type="application/json")
 
     async def alive(_: Request) -> Response:
@@ -87,7 +89,6 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
 
     in_engine = [] if settings.no_engine else image_apis(settings)
     embeddings = embedding_apis(has_engine=not settings.no_engine)
-    proxied = router.without_engine if settings.no_engine else router.proxied
     routes = [
         Route("/health", health),
         Route("/healthz", health),
@@ -95,22 +96,11 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
         Route("/metrics", page),
         *(Route(api.path, endpoint(api.name, partial(router.with_images, api))) for api in in_engine),
         *(Route(api.path, endpoint("embeddings", partial(router.embeddings, api))) for api in embeddings),
-        Route("/{path:path}", endpoint("proxied", proxied)),
+        Route("/{path:path}", endpoint("proxied", router.proxied)),
     ]
     app = Starlette(routes=routes, lifespan=lifespan)
     app.router.redirect_slashes = False
     return app
-
-
-async def _readiness(settings: RouterSettings, encoder: Encoder, engine: Engine) -> dict[str, str]:
-    """The answer of `/health`."""
-    probe = encoder.probe(_PROBE_SECONDS, needs_cache=settings.mode == "reference")
-    if settings.no_engine:
-        of_encoder = await probe
-        return {"status": "ready" if of_encoder == "SERVING" else "not ready", "encoder": of_encoder}
-    of_encoder, of_engine = await asyncio.gather(probe, engine.probe())
-    status = "ready" if of_encoder == "SERVING" and of_engine == "ok" else "not ready"
-    return {"status": status, "encoder": of_encoder, "engine": of_engine}
 
 
 class _Server(uvicorn.Server):
@@ -140,6 +130,20 @@ class _Server(uvicorn.Server):
             return
         self._is_ending = True
         self._loop.call_soon_threadsafe(self._drain)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if not self.force_exit:
+            return
+        tasks = list(self.server_state.tasks)  # uvicorn leaves them alone then, and does not end the application
+        for connection in self.server_state.connections:
+            connection.transport.abort()  # else uvicorn logs an error for each
+        for task in tasks:
+            task.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_SECONDS):
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await self.lifespan.shutdown()
 
     def _hang_up(self) -> None:
         """The terminal was closed, which may come as several signals."""

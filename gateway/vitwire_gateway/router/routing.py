@@ -75,18 +75,10 @@ class Router:
         body = await self._body(exchange, ticket)
         await exchange.unless_disconnected(self._embeddings(api, exchange, ticket, body))
 
-    async def without_engine(self, exchange: Exchange, _: Ticket) -> None:
-        """Any request that only an engine could answer."""
-        path = exchange.request.scope["path"]
-        text = f"{path} needs an engine, and the router runs with --no-engine: it has /v1/embeddings and /v2/embed"
-        raise ApiError(404, text, "no_engine")
-
     async def proxied(self, exchange: Exchange, ticket: Ticket) -> None:
         """Any other request: it and its response pass as they are."""
-        path = exchange.request.scope["path"]
-        is_proxied = any(path == each or path.startswith(f"{each}/") for each in _PROXIED)
-        if not is_proxied or any(part in (".", "..") for part in path.split("/")):
-            raise ApiError(404, f"the router has no path {path}", "unknown_path")
+        if error := refused_path(exchange.request.scope["path"], has_engine=not self.settings.no_engine):
+            raise error
         body = await self._body(exchange, ticket)
         await exchange.unless_disconnected(self._forward(exchange, body))
 
@@ -238,6 +230,25 @@ class Router:
         with spans.stage(stage):
             yield
         self.metrics.seconds.labels(stage).observe(time.perf_counter() - began)
+
+
+def refused_path(path: str, *, has_engine: bool) -> ApiError | None:
+    """The error for a path that is not passed on to an engine."""
+    first, second, *_ = parts = [*path[1:].split("/"), ""]
+    is_doubled = first == "v1" and second in ("v1", "v2")
+    is_engines = any(path == each or path.startswith(f"{each}/") for each in _PROXIED)
+    is_engines = is_engines and not is_doubled and {".", ".."}.isdisjoint(parts)
+    if is_engines and has_engine:
+        return None
+    if is_engines and "embed" not in path:
+        text = f"{path} needs an engine, and the router runs with --no-engine: it has /v1/embeddings and /v2/embed"
+        return ApiError(404, text, "no_engine")
+    text = f"the router has no path {path}"
+    if is_doubled and has_engine:
+        text += ": the client's base URL has one /v1 too many"
+    elif not has_engine:
+        text += ": it has /v1/embeddings (base URL with /v1) and /v2/embed (base URL without /v1)"
+    return ApiError(404, text, "unknown_path")
 
 
 def _check_posted(exchange: Exchange) -> None:

@@ -115,7 +115,7 @@ class Adapter:
 
     async def is_healthy(self) -> bool:
         """True if Vitwire is ready."""
-        return await self._encoder.probe(_HEALTH_SECONDS) == "SERVING"
+        return await self._encoder.probe(_HEALTH_SECONDS, self._settings.refusal) == "SERVING"
 
     async def close(self) -> None:
         """Drop reports of errors that are on their way."""
@@ -143,7 +143,7 @@ class Adapter:
                 held.take(encoded.embedding._host().nbytes)  # noqa: SLF001  # as received
                 return encoded
             except (ApiError, VitwireError) as error:
-                failure = from_encoder(error, None) if isinstance(error, VitwireError) else error
+                failure = error if isinstance(error, ApiError) else from_encoder(error, None, self._settings.refusal)
                 status = 503 if failure.status == 429 else failure.status
                 raise refused(f"mm_items[{index}]: {failure}", status) from error
 

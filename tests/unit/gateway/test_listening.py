@@ -22,8 +22,9 @@ from vitwire_gateway.listening import Parser
     ],
 )
 def test_errors_of_the_encoder(error: VitwireError, status: int, code: str) -> None:
-    mapped = from_encoder(error, "messages[0].content[0].image_url")
+    mapped = from_encoder(error, "messages[0].content[0].image_url", "no token")
     assert (mapped.status, mapped.code) == (status, code)
+    assert (mapped.message == "no token") == (code == "encoder_refused")
     assert mapped.headers == ({"retry-after": "3"} if status == 429 else {})
 
 

@@ -282,7 +282,7 @@ def test_failures_of_the_service_are_one_line(photos: list[Path]) -> None:
     with serving(fake) as running:
         done = CliRunner().invoke(app, ["info", "--target", running.target, "--token", "wrong"])
     assert done.exit_code == 1
-    assert done.stderr == "vitwire: as asked\n"
+    assert done.stderr == "vitwire: as asked: set --token or VITWIRE_TOKEN\n"
     assert fake.metadata["authorization"] == "Bearer wrong"
 
 
@@ -385,7 +385,11 @@ def test_shells_complete_commands_and_flags(words: str, completed: list[str]) ->
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_missing_extras_are_named(missing: str) -> None:
-    done = process(f"import sys; sys.modules['{missing}'] = None\n" + MAIN, "info")
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [(["info"], "cli"), ([], "cli"), (["router", "--port", "0"], "router"), (["sglang-encoder"], "sglang")],
+)
+def test_missing_extras_are_named(missing: str, words: list[str], extra: str) -> None:
+    done = process(f"import sys; sys.modules['{missing}'] = None\n" + MAIN, *words)
     assert done.returncode == 1
-    assert done.stderr == f"vitwire: {missing} is not installed; in a checkout of Vitwire: pip install '.[cli]'\n"
+    assert done.stderr == f"vitwire: {missing} is not installed; in a checkout of Vitwire: pip install '.[{extra}]'\n"

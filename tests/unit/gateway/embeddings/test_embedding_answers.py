@@ -113,11 +113,11 @@ def test_tokens_before_pooling() -> None:
     ("lengths", "dimensions", "reason"),
     [
         (None, 8, None),
-        (None, 4, "may not be cut"),
+        (None, 4, "may not be cut, as its config.json has no matryoshka_dimensions"),
         ((), 3, None),
         ((), 9, "have 8 columns, got 9"),
         ((2, 4), 4, None),
-        ((2, 4), 3, "offers 2, 4, got 3"),
+        ((2, 4), 3, r"offers 2, 4 \(its matryoshka_dimensions\), got 3"),
         ((2, 16), 16, "have 8 columns, got 16"),
     ],
 )

@@ -8,13 +8,17 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import pytest
 from PIL import Image
+from typer.testing import CliRunner
 
-from fake_service import Fake, Running, model_message, serving
-from vitwire import AsyncClient, InvalidItem, Model
+from fake_service import Fake, Running, abort, model_message, serving
+from vitwire import AsyncClient, InvalidItem, Model, Unauthenticated
+from vitwire.cli._app import app
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_gateway.api_errors import ApiError
+from vitwire_gateway.gateway_settings import GatewaySettings, RouterSettings, SglangSettings
 from vitwire_gateway.images.encoding import Encoder, content_id_of
 from vitwire_gateway.images.image_files import ImageFile
 from vitwire_gateway.workers import Workers, memory_for
@@ -49,9 +53,9 @@ def running() -> Iterator[Running]:
 
 
 @asynccontextmanager
-async def encoding(running: Running, pixels: int = PIXELS) -> AsyncIterator[Encoder]:
+async def encoding(running: Running, pixels: int = PIXELS, token: str | None = None) -> AsyncIterator[Encoder]:
     workers = Workers("vitwire_gateway.images.image_files", memory_for(pixels, 1024))
-    async with AsyncClient(running.target) as client:
+    async with AsyncClient(running.target, token=token) as client:
         try:
             yield Encoder(client, workers, pixels, max_encoding=2)
         finally:
@@ -84,6 +88,52 @@ async def test_what_is_refused_is_not_sent(running: Running) -> None:
                 await encoder.encode(ImageFile.of(content))
     assert isinstance(running.fake, Remembering)
     assert running.fake.items == []
+
+
+@pytest.mark.parametrize("kind", [RouterSettings, SglangSettings])
+async def test_a_refused_token_is_reported(kind: type[GatewaySettings]) -> None:
+    """Health needs no token, and the model does."""
+
+    def before(context: grpc.ServicerContext) -> None:
+        if ("authorization", "Bearer right") not in [tuple(each) for each in context.invocation_metadata()]:
+            abort(context, grpc.StatusCode.UNAUTHENTICATED)
+
+    reports = []
+    fake = Remembering()
+    fake.before = before
+    with serving(fake) as running:
+        for token in (None, "wrong", "right"):
+            async with encoding(running, token=token) as encoder:
+                reports.append(await encoder.probe(5.0, kind(token=token).refusal))
+                if token != "right":
+                    with pytest.raises(Unauthenticated):
+                        await encoder.encode(file("PNG"))
+    variable = "VITWIRE_ROUTER_TOKEN" if kind is RouterSettings else "VITWIRE_TOKEN"
+    assert reports == [
+        f"the encoder requires a token: set --token or {variable}",
+        "the encoder refused the token of --token",
+        "SERVING",
+    ]
+    command = "router" if kind is RouterSettings else "sglang-encoder"
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"}).output
+    assert f"env var: {variable}]" in shown
+
+
+async def test_a_server_that_hangs_is_reported_in_time() -> None:
+    """Its health answers, and its model does not."""
+    free = threading.Event()
+
+    def before(_: grpc.ServicerContext) -> None:
+        free.wait(30)
+
+    fake = Remembering()
+    fake.before = before
+    with serving(fake) as running:
+        async with encoding(running) as encoder:
+            async with asyncio.timeout(5):
+                assert await encoder.probe(0.5, "") == "the encoder did not answer in time"
+            free.set()
+            assert await encoder.probe(5.0, "") == "SERVING"
 
 
 async def test_the_largest_header_fits_in_a_worker(running: Running) -> None:

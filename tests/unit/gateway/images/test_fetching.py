@@ -144,6 +144,16 @@ async def test_private_addresses(site: Site) -> None:
     assert site.requests == []
 
 
+async def test_refusals_name_the_flag(site: Site) -> None:
+    nowhere = Fetcher(RouterSettings())
+    elsewhere, private = fetcher(site, "other.example"), fetcher(site, networks=())
+    for fetching, flag in ((nowhere, "--allow-image-host is not set: send the file itself in base64"),
+                           (elsewhere, f"from 127.0.0.1:{site.port}: --allow-image-host does not name it"),
+                           (private, "none in --allow-image-network")):  # fmt: skip
+        assert flag in str(await refused(fetching, site.url("/")))
+    assert site.requests == []
+
+
 async def test_a_name_is_resolved_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name server that answers with a public address first and a private one later gains nothing."""
     asked: list[str] = []

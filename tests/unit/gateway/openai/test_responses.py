@@ -107,7 +107,7 @@ def test_malformed_images(part: Json) -> None:
 
 def test_too_many_images() -> None:
     api = RequestForm(lambda body: images_of(body, "vllm"))
-    with pytest.raises(ApiError, match="the request has 2 images, the limit is 1") as caught:
+    with pytest.raises(ApiError, match=r"the request has 2 images, the limit is 1 \(--max-images\)") as caught:
         cut_request(json.dumps(request(user(IMAGE, IMAGE))).encode(), None, Limits(1, 100), api, "input_image")
     assert caught.value.param == "input"
 

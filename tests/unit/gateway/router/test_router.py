@@ -17,6 +17,7 @@ from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.router.conventions import error_of
 from vitwire_gateway.router.entrance import ApiKeys
 from vitwire_gateway.router.llm_engine import forwarded
+from vitwire_gateway.router.routing import refused_path
 
 
 def test_keys_are_read_again(tmp_path: Path) -> None:
@@ -29,19 +30,41 @@ def test_keys_are_read_again(tmp_path: Path) -> None:
         with pytest.raises(ApiError) as caught:
             keys.check(wrong)
         assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
-    file.write_text("third key changed\n")
-    keys.check("Bearer third key changed")
+    file.write_text("  third-key-changed\t\n  # one more comment\n")
+    keys.check("Bearer third-key-changed")
     with pytest.raises(ApiError):
         keys.check("Bearer first")
     file.unlink()
-    keys.check("Bearer third key changed")
+    keys.check("Bearer third-key-changed")
     os.mkfifo(file)
-    keys.check("Bearer third key changed")
-    with pytest.raises(OSError, match="not a regular file"):
+    keys.check("Bearer third-key-changed")
+    with pytest.raises(ValueError, match=f"--api-keys-file {file}: .*not a regular file"):
         ApiKeys(file)
     file.unlink()
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ValueError, match=f"--api-keys-file {file}: No such file"):
         ApiKeys(file)
+
+
+@pytest.mark.parametrize("line", ["sk-a alice", "sk-a # alice", "sk-a\talice", "sk-a\u3000alice"])
+def test_keys_have_no_white_space(tmp_path: Path, line: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A name behind a key would be a part of it, and the key be refused."""
+    file = tmp_path / "keys"
+    file.write_text(f"# keys\n{line}\n")
+    reason = f"--api-keys-file {file}: line 2 has white space in the key: expected one key per line, and nothing else"
+    with pytest.raises(ValueError, match="line 2") as caught:
+        ApiKeys(file)
+    assert str(caught.value) == reason
+    file.write_text("old\n")
+    keys = ApiKeys(file)
+    file.write_text(f"# keys\n{line}\n")
+    for _ in range(3):
+        keys.check("Bearer old")
+    assert caplog.messages == [f"{reason}; the keys stay as they were"]
+    file.write_text("new-key\n")
+    keys.check("Bearer new-key")
+    file.write_text(f"# more keys\n{line}\n")
+    keys.check("Bearer new-key")
+    assert len(caplog.messages) == 2
 
 
 def test_headers_of_one_connection_stay_there() -> None:
@@ -49,6 +72,37 @@ def test_headers_of_one_connection_stay_there() -> None:
                (b"transfer-encoding", b"chunked"), (b"content-length", b"5"), (b"traceparent", b"00-1"),
                (b"x-twice", b"1"), (b"x-twice", b"2")]  # fmt: skip
     assert forwarded(headers) == [(b"traceparent", b"00-1"), (b"x-twice", b"1"), (b"x-twice", b"2")]
+
+
+@pytest.mark.parametrize("path", ["/v1", "/v1/chat/completions", "/v1/v3", "/tokenize", "/v1/things/v1", "/score/"])
+def test_paths_of_an_engine(path: str) -> None:
+    assert refused_path(path, has_engine=True) is None
+    error = refused_path(path, has_engine=False)
+    assert error
+    assert (error.status, error.code) == (404, "no_engine")
+    assert error.message.startswith(f"{path} needs an engine, and the router runs with --no-engine")
+
+
+@pytest.mark.parametrize("path", ["/", "", "/embeddings", "/v1x", "/v1/../score", "/v1/v1/messages", "/v1/v2/embed"])
+def test_unknown_paths(path: str) -> None:
+    beside, alone = (refused_path(path, has_engine=each) for each in (True, False))
+    assert beside
+    assert alone
+    assert (beside.status, beside.code) == (alone.status, alone.code) == (404, "unknown_path")
+    is_doubled = path.startswith("/v1/v")
+    reason = ": the client's base URL has one /v1 too many" if is_doubled else ""
+    assert beside.message == f"the router has no path {path}{reason}"
+    assert alone.message == (
+        f"the router has no path {path}: it has /v1/embeddings (base URL with /v1) and /v2/embed (base URL without /v1)"
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/embedding", "/v1/embed"])
+def test_misspelt_paths_of_embeddings(path: str) -> None:
+    error = refused_path(path, has_engine=False)
+    assert error
+    assert (error.code, "it has /v1/embeddings (base URL with /v1)" in error.message) == ("unknown_path", True)
+    assert refused_path(path, has_engine=True) is None
 
 
 @pytest.mark.parametrize(
@@ -60,6 +114,8 @@ def test_headers_of_one_connection_stay_there() -> None:
         ({"engine_url": "http://vllm:99999"}, "--engine-url"),
         ({"engine_url": "http://user:secret@vllm"}, "--engine-url"),
         ({"engine_url": "http://:8000"}, "--engine-url"),
+        ({"engine_health_path": "health"}, "--engine-health-path"),
+        ({"engine_health_path": "/a b"}, "--engine-health-path"),
         ({"cert": Path("c")}, "--cert"),
         ({"max_image_bytes": 2 << 30}, "--max-image-bytes"),
         ({"no_engine": True, "mode": "inline"}, "--mode needs an engine"),
@@ -87,7 +143,8 @@ def test_every_flag_is_an_environment_variable() -> None:
         (["--engine-url=vllm"], "--engine-url"),
         (["--allow-image-host=http://x"], "--allow-image-host"),
         (["--allow-image-network=x"], "--allow-image-network"),
-        (["--api-keys-file=/nowhere"], "/nowhere"),
+        (["--api-keys-file=/nowhere"], "--api-keys-file /nowhere: No such file or directory"),
+        (["--engine-api-key-file=/nowhere"], "--engine-api-key-file /nowhere: No such file or directory"),
         (["--target=http://x"], "is a URL"),
         (["--ca=/nowhere"], "/nowhere"),
         (["--engine-ca=/nowhere"], "/nowhere"),
