@@ -142,10 +142,10 @@ def test_one_trace_from_the_caller_to_the_server_and_the_engine(
     assert received["headers"]["tracestate"] == "vendor=1"
     assert request.start_time_unix_nano <= images.start_time_unix_nano <= called.start_time_unix_nano
     assert called.end_time_unix_nano <= request.end_time_unix_nano
-    told = str(list(spans.values()))
-    assert "Describe" not in told
-    assert "cat.png" not in told
-    assert "base64" not in told
+    recorded = str(list(spans.values()))
+    assert "Describe" not in recorded
+    assert "cat.png" not in recorded
+    assert "base64" not in recorded
 
 
 def test_a_stream_has_the_time_to_its_first_chunk(proxy: RouterProcess, collector: Collector) -> None:

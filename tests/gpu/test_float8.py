@@ -22,6 +22,7 @@ from vitwire_server.runtime.kernels.operands import SMALLEST, Scaled
 from vitwire_server.runtime.kernels.quantise import activate_quantise, quantise
 from vitwire_server.runtime.kernels.rowwise import KINDS, activate
 from vitwire_server.runtime.precision.float8 import Float8Linear, device_fault, reduce, replacements
+from vitwire_server.towers.layouts.packed import PackedTower
 
 DEPTH = 2
 ROUNDING = 2**-4
@@ -113,20 +114,26 @@ def test_an_activation_that_quantises(
     close(got, activate(values.clone(), kind, gated=gated), dtype)
 
 
+def tower_of(name: str, depth: int, dtype: torch.dtype, device: torch.device) -> tuple[PackedTower, Selection]:
+    """A shallow tower with its modules exchanged, and attention for its fused blocks."""
+    model_type, fields = PUBLISHED[name]
+    small = {"num_heads": 2, "intermediate_size": 192} if device.type == "cpu" else {}
+    tower = build(model_type, shrunk(fields, depth, 1152 if device.type == "cuda" else 144) | small, dtype, device)
+    tower.rewrite()
+    choice = select("auto" if device.type == "cuda" else "sdpa", device, dtype, *tower.attention_heads, captured=False)
+    tower.use_attention(choice.implementation)
+    if device.type == "cpu":
+        choice = Selection.only(LoadedBackend("triton", segment_attention), "to be tested")
+    return tower, choice
+
+
 @pytest.mark.parametrize("name", list(PUBLISHED))
 @torch.inference_mode()
 def test_fused_blocks_in_float8_give_what_their_layers_give(
     name: str, device: torch.device, dtype: torch.dtype
 ) -> None:
     """After each block, as deepstack levels take rows between them; a second forward begins anew."""
-    model_type, fields = PUBLISHED[name]
-    small = {"num_heads": 2, "intermediate_size": 192} if device.type == "cpu" else {}
-    tower = build(model_type, shrunk(fields, DEPTH, 1152 if device.type == "cuda" else 144) | small, dtype, device)
-    tower.rewrite()
-    choice = select("auto" if device.type == "cuda" else "sdpa", device, dtype, *tower.attention_heads, captured=False)
-    tower.use_attention(choice.implementation)
-    if device.type == "cpu":
-        choice = Selection.only(LoadedBackend("triton", segment_attention), "to be tested")
+    tower, choice = tower_of(name, DEPTH, dtype, device)
     blocks: list[Any] = list(tower.blocks)
     rows = torch.randn(40, blocks[0].attn.qkv.in_features, dtype=dtype, device=device)
     angles = torch.rand(40, tower.attention_heads[1] // 2, device=device).repeat(1, 2)
@@ -169,14 +176,7 @@ def test_mixed_towers_give_what_their_layers_give(
 
     A: queries, keys and values, M: the MLP. Exact MLPs add to rows in place, those in float8 compute the next norm.
     """
-    model_type, fields = PUBLISHED[name]
-    small = {"num_heads": 2, "intermediate_size": 192} if device.type == "cpu" else {}
-    tower = build(model_type, shrunk(fields, 4, 1152 if device.type == "cuda" else 144) | small, dtype, device)
-    tower.rewrite()
-    choice = select("auto" if device.type == "cuda" else "sdpa", device, dtype, *tower.attention_heads, captured=False)
-    tower.use_attention(choice.implementation)
-    if device.type == "cpu":
-        choice = Selection.only(LoadedBackend("triton", segment_attention), "to be tested")
+    tower, choice = tower_of(name, 4, dtype, device)
     blocks: list[Any] = list(tower.blocks)
     rows = torch.randn(24, blocks[0].attn.qkv.in_features, dtype=dtype, device=device)
     angles = torch.rand(24, tower.attention_heads[1] // 2, device=device).repeat(1, 2)

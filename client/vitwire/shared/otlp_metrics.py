@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from opentelemetry.sdk.metrics.export import (
@@ -87,7 +87,7 @@ def _groups(samples: Iterable[Sample]) -> Iterable[tuple[Labels, list[Sample]]]:
     return groups.items()
 
 
-def _histogram(labels: Labels, samples: Iterable[Sample], start: int, now: int) -> HistogramDataPoint:
+def _histogram(labels: Labels, samples: Sequence[Sample], start: int, now: int) -> HistogramDataPoint:
     """One histogram, whose buckets count what is in them alone; on a page each counts those below it too."""
     up_to = sorted((float(each.labels["le"]), int(each.value)) for each in samples if "le" in each.labels)
     below = [0, *(count for _, count in up_to)]

@@ -67,7 +67,7 @@ def _opened(part: Json, field: str, hole: Hole, mark: str) -> Json:
 
 
 class Filled:
-    """A request with the members of each part in its place. What is encoded late is so each time it is read."""
+    """A request with the members of each part in its place. Late strings are encoded each time they are read."""
 
     def __init__(self, pieces: Sequence[Buffer | Late]) -> None:
         self._pieces = pieces

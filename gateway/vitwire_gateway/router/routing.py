@@ -122,12 +122,12 @@ class Router:
             model = await images.model()
             api.check(request.options, model)
             loaded = await images.load(request.images)
-            found = await images.encoded(loaded)
-            if any(each.model.weights_fingerprint != model.weights_fingerprint for each in found.values()):
+            encoded = await images.encoded(loaded)
+            if any(each.model.weights_fingerprint != model.weights_fingerprint for each in encoded.values()):
                 raise ApiError(503, "the encoder changed its model during the request", "encoder_unavailable")
             vectors = {
                 digest: await run_sync(vectors_of, each.embedding, each.model, request.options)
-                for digest, each in found.items()
+                for digest, each in encoded.items()
             }
         answer = Answer(request.options, model, [vectors[digest] for digest in loaded.order], exchange.request_id)
         limit = self.settings.max_buffered_bytes

@@ -52,7 +52,7 @@ def image_embeds(
     embeddings: those of the prompt's images (or clips), in order.
     model: `Client.model()` of the server that encoded them.
     timestamps: of each clip, the seconds of each of its `t` groups of frames; Qwen3-VL and Qwen3.5 need them. Default:
-        those of files, from their reports.
+        for files, from their reports.
     Raises ValueError for a model or an embedding that vLLM has no input for.
     """
     for number, embedding in enumerate(embeddings):
@@ -110,7 +110,7 @@ def video_part(
 ) -> dict[str, Any]:
     """As `image_part`, of a clip.
 
-    timestamps: the seconds of each of its `t` groups of frames; default: those of a file, from its report.
+    timestamps: the seconds of each of its `t` groups of frames; default: from the report of a file.
     """
     seconds = _seconds(embedding, model) if timestamps is None else timestamps
     return _part(embedding, model, "video", _times(embedding.grid, model, "video", seconds), uuid)

@@ -116,6 +116,13 @@ class TileLayer(Layer):
     forms = OF_TILES
     known_arguments = frozenset({"position_embeddings", "cu_seqlens"})  # never boundaries, as a tile is one segment
 
+    def __init__(self, stock: nn.Module, shared: Shared, *, first: bool) -> None:
+        """Raises NotFusable."""
+        super().__init__(stock, shared, first=first)
+        weight, head_dim = next(stock.parameters()), self.parts.columns // self._heads
+        fault = BACKENDS["triton"].fault(weight.device, weight.dtype, head_dim, captured=True)
+        self._few_tokens = 0 if fault or self._causal else _FEW_TOKENS
+
     def __call__(
         self,
         hidden_states: Tensor,
@@ -136,7 +143,7 @@ class TileLayer(Layer):
             if position_embeddings:
                 cos, sin = self._shared.of(position_embeddings[0], lambda: _padded(*position_embeddings, tiles, tokens))
                 rotate(qkv, cos, sin)
-            if found := self._segments(attention_mask, tiles, tokens, qkv):
+            if found := self._segments(attention_mask, tiles, tokens, qkv.device):
                 segments, own = found
                 return segment_attention(*self._split(qkv), segments, self._scale, own)
             q, k, v = (each.unflatten(0, (tiles, tokens)).transpose(1, 2) for each in self._split(qkv))
@@ -147,18 +154,18 @@ class TileLayer(Layer):
 
         return self._computed(hidden_states.flatten(0, 1), attend).view(hidden_states.shape)
 
-    def _segments(self, mask: Tensor | None, tiles: int, tokens: int, like: Tensor) -> tuple[Segments, Tensor] | None:
+    def _segments(
+        self, mask: Tensor | None, tiles: int, tokens: int, device: torch.device
+    ) -> tuple[Segments, Tensor] | None:
         """Segments and their tiles for `segment_attention`; None if torch is faster, or only torch takes the mask."""
         heads = self._heads
         if mask is not None:
             return self._shared.of(mask, lambda: padded_tiles(mask, tokens, heads)) if mask.dim() == 1 else None
-        if tokens > _FEW_TOKENS or self._causal:
-            return None
-        if BACKENDS["triton"].fault(like.device, like.dtype, like.shape[-1], captured=True):
+        if tokens > self._few_tokens:
             return None
 
         def made() -> tuple[Segments, Tensor]:
-            ends = torch.arange(0, (tiles + 1) * tokens, tokens, dtype=torch.int32, device=like.device)
+            ends = torch.arange(0, (tiles + 1) * tokens, tokens, dtype=torch.int32, device=device)
             segments = Segments(ends, tokens)
             return segments, segment_tiles(segments, tiles * tokens, heads)
 

@@ -56,7 +56,7 @@ def dequantised(weights: Mapping[str, Tensor]) -> tuple[Weights, Weights]:
 def converted(scales: Weights, weights: Weights, module: Module, config: Config) -> Weights:
     """Scales `(channels, 1)` of converted weights, from scales of the shape of weights as they were stored.
 
-    Without those of matrices that were put together of others in a way that leaves a channel with several.
+    Matrices that were joined so that a channel has several scales are left out.
     """
     found = Weights()
     with suppress(LookupError, RuntimeError, ValueError, TypeError):  # over parts: the weight is quantised anew
