@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
@@ -12,7 +12,6 @@ from typing import Generic, NamedTuple, TypeVar
 from vitwire import (
     Accepted,
     AsyncClient,
-    DType,
     Embedding,
     InvalidItem,
     Item,
@@ -75,18 +74,15 @@ class Recent(Generic[T]):
 class Encoder:
     """Encodes images and clips with Vitwire.
 
-    max_encoding: files that are read and encoded at a time. seconds: time limit of each call to the server; None for
-    the client's.
+    max_encoding: files that are read and encoded at a time.
     """
 
-    def __init__(
-        self, client: AsyncClient, workers: Workers, max_pixels: int, max_encoding: int, seconds: float | None = None
-    ) -> None:
+    def __init__(self, client: AsyncClient, workers: Workers, max_pixels: int, max_encoding: int) -> None:
         self.workers = workers
-        self.model = Recent(lambda: client.model(seconds, refresh=True), _MODEL_SECONDS)
+        self.model = Recent(lambda: client.model(refresh=True), _MODEL_SECONDS)
         self.client = client
+        self.batches = Batches(client)
         self._max_pixels = max_pixels
-        self._seconds = seconds
         self._turns = Turns(max_encoding)
         self.caller = Caller.of("anybody")
         self.stores: dict[bytes, asyncio.Task[str]] = {}
@@ -96,7 +92,7 @@ class Encoder:
         """The same encoder for a request, whose calls carry this metadata."""
         found = copy(self)
         found.client = self.client.with_options(metadata=metadata) if metadata else self.client
-        found.caller, found.stores = caller, {}
+        found.caller, found.batches, found.stores = caller, Batches(found.client), {}
         return found
 
     async def probe(self, seconds: float, refusal: str, *, needs_cache: bool = False) -> str:
@@ -117,30 +113,19 @@ class Encoder:
             return "SERVING without --cache-bytes, which --mode reference needs"
         return status
 
-    async def encode(self, image: ImageFile, *, output_type: DType | None = None) -> Encoded:
-        """The embedding of a file.
+    async def encode(self, image: ImageFile, *, together: bool = False) -> Encoded:
+        """The embedding of a file; `together`: in one call with others of the request that are read now.
 
         Raises VitwireError, or ApiError if no worker is left, or the server prepares no such files.
         """
         async with self._turn("encode", image):
-            model = await self.model.get()
-            item = await self._item(image, model)
-            (embedding,) = await self.client.encode([item], timeout=self._seconds, output_type=output_type)
+            with self.batches.together() if together else nullcontext():
+                model = await self.model.get()
+                answer = self.batches.add(await self._item(image, model))
+            embedding = await answer
         if image.modality == "video" and not embedding.report.frame_seconds:
             raise InvalidItem(_NO_TIMES, item=0)
         return Encoded(content_id_of(image.digest, model), embedding, model)
-
-    def batches(self) -> Batches:
-        """For `encode_in`: the calls that images of one request share."""
-        return Batches(self.client, self._seconds)
-
-    async def encode_in(self, batches: Batches, image: ImageFile) -> Encoded:
-        """As `encode`, together with others of the request. Each image has its turn."""
-        async with self._turn("encode", image):
-            with batches.reading():
-                model = await self.model.get()
-                answer = batches.add(await self._item(image, model))
-            return Encoded(content_id_of(image.digest, model), await answer, model)
 
     @asynccontextmanager
     async def storing(self) -> AsyncGenerator[None, None]:
@@ -176,7 +161,7 @@ class Encoder:
             content_id = await task
             if still:
                 item = Item(content_id=content_id, modality=image.modality)
-                await self.client.store([item], timeout=self._seconds)
+                await self.client.store([item])
 
     @asynccontextmanager
     async def _turn(self, name: str, image: ImageFile) -> AsyncGenerator[None, None]:
@@ -194,11 +179,11 @@ class Encoder:
             content_id = content_id_of(image.digest, model)
             if image.modality == "image":  # the seconds of a clip's frames come only if its file is sent
                 with suppress(NotCached):
-                    (stored,) = await self.client.store([Item(content_id=content_id)], timeout=self._seconds)
+                    (stored,) = await self.client.store([Item(content_id=content_id)])
                     accepted.set_result(Referenced(content_id, stored.grid, model))
                     return content_id
             item = replace(await self._item(image, model), content_id=content_id)
-            async with aclosing(self.client.iter_store([item], timeout=self._seconds)) as answers:
+            async with aclosing(self.client.iter_store([item])) as answers:
                 async for _, answer in answers:
                     if isinstance(answer, VitwireError):
                         raise answer from None

@@ -101,11 +101,11 @@ class Images:
         async def one(digest: bytes) -> Encoded:
             image, param = loaded.files[digest]
             with _naming(param, self.settings.refusal):
-                encoded = await self.encoder.encode_in(batches, image)
+                encoded = await self.encoder.encode(image, together=True)
             self.hold(math.prod(encoded.embedding.shape) * _FLOAT32_BYTES)
             return encoded
 
-        async with self.in_time(loaded), self.encoder.batches() as batches:
+        async with self.in_time(loaded):
             return await _each(one, loaded.files, self.settings.max_encoding)
 
     async def model(self) -> Model:

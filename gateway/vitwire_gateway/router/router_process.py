@@ -52,13 +52,14 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
         settings.target,
         tls=settings.credentials(),
         token=settings.token,
+        timeout=settings.encoder_wait,
         max_retries=settings.encoder_retries,
         affinity=True,  # an image goes to the replica that has it cached, where others fetch its embedding too
     )
     engine, fetcher = Engine(settings), Fetcher(settings)
     memory = memory_for(settings.max_image_pixels, settings.max_body_bytes)
     workers = Workers("vitwire_gateway.requests.request_reading", memory)
-    encoder = Encoder(client, workers, settings.max_image_pixels, settings.max_encoding, settings.encoder_wait)
+    encoder = Encoder(client, workers, settings.max_image_pixels, settings.max_encoding)
     images = Images(settings, encoder, fetcher, metrics)
     engine_key = engine_key_of(settings)
     router = Router(settings, metrics, engine, images, bool(admission.keys or engine_key), engine_key)

@@ -138,8 +138,7 @@ class Adapter:
         async with self._encoding.turn(caller):
             try:
                 image = await self._media.image(part.sources[index], part.modality)
-                encoder = self._encoder.serving(caller)
-                encoded = await encoder.encode(image, output_type=self._settings.output_type)
+                encoded = await self._encoder.serving(caller).encode(image)
                 held.take(encoded.embedding._host().nbytes)  # noqa: SLF001  # as received
                 return encoded
             except (ApiError, VitwireError) as error:

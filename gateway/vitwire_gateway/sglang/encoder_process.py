@@ -60,13 +60,19 @@ async def _serve(settings: SglangSettings) -> None:
     fetcher = Fetcher(settings)
     media = Media(settings, fetcher)
     pusher = Pusher(settings.send_seconds, tuple(map(ipaddress.ip_network, settings.receiver_network)))
-    tls, token, timeout = settings.credentials(), settings.token, settings.timeout
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)  # there are no other metrics
     async with AsyncExitStack() as stack:
         spans = stack.enter_context(collecting(settings.otlp_endpoint, "vitwire-sglang-encoder", registry))
         stack.callback(pusher.close)
-        client = await stack.enter_async_context(AsyncClient(settings.target, tls=tls, token=token, timeout=timeout))
+        client = AsyncClient(
+            settings.target,
+            tls=settings.credentials(),
+            token=settings.token,
+            timeout=settings.timeout,
+            output_type=settings.output_type,
+        )
+        await stack.enter_async_context(client)
         adapter = Adapter(settings, Encoder(client, workers, pixels, MAX_ENCODING), media, pusher)
         for close in (fetcher.close, workers.close, adapter.close):
             stack.push_async_callback(close)
