@@ -10,7 +10,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from vitwire import __version__
 from vitwire.shared.telemetry import tracer_provider
 from vitwire_gateway.api_errors import ApiError
-from vitwire_gateway.spans import SPAN, Attributes, Note
+from vitwire_gateway.spans import SPAN, Attributes, Ending, Note
 
 _W3C = TraceContextTextMapPropagator()
 
@@ -44,12 +44,12 @@ class _RequestSpan:
         _W3C.inject(carrier)
         return carrier
 
-    def end(self, name: str, attributes: Attributes, error: str, *, is_fault: bool) -> None:
+    def end(self, ending: Ending) -> None:
         """See Span."""
-        self._span.update_name(name)
-        self._span.set_attributes(attributes)
-        if error:
-            _fail(self._span, error, is_fault=is_fault)
+        self._span.update_name(ending.name)
+        self._span.set_attributes(ending.attributes)
+        if ending.error:
+            _fail(self._span, ending.error, is_fault=ending.is_fault)
         self._span.end()
         SPAN.reset(self._outer)
         context.detach(self._token)

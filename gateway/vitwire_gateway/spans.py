@@ -6,6 +6,7 @@ Without `--otlp-endpoint` there is none, and OpenTelemetry is not imported.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Protocol
 
 Attributes = Mapping[str, str | int | float | bool]
@@ -27,8 +28,8 @@ class Span(Protocol):
         """W3C headers that make the task's current span a parent in another service."""
         ...
 
-    def end(self, name: str, attributes: Attributes, error: str, *, is_fault: bool) -> None:
-        """`name` replaces the first one; `error` is the kind of error, empty for none. `is_fault`: not the caller's."""
+    def end(self, ending: "Ending") -> None:
+        """End it so."""
         ...
 
 
@@ -42,6 +43,35 @@ class Spans(Protocol):
 
 SPAN: ContextVar[Span | None] = ContextVar("span", default=None)
 """Of the request that the current task belongs to."""
+
+
+@dataclass(slots=True)
+class Ending:
+    """How a request ended, for its span."""
+
+    name: str
+    """Replaces the first one."""
+    attributes: dict[str, str | int | float | bool] = field(default_factory=dict)
+    error: str = ""
+    """The kind of error, empty for none."""
+    is_fault: bool = False
+    """The error is not the caller's."""
+
+
+@contextmanager
+def request_span(
+    spans: "Spans | None", name: str, headers: Mapping[str, str], attributes: Attributes
+) -> Iterator[Ending]:
+    """The span of this task's request for the time of the block, which describes its end. `headers`: as for Spans."""
+    ending = Ending(name)
+    if spans is None:
+        yield ending
+        return
+    span = spans.begin(name, headers, attributes)
+    try:
+        yield ending
+    finally:
+        span.end(ending)
 
 
 @contextmanager

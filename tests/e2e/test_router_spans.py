@@ -183,6 +183,24 @@ def test_every_route_has_a_span(
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "provider"),
+    [
+        ("/v1/embeddings", {"input": picture()}, "vitwire"),
+        ("/v1/embeddings", {"input": "data:image/png;base64,AAAA"}, "vitwire"),
+        ("/v1/embeddings", {"input": "a cat"}, "vllm"),
+        ("/v2/embed", {"texts": ["a cat"]}, "vitwire"),
+    ],
+)
+def test_the_provider_is_who_answers(
+    proxy: RouterProcess, collector: Collector, path: str, body: Any, provider: str
+) -> None:
+    trace_id, parent = asked()
+    sent(proxy, path, json.dumps(body).encode(), traceparent=parent)
+    (span,) = trace_of(collector, trace_id)["embeddings"]
+    assert attributes(span)["gen_ai.provider.name"] == provider
+
+
+@pytest.mark.parametrize(
     ("model", "status", "error", "code"),
     [
         ("status-500", 500, "500", Status.STATUS_CODE_ERROR),

@@ -2,6 +2,8 @@
 
 from vitwire_gateway.spans import Attributes, short
 
+VITWIRE = "vitwire"
+"""`gen_ai.provider.name` of what Vitwire answers itself."""
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",

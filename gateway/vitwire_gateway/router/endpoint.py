@@ -6,7 +6,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -14,20 +14,24 @@ import httpx2
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from vitwire_gateway.anthropic.answers import MessageEvents, encoded, error_message_of, event_of
+from vitwire_gateway.anthropic.answers import encoded, error_message_of, event_of
+from vitwire_gateway.anthropic.message_events import MessageEvents
 from vitwire_gateway.anthropic.messages import is_anthropic
 from vitwire_gateway.api_errors import ApiError
+from vitwire_gateway.bodies import is_small
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.metrics import Metrics
 from vitwire_gateway.requests.dialects import Api
-from vitwire_gateway.router.conventions import attributes_of, error_of, name_of
+from vitwire_gateway.router.conventions import VITWIRE, attributes_of, error_of, name_of
 from vitwire_gateway.router.entrance import Admission, Ticket
 from vitwire_gateway.router.llm_engine import Headers, from_transport, is_of_events, returned
-from vitwire_gateway.spans import SPAN, Span, Spans
+from vitwire_gateway.spans import SPAN, Ending, Spans, request_span
 
 logger = logging.getLogger("vitwire.router")
 
 Stage = Literal["receive", "images", "engine", "response"]
+Shorten = Callable[[bytes], Awaitable[bytes]]
+"""`message_events.shortened` in a worker."""
 RouteName = Literal[Api, "embeddings", "proxied"]
 
 _MAX_REQUEST_ID = 128
@@ -52,6 +56,8 @@ class Exchange:
         """If set, the engine gets a chat request, and its answer is translated back."""
         self.model = ""
         """That the request names, for its span; empty if the router does not read it."""
+        self.is_vitwires = False
+        """Vitwire answers it, not the engine."""
         self.first_event: float | None = None
         """When the first bytes of a stream of events arrived, by `time.perf_counter`."""
         self.is_complete = False
@@ -125,10 +131,12 @@ class Exchange:
                 await asyncio.sleep(0)  # whatever others wait for comes before the next chunk
             await self._write(bytes(chunk), more=more)
 
-    async def relay(self, response: httpx2.Response, events: MessageEvents | None = None) -> None:
+    async def relay(
+        self, response: httpx2.Response, events: MessageEvents | None = None, shorten: Shorten | None = None
+    ) -> None:
         """Send the engine's response as it arrives; a stream of events that breaks off ends in one with the error.
 
-        events: translates the stream.
+        events: translates the stream. shorten: called with events that would take long to read.
         """
         self.stage = "response"
         headers = [(b"content-type", b"text/event-stream")] if events else []
@@ -138,8 +146,8 @@ class Exchange:
             async for chunk in cast("httpx2.AsyncByteStream", response.stream):
                 if is_stream and self.first_event is None:
                     self.first_event = time.perf_counter()
-                if events:
-                    await self._translated(events, chunk)
+                if events and shorten:
+                    await self._translated(events, chunk, shorten)
                 else:
                     await self._write(chunk, more=True)
             if events:
@@ -151,10 +159,14 @@ class Exchange:
             await self._write(b"\n\n" + self._event(failure, events), more=True)
         await self._write(b"", more=False)
 
-    async def _translated(self, events: MessageEvents, chunk: bytes) -> None:
-        """Send what follows from a chunk of the engine's stream; others get their turn every 4 KiB."""
+    async def _translated(self, events: MessageEvents, chunk: bytes, shorten: Shorten) -> None:
+        """Send what follows from a chunk of the engine's stream; others get their turn every 4 KiB and large event."""
         for start in range(0, len(chunk), _TRANSLATED_BYTES):
-            if piece := events.fed(chunk[start : start + _TRANSLATED_BYTES]):
+            pieces = [
+                events.following(text if is_small(text) else await shorten(text))
+                for text in events.texts(chunk[start : start + _TRANSLATED_BYTES])
+            ]
+            if piece := b"".join(pieces):
                 await self._write(piece, more=True)
             await asyncio.sleep(0)
 
@@ -203,65 +215,66 @@ class Endpoint:
         exchange = Exchange(scope, receive, send, self.settings.stall_seconds)
         began = time.perf_counter()
         outcome = "done"
-        span = self._span(exchange) if self.spans else None
-        try:
-            exchange.check_head(self.settings.max_header_bytes)
-            async with self.admission.admitted(exchange.request) as ticket:
-                await self.answer(exchange, ticket)
-        except ApiError as error:
-            outcome = error.code
-            upstream = error.code.partition("_")[0]
-            if upstream in _UPSTREAMS:
-                self.metrics.failures.labels(upstream, error.code).inc()
-            await exchange.refuse(error)
-        except ClientDisconnect:
-            outcome = "client disconnected"
-            self.metrics.cancelled.labels(exchange.stage).inc()
-        except asyncio.CancelledError:  # the time to drain is over: the connection is closed by returning
-            outcome = "cut off by shutdown"
-        except Exception:
-            outcome = "internal error"
-            logger.exception("request %s failed", exchange.request_id)
-            await exchange.refuse(ApiError(500, "the router failed; its log has the reason", "internal_error"))
-        finally:
-            self.metrics.answered(self.route, exchange.status)
-            if span:
-                self._end(span, exchange, outcome, began)
-            logger.info(
-                "%s %s %s %d %s images=%d %.1f ms",
-                exchange.request_id,
-                scope["method"],
-                scope["path"].encode("unicode_escape").decode(),
-                exchange.status,
-                outcome,
-                exchange.images,
-                (time.perf_counter() - began) * 1e3,
-            )
+        with self._span(exchange) as ending:
+            try:
+                exchange.check_head(self.settings.max_header_bytes)
+                async with self.admission.admitted(exchange.request) as ticket:
+                    await self.answer(exchange, ticket)
+            except ApiError as error:
+                outcome = error.code
+                upstream = error.code.partition("_")[0]
+                if upstream in _UPSTREAMS:
+                    self.metrics.failures.labels(upstream, error.code).inc()
+                await exchange.refuse(error)
+            except ClientDisconnect:
+                outcome = "client disconnected"
+                self.metrics.cancelled.labels(exchange.stage).inc()
+            except asyncio.CancelledError:  # the time to drain is over: the connection is closed by returning
+                outcome = "cut off by shutdown"
+            except Exception:
+                outcome = "internal error"
+                logger.exception("request %s failed", exchange.request_id)
+                await exchange.refuse(ApiError(500, "the router failed; its log has the reason", "internal_error"))
+            finally:
+                self._ended(exchange, outcome, began, ending)
 
-    def _span(self, exchange: Exchange) -> Span:
-        assert self.spans
+    def _span(self, exchange: Exchange) -> AbstractContextManager[Ending]:
         request = exchange.request
         method, path = request.method, request.scope["path"]
         host, port = request.scope["server"]
         attributes = {
-            **attributes_of(method, path, "vitwire" if self.settings.no_engine else self.settings.engine),
+            **attributes_of(method, path, VITWIRE if self.settings.no_engine else self.settings.engine),
             "vitwire.request_id": exchange.request_id,
             "server.address": host,
             "server.port": port,
         }
-        return self.spans.begin(name_of(method, path), request.headers, attributes)
+        return request_span(self.spans, name_of(method, path), request.headers, attributes)
 
-    def _end(self, span: Span, exchange: Exchange, outcome: str, began: float) -> None:
-        attributes: dict[str, str | int | float] = {"vitwire.images": exchange.images}
+    def _ended(self, exchange: Exchange, outcome: str, began: float, ending: Ending) -> None:
+        """Count and log the request, and describe its end."""
+        method, path = exchange.request.method, exchange.request.scope["path"]
+        self.metrics.answered(self.route, exchange.status)
+        ending.name = name_of(method, path, exchange.model)
+        ending.attributes["vitwire.images"] = exchange.images
         if exchange.status:
-            attributes["http.response.status_code"] = exchange.status
+            ending.attributes["http.response.status_code"] = exchange.status
         if exchange.model:
-            attributes["gen_ai.request.model"] = exchange.model
+            ending.attributes["gen_ai.request.model"] = exchange.model
+        if exchange.is_vitwires:
+            ending.attributes["gen_ai.provider.name"] = VITWIRE
         if exchange.first_event is not None:
-            attributes["gen_ai.response.time_to_first_chunk"] = exchange.first_event - began
-        error, is_fault = error_of(exchange.status, outcome)
-        request = exchange.request
-        span.end(name_of(request.method, request.scope["path"], exchange.model), attributes, error, is_fault=is_fault)
+            ending.attributes["gen_ai.response.time_to_first_chunk"] = exchange.first_event - began
+        ending.error, ending.is_fault = error_of(exchange.status, outcome)
+        logger.info(
+            "%s %s %s %d %s images=%d %.1f ms",
+            exchange.request_id,
+            method,
+            path.encode("unicode_escape").decode(),
+            exchange.status,
+            outcome,
+            exchange.images,
+            (time.perf_counter() - began) * 1e3,
+        )
 
 
 def _request_id(given: str) -> str:

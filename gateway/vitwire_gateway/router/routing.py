@@ -12,9 +12,10 @@ import httpx2
 from anyio.to_thread import run_sync
 
 from vitwire_gateway import spans
-from vitwire_gateway.anthropic.answers import MessageEvents, answer_of
+from vitwire_gateway.anthropic.answers import answer_of
+from vitwire_gateway.anthropic.message_events import MessageEvents, shortened
 from vitwire_gateway.api_errors import ApiError
-from vitwire_gateway.bodies import read_body
+from vitwire_gateway.bodies import is_small, read_body
 from vitwire_gateway.embeddings.embedding_answers import Answer, vectors_of
 from vitwire_gateway.embeddings.embedding_requests import EmbeddingRequest
 from vitwire_gateway.fairness import Caller, Turns
@@ -34,10 +35,8 @@ logger = logging.getLogger("vitwire.router")
 
 _PROXIED = ("/v1", "/tokenize", "/detokenize", "/version", "/pooling", "/classify", "/score", "/rerank")
 """Paths that are passed on, with those under them: the engine's API, not its administration."""
-_SMALL_ANSWER = 64 << 10
-"""Bytes of an answer that is translated at once."""
 _MAX_EVENT = 1 << 20
-"""Bytes of an event that is translated, which takes about 10 ms."""
+"""Bytes of an event that is translated, which takes about 10 ms if they are few values."""
 Check = Callable[[bool], Awaitable[None]]
 """Called before a response that may lack images is passed on; with whether it is an error. Raises ApiError."""
 
@@ -65,6 +64,7 @@ class Router:
 
     async def embeddings(self, api: EmbeddingApi, exchange: Exchange, ticket: Ticket) -> None:
         """Embeddings: of images, or the engine's."""
+        exchange.is_vitwires = True
         try:
             _check_posted(exchange)
         except ApiError:
@@ -174,6 +174,7 @@ class Router:
     ) -> None:
         """Send the request to the engine, and its response to the caller."""
         exchange.stage = "engine"
+        exchange.is_vitwires = False
         request = exchange.request
         changed: dict[bytes, bytes | None] = {b"x-request-id": exchange.request_id.encode()}
         if as_json:
@@ -203,22 +204,24 @@ class Router:
         if response.headers.get("content-encoding", "identity") != "identity":
             raise ApiError(502, "the engine compressed its answer, though it was asked not to", "engine_failed")
         if status == 200 and is_of_events(response):
-            await exchange.relay(response, MessageEvents(_MAX_EVENT))
+            shorten = partial(self._in_worker, ticket.caller, shortened)
+            await exchange.relay(response, MessageEvents(_MAX_EVENT), shorten)
             return
         if status < 400 and status != 200:
             raise ApiError(502, f"the engine answered a chat completion with status {status}", "engine_failed")
         body = await whole(response, self.settings.max_body_bytes, ticket.bytes.take)
         exchange.stage = "response"
-        answer = await self._answer(ticket.caller, body, status)
+        if is_small(body):
+            answer = answer_of(body, status)
+        else:
+            answer = await self._in_worker(ticket.caller, answer_of, body, status)
         await exchange.respond(status, returned(response, with_content=False), answer)
 
-    async def _answer(self, caller: Caller, body: bytes, status: int) -> bytes:
-        """As `answer_of`; a long answer is read in a worker."""
-        if len(body) <= _SMALL_ANSWER:
-            return answer_of(body, status)
+    async def _in_worker(self, caller: Caller, job: Callable[..., bytes], body: bytes, *arguments: object) -> bytes:
+        """`job(body, *arguments)`, which reads what the engine sent. Raises ApiError."""
         try:
             most = 4 * len(body) + _MAX_EVENT
-            return bytes(await self.images.encoder.workers.run(caller, answer_of, body, most, status))
+            return bytes(await self.images.encoder.workers.run(caller, job, body, most, *arguments))
         except ApiError as error:
             if error.status != 400:
                 raise

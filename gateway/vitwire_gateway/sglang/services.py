@@ -24,7 +24,7 @@ from vitwire_gateway.fairness import Budget, Caller, host_name
 from vitwire_gateway.gateway_settings import SglangSettings
 from vitwire_gateway.sglang.adapter import Adapter
 from vitwire_gateway.sglang.posted import Kind, read
-from vitwire_gateway.spans import Attributes, Spans
+from vitwire_gateway.spans import Attributes, Spans, request_span
 from vitwire_gateway.workers import Workers
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -71,7 +71,7 @@ def http_app(
                 return Response(status_code=499)
             return JSONResponse(None)
 
-        return Route(path, _traced(path, endpoint, spans) if spans else endpoint, methods=["POST"])
+        return Route(path, _traced(path, endpoint, spans), methods=["POST"])
 
     return Starlette(
         routes=[
@@ -85,21 +85,21 @@ def http_app(
     )
 
 
-def _traced(path: str, endpoint: Endpoint, spans: Spans) -> Endpoint:
+def _traced(path: str, endpoint: Endpoint, spans: Spans | None) -> Endpoint:
     """The endpoint, each of whose requests has a span."""
     name = f"POST {path}"
     known: Attributes = {"http.request.method": "POST", "http.route": path, "url.path": path, "url.scheme": "http"}
 
     async def traced(request: Request) -> Response:
-        span = spans.begin(name, request.headers, known)
         status = 500
-        try:
-            response = await endpoint(request)
-            status = response.status_code
-            return response
-        finally:
-            error = str(status) if status >= 400 else ""
-            span.end(name, {"http.response.status_code": status}, error, is_fault=status >= 500)
+        with request_span(spans, name, request.headers, known) as ending:
+            try:
+                response = await endpoint(request)
+                status = response.status_code
+                return response
+            finally:
+                ending.attributes["http.response.status_code"] = status
+                ending.error, ending.is_fault = str(status) if status >= 400 else "", status >= 500
 
     return traced
 
@@ -110,22 +110,20 @@ def grpc_server(adapter: Adapter, workers: Workers, settings: SglangSettings, sp
     async def answered(body: bytes, method: str, kind: Kind, context: Context) -> None:
         caller = Caller.of(_host(context.peer()))
         name = f"{_SERVICE}/{method}"
-        span = spans.begin(name, _headers(context), {"rpc.system.name": "grpc", "rpc.method": name}) if spans else None
         code = grpc.StatusCode.INTERNAL
-        try:
-            await adapter.serve(await read(workers, caller, body, "message", kind), caller)
-            code = grpc.StatusCode.OK
-        except ApiError as error:
-            code = _CODES.get(error.status, code)
-            await context.abort(code, str(error))
-        except asyncio.CancelledError:
-            code = grpc.StatusCode.CANCELLED
-            raise
-        finally:
-            if span:
-                error_type = "" if code is grpc.StatusCode.OK else code.name
-                attributes = {"rpc.response.status_code": code.name}
-                span.end(name, attributes, error_type, is_fault=code in _FAULTS)
+        with request_span(spans, name, _headers(context), {"rpc.system.name": "grpc", "rpc.method": name}) as ending:
+            try:
+                await adapter.serve(await read(workers, caller, body, "message", kind), caller)
+                code = grpc.StatusCode.OK
+            except ApiError as error:
+                code = _CODES.get(error.status, code)
+                await context.abort(code, str(error))
+            except asyncio.CancelledError:
+                code = grpc.StatusCode.CANCELLED
+                raise
+            finally:
+                ending.attributes["rpc.response.status_code"] = code.name
+                ending.error, ending.is_fault = "" if code is grpc.StatusCode.OK else code.name, code in _FAULTS
 
     async def encode(body: bytes, context: Context) -> pb.EncodeResponse:
         await answered(body, "Encode", "part", context)

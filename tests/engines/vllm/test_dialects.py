@@ -27,8 +27,9 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from vitwire import Embedding, Model, Report
 from vitwire.integrations.vllm import image_part, reference_part
-from vitwire_gateway.anthropic.answers import MessageEvents, message_of, translated_error
+from vitwire_gateway.anthropic.answers import message_of, translated_error
 from vitwire_gateway.anthropic.chat_requests import chat_request
+from vitwire_gateway.anthropic.message_events import MessageEvents
 from vitwire_gateway.openai import chat, responses
 from vitwire_gateway.requests.filling import cut, filled
 
@@ -296,13 +297,17 @@ def events(text: str) -> list[Json]:
     return found
 
 
+def fed(events: MessageEvents, content: bytes) -> bytes:
+    return b"".join(map(events.following, events.texts(content)))
+
+
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.parametrize("size", [1, 7, 1 << 20])
 def test_streams_are_those_of_vllm(name: str, size: int) -> None:
     dumped = [ChatCompletionStreamResponse.model_validate(each) for each in STREAMS[name]]
     text = "".join(f"data: {each.model_dump_json(exclude_unset=True)}\n\n" for each in dumped) + "data: [DONE]\n\n"
     content, translated = text.encode(), MessageEvents(1 << 20)
-    ours = b"".join(translated.fed(content[at : at + size]) for at in range(0, len(content), size))
+    ours = b"".join(fed(translated, content[at : at + size]) for at in range(0, len(content), size))
     ours += translated.ended()
     assert plain(events(ours.decode())) == plain(asyncio.run(stream_of_vllm(STREAMS[name])))
 
@@ -314,6 +319,6 @@ def test_errors_are_those_of_vllm(code: int) -> None:
     dumped = [ChatCompletionStreamResponse.model_validate(each).model_dump_json(exclude_unset=True) for each in given]
     translated = MessageEvents(1 << 20)
     text = "".join(f"data: {each}\n\n" for each in [*dumped, error.model_dump_json()]) + "data: [DONE]\n\n"
-    ours = events((translated.fed(text.encode()) + translated.ended()).decode())
+    ours = events((fed(translated, text.encode()) + translated.ended()).decode())
     assert plain(ours) == plain(asyncio.run(stream_of_vllm([*given, error])))
     assert translated_error(code, error.model_dump_json().encode()) == ours[-1]
