@@ -36,8 +36,8 @@ from vitwire.model import Model
 class Client(BaseClient[Transport]):
     """A connection to an encoder service. Thread-safe: share one, and close it when done.
 
-    target: `host:port`, `dns:///name:port` (balanced over all addresses of the name) or `unix:path`; by default, the
-        environment variable VITWIRE_TARGET.
+    target: `host:port`, `dns:///name:port` (balanced over all addresses of the name) or `unix:path`; without a port,
+        50051. By default, the environment variable VITWIRE_TARGET.
     tls: True for TLS with the system's root certificates, a PEM file of root certificates, or gRPC channel credentials
         (from `grpc.ssl_channel_credentials`, for a client certificate); no TLS by default.
     token: bearer token, sent with every request, or a function that returns it, called for each request.

@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 
 import grpc
 
+from vitwire.shared.named_files import tls_of
+
 Engine = Literal["vllm", "sglang"]
 Mode = Literal["inline", "reference"]
 OnFailure = Literal["error", "engine"]
@@ -35,7 +37,9 @@ class GatewaySettings:
 
     host: Annotated[str, Flag("address to listen on")] = "127.0.0.1"
     port: Annotated[int, Flag("port to listen on; 0 picks a free one and prints it", 0, _MAX_PORT)] = 8080
-    target: Annotated[str, Flag("the encoder: host:port, dns:///name:port or unix:path")] = "127.0.0.1:50051"
+    target: Annotated[str, Flag("the encoder: host:port, dns:///name:port or unix:path; without a port, 50051")] = (
+        "127.0.0.1:50051"
+    )
     token: Annotated[str | None, Flag("bearer token for the encoder")] = None
     tls: Annotated[bool, Flag("use TLS to the encoder, with the system's root certificates unless --ca is set")] = False
     ca: Annotated[Path | None, Flag("root certificates of the encoder, PEM; implies --tls")] = None
@@ -79,12 +83,9 @@ class GatewaySettings:
             return "the encoder refused the token of --token"
         return f"the encoder requires a token: set --token or {self.prefix}TOKEN"
 
-    def credentials(self) -> grpc.ChannelCredentials | None:
-        """For TLS to the encoder. Raises OSError if a file cannot be read."""
-        if not (self.tls or self.ca or self.cert):
-            return None
-        ca, key, cert = (path.read_bytes() if path else None for path in (self.ca, self.key, self.cert))
-        return grpc.ssl_channel_credentials(ca, key, cert)
+    def encoder_tls(self) -> bool | Path | grpc.ChannelCredentials:
+        """TLS to the encoder. Raises ValueError for a file that cannot be used."""
+        return tls_of(tls=self.tls, ca=self.ca, cert=self.cert, key=self.key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

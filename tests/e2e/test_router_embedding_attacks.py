@@ -32,12 +32,6 @@ def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
         yield process
 
 
-@pytest.fixture(scope="module")
-def proxy(server: ServerProcess) -> Iterator[RouterProcess]:
-    with router(server.target, None) as process:
-        yield process
-
-
 def pictures(number: int, seed: int = 0) -> Json:
     return {"input": [picture(seed=seed + each) for each in range(number)]}
 
@@ -176,15 +170,15 @@ def test_requests_that_wait_for_a_silent_encoder() -> None:
 def test_an_encoder_with_new_weights() -> None:
     """No answer has vectors of two models."""
     fake = Fake()
-    encode = fake.EncodeStream
+    encode = fake.Encode
 
-    def change(requests, context):  # noqa: ANN001, ANN202
+    def change(request, context):  # noqa: ANN001, ANN202
         if fake.fingerprint != "new":
             fake.fingerprint = "new"
             time.sleep(2.1)  # the router asks for the model again after 2 s
-        return encode(requests, context)
+        return encode(request, context)
 
-    fake.EncodeStream = change  # type: ignore[method-assign]
+    fake.Encode = change  # type: ignore[method-assign]
     with serving_fake(fake) as encoder, router(encoder.target, None, "--max-encoding", "1") as proxy:
         with caller(proxy, HONEST) as client:
             answer = client.post(EMBEDDINGS, json=pictures(2))

@@ -34,19 +34,6 @@ def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def proxy(server: ServerProcess) -> Iterator[RouterProcess]:
-    """Without an engine."""
-    with router(server.target, None, "--max-images", "32") as process:
-        yield process
-
-
-@pytest.fixture
-def client(proxy: RouterProcess) -> Iterator[OpenAI]:
-    with client_of(proxy) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
 def beside(server: ServerProcess, stand_in: EngineProcess) -> Iterator[RouterProcess]:
     """A router with an engine."""
     with router(server.target, stand_in.url) as process:

@@ -50,19 +50,6 @@ def server(checkpoint: Path) -> Iterator[ServerProcess]:
         yield process
 
 
-@pytest.fixture(scope="module")
-def proxy(server: ServerProcess) -> Iterator[RouterProcess]:
-    """Without an engine."""
-    with router(server.target, None, "--max-images", "32") as process:
-        yield process
-
-
-@pytest.fixture
-def client(proxy: RouterProcess) -> Iterator[OpenAI]:
-    with client_of(proxy) as one:
-        yield one
-
-
 @pytest.fixture
 def co(proxy: RouterProcess) -> Iterator[cohere.ClientV2]:
     with cohere_of(proxy) as one:

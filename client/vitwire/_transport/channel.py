@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import IPv4Address, IPv6Address
@@ -27,8 +28,10 @@ ChannelOptions = tuple[tuple[str, int | str], ...]
 
 SERVICE = "vitwire.v1.EncoderService"
 VARIABLE = "VITWIRE_TARGET"
+PORT = 50051
+"""On which servers listen unless `--port` says otherwise."""
 _MAX_PORT = 65535
-_FORMS = "expected host:port, dns:///name:port, ipv4:address:port,address:port or unix:path"
+_FORMS = f"expected host:port, dns:///name:port, ipv4:address:port,address:port or unix:path; default port: {PORT}"
 
 REASON_SECONDS = 1.0
 """Seconds to find out why no server is ready."""
@@ -174,26 +177,29 @@ def routed_options() -> ChannelOptions:
 
 
 def checked_target(target: str | None) -> str:
-    """The target; default: the environment variable. Raises ValueError if it is missing or invalid."""
+    """The target, with the usual port of servers if it has none; default: the environment variable.
+
+    Raises ValueError if it is missing or invalid.
+    """
     if target is None:
         target = os.environ.get(VARIABLE, "")
         if not target:
-            raise ValueError(f"no target: pass one, such as 'localhost:50051', or set {VARIABLE}")
+            raise ValueError(f"no target: pass one, such as 'localhost:{PORT}', or set {VARIABLE}")
     scheme, _, rest = target.partition(":")
     if scheme in ("http", "https"):
         raise ValueError(f"target {target!r} is a URL; {_FORMS}")
     if scheme in ("ipv4", "ipv6"):
-        for address in rest.split(","):
-            _check_address(target, scheme, address)
-    elif scheme == "dns":
-        _check_name(target, rest.rpartition("/")[2] if rest.startswith("//") else rest)
-    elif rest.count(":") == 0 and not rest.startswith("/") and scheme not in ("unix", "unix-abstract", "xds"):
-        _check_name(target, target)
-    return target
+        return f"{scheme}:{','.join(_checked_address(target, scheme, address) for address in rest.split(','))}"
+    if scheme == "dns":
+        authority, slash, name = rest.rpartition("/") if rest.startswith("//") else ("", "", rest)
+        return f"dns:{authority}{slash}{_checked_name(target, name)}"
+    if scheme in ("unix", "unix-abstract", "xds") or rest.startswith("/"):
+        return target
+    return _checked_name(target, target)
 
 
-def _check_address(target: str, scheme: str, address: str) -> None:
-    host, colon, port = address.rpartition(":")
+def _checked_address(target: str, scheme: str, address: str) -> str:
+    host, port = _divided(address)
     try:
         if scheme == "ipv4":
             IPv4Address(host)
@@ -201,16 +207,30 @@ def _check_address(target: str, scheme: str, address: str) -> None:
             IPv6Address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
         wrong = f"{host!r} is not an {scheme} address; for a name use dns:///name:port"
-        raise ValueError(f"target {target!r}: {wrong if colon else f'{address!r} has no port'}") from None
-    _check_port(target, port)
+        raise ValueError(f"target {target!r}: {wrong}") from None
+    return _with_port(target, host, port)
 
 
-def _check_name(target: str, address: str) -> None:
-    host, colon, port = address.rpartition(":")
-    if not (host or not colon) or not address:
+def _checked_name(target: str, address: str) -> str:
+    host, port = _divided(address)
+    if not host:
         raise ValueError(f"target {target!r} has no host; {_FORMS}")
-    if colon and not host.startswith("[") and ":" not in host:
-        _check_port(target, port)
+    return _with_port(target, host, port)
+
+
+def _divided(address: str) -> tuple[str, str | None]:
+    """Host and port; an IPv6 address gets brackets."""
+    with suppress(ValueError):
+        return f"[{IPv6Address(address)}]", None
+    host, colon, port = address.rpartition(":")
+    return (host, port) if colon and not port.endswith("]") else (address, None)
+
+
+def _with_port(target: str, host: str, port: str | None) -> str:
+    if port is None:
+        return f"{host}:{PORT}"
+    _check_port(target, port)
+    return f"{host}:{port}"
 
 
 def _check_port(target: str, port: str) -> None:

@@ -9,16 +9,20 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_type_hints
 
-import grpc
 import typer
 
 from vitwire import AsyncClient, Client, DType, Model, Priority, Unauthenticated, VitwireError
 from vitwire._transport.attempts import MAX_RETRIES
+from vitwire._transport.channel import PORT
 from vitwire._transport.connections import CONNECTIONS
+from vitwire.shared.named_files import tls_of
 
 Target = Annotated[
     str,
-    typer.Option(envvar="VITWIRE_TARGET", help="Address of the service: host:port, dns:///name:port or unix:path."),
+    typer.Option(
+        envvar="VITWIRE_TARGET",
+        help=f"Address of the service: host:port, dns:///name:port or unix:path; without a port, {PORT}.",
+    ),
 ]
 Token = Annotated[str | None, typer.Option(envvar="VITWIRE_TOKEN", help="Bearer token.")]
 Tls = Annotated[bool, typer.Option("--tls", help="Use TLS, with the system's root certificates unless --ca is set.")]
@@ -29,7 +33,7 @@ Timeout = Annotated[float, typer.Option(min=0.001, help="Timeout of each request
 Wait = Annotated[bool, typer.Option("--wait", help="Wait up to 10 minutes for the server to start and load its model.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")]
 
-DEFAULT_TARGET = "127.0.0.1:50051"
+DEFAULT_TARGET = f"127.0.0.1:{PORT}"
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells: 128 + SIGINT."""
 _WAIT_SECONDS = 600.0
@@ -79,15 +83,8 @@ class Connection:
     def _arguments(self) -> Mapping[str, Any]:
         """Of a client, after the target."""
         names = ("token", "timeout", "max_retries", "connections", "output_type", "priority")
-        return {name: getattr(self, name) for name in names} | {"tls": self._tls(), "wait_for_ready": self.wait}
-
-    def _tls(self) -> bool | Path | grpc.ChannelCredentials:
-        if (self.cert is None) != (self.key is None):
-            raise ValueError("--cert and --key must be set together")
-        if self.cert is None:
-            return self.ca or self.tls
-        ca, key, cert = (path.read_bytes() if path else None for path in (self.ca, self.key, self.cert))
-        return grpc.ssl_channel_credentials(ca, key, cert)
+        tls = tls_of(tls=self.tls, ca=self.ca, cert=self.cert, key=self.key)
+        return {name: getattr(self, name) for name in names} | {"tls": tls, "wait_for_ready": self.wait}
 
 
 @dataclass(frozen=True, slots=True)

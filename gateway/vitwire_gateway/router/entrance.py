@@ -3,13 +3,14 @@
 import hashlib
 import hmac
 import logging
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from starlette.requests import Request
 
+from vitwire.shared.named_files import naming
 from vitwire_gateway.anthropic.messages import is_anthropic
 from vitwire_gateway.api_errors import ApiError, overloaded
 from vitwire_gateway.fairness import Budget, Caller, Holding, host_name
@@ -33,7 +34,7 @@ class ApiKeys:
         self._seen: tuple[int, int, int] | None = None
         self._digests: list[bytes] = []
         self._failure = ""
-        with _naming(_FLAG, file):
+        with naming(_FLAG, file):
             self._refresh()
 
     def check(self, authorization: str | None, expected: str = _BEARER) -> str:
@@ -54,7 +55,7 @@ class ApiKeys:
     def _follow(self) -> None:
         """A file that cannot be used leaves the keys as they are."""
         try:
-            with _naming(_FLAG, self._file):
+            with naming(_FLAG, self._file):
                 self._refresh()
             self._failure = ""
         except ValueError as error:
@@ -97,19 +98,8 @@ def engine_key_of(settings: RouterSettings) -> str | None:
     file = settings.engine_api_key_file
     if file is None:
         return None
-    with _naming("--engine-api-key-file", file):
+    with naming("--engine-api-key-file", file):
         return read_keys(file)[0]
-
-
-@contextmanager
-def _naming(flag: str, file: Path) -> Iterator[None]:
-    """Errors in the block become ValueError with the flag and the file."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"{flag} {file}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ValueError(f"{flag} {file}: {error}") from error
 
 
 def _digest(key: str) -> bytes:

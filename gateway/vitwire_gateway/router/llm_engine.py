@@ -1,14 +1,13 @@
 """The engine's HTTP server. Requests and responses pass without cookies, redirects, decompression or buffering."""
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import cast
 
 import httpx2
 
+from vitwire.shared.named_files import trusting
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.requests.filling import Filled
@@ -31,7 +30,7 @@ class Engine:
     """Sends requests to the engine."""
 
     def __init__(self, settings: RouterSettings) -> None:
-        """Raises OSError or ValueError for a file without certificates."""
+        """Raises ValueError for a file without certificates."""
         self._base = httpx2.URL(settings.engine_url.rstrip("/"))
         port = self._base.port or (443 if self._base.scheme == "https" else 80)
         self._address: Attributes = {"server.address": self._base.host, "server.port": port}
@@ -40,7 +39,7 @@ class Engine:
         connect, wait = settings.engine_connect_seconds, settings.engine_seconds
         self._timeouts: dict[str, float | None] = {"connect": connect, "read": wait, "write": wait, "pool": None}
         self._transport = httpx2.AsyncHTTPTransport(
-            verify=_trusting(settings.engine_ca),
+            verify=trusting("--engine-ca", ca) if (ca := settings.engine_ca) else httpx2.create_ssl_context(),
             limits=httpx2.Limits(keepalive_expiry=_IDLE_SECONDS),
             retries=1,  # of connecting, never of a request
         )
@@ -122,16 +121,6 @@ async def _pieces(body: Filled) -> AsyncIterator[bytes]:
     """A request as it is sent; other requests get their turn between pieces."""
     for piece in body:
         yield bytes(piece)
-
-
-def _trusting(ca: Path | None) -> ssl.SSLContext:
-    """TLS that trusts the certificates in a file, or the usual ones. Raises OSError or ValueError for a bad file."""
-    if ca is None:
-        return httpx2.create_ssl_context()
-    try:
-        return ssl.create_default_context(cadata=ca.read_text("ascii"))
-    except (ssl.SSLError, UnicodeError) as error:
-        raise ValueError(f"--engine-ca {ca}: no certificates in PEM: {error}") from error
 
 
 def forwarded(headers: Iterable[tuple[bytes, bytes]], *, without: Iterable[bytes] = ()) -> Headers:

@@ -50,7 +50,7 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
     """The application. Raises ValueError for settings, and OSError for files, that cannot be used."""
     client = AsyncClient(
         settings.target,
-        tls=settings.credentials(),
+        tls=settings.encoder_tls(),
         token=settings.token,
         timeout=settings.encoder_wait,
         max_retries=settings.encoder_retries,

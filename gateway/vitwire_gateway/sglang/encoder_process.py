@@ -67,7 +67,7 @@ async def _serve(settings: SglangSettings) -> None:
         stack.callback(pusher.close)
         client = AsyncClient(
             settings.target,
-            tls=settings.credentials(),
+            tls=settings.encoder_tls(),
             token=settings.token,
             timeout=settings.timeout,
             output_type=settings.output_type,

@@ -8,6 +8,7 @@ from urllib.parse import unquote, urlparse
 from anyio.to_thread import run_sync
 
 from vitwire.items import Modality
+from vitwire.shared.named_files import naming
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.gateway_settings import SglangSettings
 from vitwire_gateway.images.fetching import Fetcher
@@ -23,10 +24,10 @@ class Media:
     """Reads files within the limits of settings: URLs by the fetcher, the rest in threads."""
 
     def __init__(self, settings: SglangSettings, fetcher: Fetcher) -> None:
-        """Raises OSError for a folder that does not exist."""
+        """Raises ValueError for a folder that does not exist."""
         self._fetcher = fetcher
         self._max_bytes = settings.max_image_bytes
-        self._folders = tuple(folder.resolve(strict=True) for folder in settings.allow_image_folder)
+        self._folders = tuple(map(_resolved, settings.allow_image_folder))
 
     async def image(self, source: str, modality: Modality = "image") -> ImageFile:
         """The file of one image or clip. Raises ApiError."""
@@ -89,3 +90,8 @@ class Media:
 
 def _opened(path: str, flags: int) -> int:
     return opened_regular(path, flags | os.O_NOFOLLOW)
+
+
+def _resolved(folder: Path) -> Path:
+    with naming("--allow-image-folder", folder):
+        return folder.resolve(strict=True)

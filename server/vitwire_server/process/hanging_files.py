@@ -52,7 +52,8 @@ async def read_at_start(flags: str, read: Callable[[], T]) -> T:
     except TimeoutError:
         raise UsageError(f"{flags}: no answer from the file system for {_SILENT_SECONDS:g} s") from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{flags}: {error}") from error
+        text = str(error)
+        raise UsageError(text if text.startswith("--") else f"{flags}: {text}") from error
 
 
 async def refresh_for_ever(flags: str, refresh: Callable[[], None]) -> None:

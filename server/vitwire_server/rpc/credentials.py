@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import grpc
 
+from vitwire.shared.named_files import naming
 from vitwire_server.core.files import read_regular
 from vitwire_server.rpc.grpc_types import Context, Continuation, RpcHandler
 
@@ -74,7 +75,7 @@ class Certificates(WatchedFiles):
     ) -> None:
         """With `client_ca`, clients must have a certificate that it signed. Reads the files.
 
-        Raises OSError or ValueError.
+        Raises ValueError with the flag and the file that cannot be used.
 
         `on_load` gets the Unix time at which the server's certificate expires, at each reading of the files.
         """
@@ -109,19 +110,17 @@ class Certificates(WatchedFiles):
         return renewed
 
     def _load(self) -> grpc.ServerCertificateConfiguration:
-        pairs = [(read_regular(self._key, _MOST_BYTES), read_regular(self._cert, _MOST_BYTES))]
-        roots = read_regular(self._client_ca, _MOST_BYTES) if self._client_ca else None
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
+        with naming("--tls-key", self._key):
+            key = read_regular(self._key, _MOST_BYTES)
+        with naming("--tls-cert", self._cert):
+            pairs = [(key, read_regular(self._cert, _MOST_BYTES))]
+        context, roots = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), None
+        with naming(f"--tls-cert {self._cert} --tls-key", self._key):
             context.load_cert_chain(self._cert, self._key, password="")
-        except ssl.SSLError as error:
-            what = f"{self._cert} and {self._key} are not a certificate and its unencrypted key"
-            raise ValueError(f"{what}: {error}") from None
         if self._client_ca:
-            try:
+            with naming("--tls-client-ca", self._client_ca):
+                roots = read_regular(self._client_ca, _MOST_BYTES)
                 context.load_verify_locations(self._client_ca)
-            except ssl.SSLError as error:
-                raise ValueError(f"{self._client_ca} contains no certificate: {error}") from None
         # ssl has no other way to read the end of the first certificate
         fields = ssl._ssl._test_decode_cert(str(self._cert))  # type: ignore[attr-defined]  # noqa: SLF001
         self._on_load(ssl.cert_time_to_seconds(fields["notAfter"]))

@@ -4,6 +4,7 @@ import base64
 import gzip
 import io
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from vitwire import AsyncClient, Client, InvalidItem, Item
 from vitwire._arguments import image_items
 from vitwire._inputs import sources
 from vitwire._inputs.sources import file_bytes, loaded
+from vitwire._transport.channel import checked_target
 
 __all__ = ["running"]  # the fixture
 
@@ -202,3 +204,32 @@ def test_a_missing_target_is_a_clear_error(kind: Any, monkeypatch: pytest.Monkey
     monkeypatch.setenv("VITWIRE_TARGET", "http://host:5")
     with pytest.raises(ValueError, match="is a URL"):
         kind()
+
+
+@pytest.mark.parametrize(
+    ("target", "meant"),
+    [
+        ("localhost", "localhost:50051"),
+        ("localhost:1", "localhost:1"),
+        ("::1", "[::1]:50051"),
+        ("[::1]", "[::1]:50051"),
+        ("[::1]:7", "[::1]:7"),
+        ("dns:///encoder.pool", "dns:///encoder.pool:50051"),
+        ("dns://8.8.8.8/encoder:5", "dns://8.8.8.8/encoder:5"),
+        ("ipv4:10.0.0.1:5,10.0.0.2", "ipv4:10.0.0.1:5,10.0.0.2:50051"),
+        ("ipv6:[::1]", "ipv6:[::1]:50051"),
+        ("unix:/run/vitwire", "unix:/run/vitwire"),
+        ("xds:///encoder", "xds:///encoder"),
+    ],
+)
+def test_a_target_without_a_port_means_the_usual_one(target: str, meant: str) -> None:
+    """gRPC would try port 443."""
+    assert checked_target(target) == meant
+
+
+@pytest.mark.parametrize(
+    "target", [":5", "localhost:", "[::1]:x", "dns:///", "dns:///:5", "ipv4:x", "ipv4:", "h:99999"]
+)
+def test_a_malformed_target_is_refused(target: str) -> None:
+    with pytest.raises(ValueError, match=f"target '{re.escape(target)}'"):
+        checked_target(target)

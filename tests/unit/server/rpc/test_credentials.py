@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from vitwire_server.rpc.credentials import Tokens, WatchedFiles
+from certificates import Authority
+from vitwire_server.rpc.credentials import Certificates, Tokens, WatchedFiles
 
 ALICE, BOB, CAROL = "alice-0123456789abcdef", "bob-0123456789abcdef", "carol-0123456789abcdef"
 
@@ -102,3 +103,15 @@ def test_a_changed_file_is_read_once(tmp_path: Path) -> None:
     os.utime(file, ns=(1, 1))
     watched.refresh()
     assert watched.count == 2
+
+
+@pytest.mark.parametrize("flag", ["--tls-cert", "--tls-key", "--tls-client-ca"])
+@pytest.mark.parametrize("content", [None, b"no PEM"])
+def test_an_unusable_file_is_named_with_its_flag(tmp_path: Path, flag: str, content: bytes | None) -> None:
+    authority, bad = Authority(tmp_path / "own"), tmp_path / "bad.pem"
+    own = authority.issue()
+    if content:
+        bad.write_bytes(content)
+    files = {"--tls-cert": own.cert, "--tls-key": own.key, "--tls-client-ca": authority.root} | {flag: bad}
+    with pytest.raises(ValueError, match=rf"{flag} {bad}\b"):
+        Certificates(*files.values())
