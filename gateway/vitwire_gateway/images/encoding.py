@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 _MODEL_SECONDS = 2.0
 """Less than a server takes to restart, so that its new weights never get content ids of the old ones."""
+_MAX_CLIPS = 1000
+"""Whose seconds of frames are kept."""
 _NO_TIMES = "the file does not say how many frames a second has"
 
 
@@ -85,6 +87,8 @@ class Encoder:
         self._max_pixels = max_pixels
         self._turns = Turns(max_encoding)
         self.caller = Caller.of("anybody")
+        self._seconds: dict[str, Sequence[float]] = {}
+        """Of the frames of clips, by content id; all requests share it."""
         self.stores: dict[bytes, asyncio.Task[str]] = {}
         """Files that are being stored, by digest."""
 
@@ -177,10 +181,12 @@ class Encoder:
                 message = "the encoder keeps no embeddings: --mode reference needs --cache-bytes on every server"
                 raise ApiError(502, message, "encoder_without_cache")
             content_id = content_id_of(image.digest, model)
-            if image.modality == "image":  # the seconds of a clip's frames come only if its file is sent
+            # The server says the seconds of a clip's frames only if it gets the file.
+            known = () if image.modality == "image" else self._seconds.get(content_id)
+            if known is not None:
                 with suppress(NotCached):
-                    (stored,) = await self.client.store([Item(content_id=content_id)])
-                    accepted.set_result(Referenced(content_id, stored.grid, model))
+                    (stored,) = await self.client.store([Item(content_id=content_id, modality=image.modality)])
+                    accepted.set_result(Referenced(content_id, stored.grid, model, known))
                     return content_id
             item = replace(await self._item(image, model), content_id=content_id)
             async with aclosing(self.client.iter_store([item])) as answers:
@@ -189,8 +195,15 @@ class Encoder:
                         raise answer from None
                     seconds = _frame_seconds(image, answer)
                     if seconds is not None and not accepted.done():
+                        self._remember(content_id, seconds)
                         accepted.set_result(Referenced(content_id, answer.grid, model, seconds))
         return content_id
+
+    def _remember(self, content_id: str, seconds: Sequence[float]) -> None:
+        if seconds:
+            self._seconds[content_id] = seconds
+            if len(self._seconds) > _MAX_CLIPS:
+                del self._seconds[next(iter(self._seconds))]
 
     async def _item(self, image: ImageFile, model: Model) -> Item:
         """The only place where a file becomes an item: as it is, once its header is known."""

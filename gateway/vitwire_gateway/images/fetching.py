@@ -6,6 +6,7 @@ rebinding) gains nothing. Redirects are followed by hand, each checked like the 
 
 import asyncio
 import ipaddress
+import logging
 import socket
 from collections.abc import Callable, Iterable
 
@@ -15,7 +16,9 @@ import httpx2
 from vitwire_gateway.api_errors import ApiError, invalid
 from vitwire_gateway.gateway_settings import GatewaySettings
 from vitwire_gateway.images.image_hosts import AllowedHost, Network, is_permitted, parse_networks
-from vitwire_gateway.spans import stage
+from vitwire_gateway.spans import short, stage
+
+logger = logging.getLogger("vitwire.images")
 
 Hold = Callable[[int], None]
 """Takes memory for bytes; raises ApiError if there is none left."""
@@ -76,13 +79,25 @@ class Fetcher:
         )
 
     async def fetch(self, url: str, param: str | None, hold: Hold | None = None) -> bytes:
-        """The file at the URL. Raises ApiError; `hold`, called as bytes arrive, may too."""
+        """The file at the URL. Raises ApiError; `hold`, called as bytes arrive, may too. A failure is logged."""
         if not self._hosts:
             raise invalid(_NO_URLS, param, "image_url_refused")
         try:
+            return await self._fetched(url, param, hold or (lambda _: None))
+        except ApiError as error:
+            if error.status == 400:
+                logger.warning("%s: %s", _origin(url), str(error).encode("unicode_escape").decode())
+            raise
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._pool.aclose()
+
+    async def _fetched(self, url: str, param: str | None, hold: Hold) -> bytes:
+        try:
             with stage("fetch", is_call=True) as note:
                 async with asyncio.timeout(self._seconds):
-                    image = await self._follow(url, param, hold or (lambda _: None))
+                    image = await self._follow(url, param, hold)
                 note({"vitwire.bytes": len(image)})
                 return image
         except TimeoutError as error:
@@ -95,10 +110,6 @@ class Fetcher:
             raise invalid("expected an http:// or https:// URL", param, "invalid_image_url") from error
         except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException, OSError) as error:
             raise _failed(str(error) or type(error).__name__, param) from error
-
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._pool.aclose()
 
     async def _follow(self, url: str, param: str | None, hold: Hold) -> bytes:
         target = self._checked(url, param)
@@ -149,6 +160,15 @@ class Fetcher:
                 hold(len(chunk))
                 file += chunk
             return bytes(file)
+
+
+def _origin(url: str) -> str:
+    """What a log may have of a URL: no user name, password, path or query, each of which may be a secret."""
+    try:
+        found = httpx2.URL(url)
+        return short(f"{found.scheme}://{found.netloc.decode('ascii')}")
+    except (httpx2.InvalidURL, UnicodeError, ValueError):
+        return "a malformed URL"
 
 
 def too_large(max_bytes: int, param: str | None) -> ApiError:

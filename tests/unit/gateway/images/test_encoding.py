@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.rpc.status_pb2 import Status
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -18,6 +19,7 @@ from vitwire import AsyncClient, InvalidItem, Model, Unauthenticated
 from vitwire.cli._app import app
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_gateway.api_errors import ApiError
+from vitwire_gateway.fairness import Caller
 from vitwire_gateway.gateway_settings import GatewaySettings, RouterSettings, SglangSettings
 from vitwire_gateway.images.encoding import Encoder, content_id_of
 from vitwire_gateway.images.image_files import ImageFile
@@ -160,6 +162,8 @@ class Storing(Remembering):
     def __init__(self, accepted: Sequence[float], stored: Sequence[float]) -> None:
         super().__init__()
         self.proceed = threading.Event()
+        self.file_bytes: list[int] = []
+        self.is_cached = False
         self._accepted, self._stored = accepted, stored
 
     def GetModel(self, request, context):  # noqa: N802, ANN001, ANN201
@@ -169,7 +173,13 @@ class Storing(Remembering):
         return message
 
     def EncodeStream(self, request_iterator, context):  # noqa: N802, ANN001, ANN201
-        number = next(each.header.item for each in request_iterator if each.HasField("header"))
+        sent = next(each.header for each in request_iterator if each.HasField("header"))
+        number = sent.item
+        self.file_bytes.append(sent.encoded_bytes)
+        if not sent.encoded_bytes and not self.is_cached:
+            error = Status(code=grpc.StatusCode.NOT_FOUND.value[0], message="not cached")
+            yield pb.EncodeStreamResponse(item=number, error=error)
+            return
         grid = pb.Grid(t=2, h=4, w=4)
         accepted = pb.Accepted(grid=grid, tokens=8, frame_seconds=self._accepted)
         yield pb.EncodeStreamResponse(item=number, accepted=accepted)
@@ -190,6 +200,20 @@ async def test_a_clip_is_referenced_once_its_times_are_known(accepted: Sequence[
             fake.proceed.set()
             found = await task
             assert (found.grid, found.frame_seconds) == ((2, 4, 4), (0.0, 0.5, 1.0, 1.5))
+
+
+async def test_a_clip_that_the_server_has_is_not_sent_again() -> None:
+    """Its times are known from the time before; if the server has lost it, it is sent."""
+    with serving(fake := Storing((0.0, 0.5), (0.0, 0.5))) as running:
+        fake.proceed.set()
+        async with encoding(running) as encoder:
+            for fake.is_cached in (False, True, False):
+                request = encoder.serving(Caller.of("a"))
+                async with request.storing():
+                    found = await request.store(MP4)
+                assert (found.grid, found.frame_seconds) == ((2, 4, 4), (0.0, 0.5))
+    size = len(MP4.content)
+    assert fake.file_bytes == [size, 0, 0, size]
 
 
 async def test_a_clip_without_times_is_refused() -> None:

@@ -255,3 +255,31 @@ async def test_certificates_are_checked_for_the_name(tmp_path: Path, monkeypatch
     downgrade = f"/to/{site.url('/', 'localhost', 'http')}"
     assert "https to http" in str(await refused(fetcher(site), site.url(downgrade, "localhost", "https")))
     server.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "user", "reason"),
+    [
+        ("/missing", "", "the file cannot be fetched: status 404"),
+        ("/to/secret://x?secret", "", "expected a data:"),
+        ("/to/http://10.0.0.1/secret", "", "may not be fetched from 10.0.0.1:80"),
+        ("/cat.jpg", "me:secret@", "the URL has a user name or password"),
+    ],
+)
+async def test_a_failure_is_in_the_log_without_secrets(
+    site: Site, caplog: pytest.LogCaptureFixture, path: str, user: str, reason: str
+) -> None:
+    await refused(fetcher(site), site.url(path, f"{user}127.0.0.1"))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith(f"http://127.0.0.1:{site.port}: p: ")
+    assert reason in record.getMessage()
+    assert "secret" not in record.getMessage()
+
+
+@pytest.mark.parametrize("url", ["http://\n", "http://a\nERROR b/", "nonsense", "http://" + "a" * 5000])
+async def test_a_log_line_is_one_short_line(site: Site, caplog: pytest.LogCaptureFixture, url: str) -> None:
+    await refused(fetcher(site), url)
+    (record,) = caplog.records
+    assert "\n" not in record.getMessage()
+    assert len(record.getMessage()) < 10_000
