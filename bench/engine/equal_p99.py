@@ -36,26 +36,26 @@ def rate_within(points: Sequence[Point], bound: float) -> Rate | None:
 
 
 def compared(ours: Sequence[Point], local: Sequence[Point]) -> list[Row]:
-    """Rates of a setup and of all devices as local engines, within the p99 of each load of the latter.
+    """Rates of a setup and of all devices as local engines, within each p99 that one of them has at a load.
 
-    `requests_per_s` and `ratio` are None if no load of the setup is within it.
+    A rate is None if no load of the setup is within it.
     """
     rows = []
-    for point in local:
-        mine, theirs = rate_within(ours, point.p99), rate_within(local, point.p99)
-        assert theirs, "its p99 is within itself"
-        row: Row = {"local_load": point.load, "ttft_p99_ms": point.p99, "local_requests_per_s": round(theirs.rate, 2)}
-        row["requests_per_s"] = round(mine.rate, 2) if mine else None
-        row["at_least"] = mine.at_least if mine else None
-        rows.append(row | {"ratio": round(mine.rate / theirs.rate, 3) if mine else None})
+    for bound in sorted({point.p99 for point in (*ours, *local)}):
+        mine, theirs = rate_within(ours, bound), rate_within(local, bound)
+        row: Row = {"ttft_p99_ms": bound}
+        for name, rate in (("", mine), ("local_", theirs)):
+            row[f"{name}requests_per_s"] = round(rate.rate, 2) if rate else None
+            row[f"{name}at_least"] = rate.at_least if rate else None
+        rows.append(row | {"ratio": round(mine.rate / theirs.rate, 3) if mine and theirs else None})
     return rows
 
 
-def turns(ratios: Sequence[tuple[str, float | None]]) -> list[Row]:
-    """The side of the ratio to local engines at the first load, and each load from which it is on the other side.
+def turns(rates: Sequence[tuple[str, float | None, float | None]]) -> list[Row]:
+    """At each load or bound, the rate of a setup and of local engines: the first, and those where another side leads.
 
-    A ratio of None, no load within the bound, is below 1.
+    A rate of None, nothing within the bound, is the lower one.
     """
-    sides = [(load, "at least 1" if ratio is not None and ratio >= 1 else "below 1") for load, ratio in ratios]
+    sides = [(at, "at least 1" if (ours or 0) >= (local or 0) else "below 1") for at, ours, local in rates]
     before = ["", *(side for _, side in sides)]
-    return [{"from": load, "ratio": side} for (load, side), last in zip(sides, before, strict=False) if side != last]
+    return [{"from": at, "ratio": side} for (at, side), last in zip(sides, before, strict=False) if side != last]

@@ -200,7 +200,7 @@ class _Worker:
     texts: Sequence[Text] = ()
     client: AsyncClient | None = None
     names: Iterator[str] = field(init=False)
-    _drawn: dict[tuple[Size, int], list[Asked]] = field(default_factory=dict)
+    _drawn: dict[tuple[Size, int, bool], list[Asked]] = field(default_factory=dict)
     _beside: AsyncExitStack = field(default_factory=AsyncExitStack)
     _others: list[Any] = field(default_factory=list)
     _stream: tuple[Stream, Share] | None = None
@@ -240,10 +240,11 @@ class _Worker:
         return None
 
     async def _requests(self, share: Share) -> list[Asked]:
-        """Drawn once for each size, and renewed for each load."""
-        drawn = self._drawn.get((share.size, share.text), [])
+        """Drawn once for each size, with patches if encoders take them; renewed for each load."""
+        client = self.client if share.way == "reference" else None
+        kind = (share.size, share.text, client is None)
+        drawn = self._drawn.get(kind, [])
         if len(drawn) < share.requests:
-            self._drawn.clear()
-            drawn = await draw(share.size, share.requests, share.text, self.client, self.index)
-            self._drawn[share.size, share.text] = drawn
+            self._drawn = {each: drawn for each, drawn in self._drawn.items() if each[0] == share.size}
+            drawn = self._drawn[kind] = await draw(share.size, share.requests, share.text, client, self.index)
         return drawn

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 TITLES = {
     "setups": "engines+encoders under each load; busy: share of the time in which each device computed",
-    "equal_p99": "requests/s within the p99 of TTFT that all devices have as local engines at each load",
-    "turns": "the side of 1 on which a ratio to all-local engines is, from this load on",
+    "equal_p99": "requests/s of a setup, and of all its devices as local engines, within the same p99 of TTFT",
+    "turns": "ratio of these rates from this load on (at the same load), or from this p99 on (at equal p99)",
 }
 _START_SECONDS = 300
 _SECONDS = 150
@@ -60,15 +60,19 @@ class Sweep:
         """What fails is left out, and its reason reported; a Report has what was measured until then."""
         with Busy() as busy:
             for language in self._options.language:
-                for group in grouped(self._options.setups):
-                    what = f"{language} {' '.join(map(str, group.splits))}"
-                    try:
-                        with self._started(language, group) as crew:
-                            self._measure(language, group, crew, busy)
-                    except (SeatFailed, RuntimeError, subprocess.SubprocessError) as error:
-                        self._report.skip(what, str(error)[-1000:])
-                for size in self._options.sizes:
-                    self._compare(language, str(size))
+                try:
+                    for group in grouped(self._options.setups):
+                        self._group(language, group, busy)
+                finally:
+                    for size in self._options.sizes:
+                        self._compare(language, str(size))
+
+    def _group(self, language: str, group: Group, busy: Busy) -> None:
+        try:
+            with self._started(language, group) as crew:
+                self._measure(language, group, crew, busy)
+        except (SeatFailed, RuntimeError, subprocess.SubprocessError) as error:
+            self._report.skip(f"{language} {' '.join(map(str, group.splits))}", str(error)[-1000:])
 
     @contextmanager
     def _started(self, language: str, group: Group) -> Iterator[Crew]:
@@ -120,7 +124,7 @@ class Sweep:
     def _began(self, index: int, seat: Seat) -> Row:
         """An engine's description; empty if it did not start, and then setups without it are still measured."""
         try:
-            described: Row = seat.answer(max(0.0, min(_START_SECONDS, self._clock.left)))
+            described: Row = seat.answer(self._start_seconds())
         except SeatFailed as error:
             self._report.skip(f"engine {index}", str(error)[-1000:])
             return {}
@@ -128,11 +132,15 @@ class Sweep:
             self._report.note(name, described[name])
         return described
 
+    def _start_seconds(self) -> float:
+        """What does not start leaves time to measure the rest."""
+        return max(1.0, min(_START_SECONDS, self._clock.left / 2))
+
     def _ready(self, server: "Future[Encoders]") -> Encoders | None:
         """None if they did not start, as above."""
         try:
             encoders = server.result()
-            encoders.wait(max(1.0, min(_START_SECONDS, self._clock.left)))
+            encoders.wait(self._start_seconds())
         except RuntimeError as error:
             self._report.skip("encoders", str(error)[-1000:])
             return None
@@ -212,11 +220,13 @@ class Sweep:
             for row in equal:
                 self._report.add("equal_p99", place | row)
             loads = {point.load: point.rate for point in local}
-            same = [(point.load, point.rate / loads[point.load]) for point in ours if loads.get(point.load)]
-            within = [(row["local_load"], row["ratio"]) for row in equal]
-            for of, ratios in (("requests/s at the same load", same), ("requests/s at equal p99", within)):
-                for row in equal_p99.turns(ratios):
-                    self._report.add("turns", place | {"of": of} | row)
+            same = [(point.load, point.rate, loads[point.load]) for point in ours if point.load in loads]
+            within = [
+                (f"p99 {row['ttft_p99_ms']} ms", row["requests_per_s"], row["local_requests_per_s"]) for row in equal
+            ]
+            for rates in (same, within):
+                for row in equal_p99.turns(rates):
+                    self._report.add("turns", place | row)
 
 
 def _points(rows: Sequence[Row], split: Split) -> list[Point]:
