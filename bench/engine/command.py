@@ -12,7 +12,6 @@ encoders share the devices in each of the ways that it lists. The last line of s
 import argparse
 import asyncio
 import os
-import subprocess
 import sys
 import time
 import traceback
@@ -21,10 +20,10 @@ from contextlib import AsyncExitStack
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from bench.engine import capacity, checkpoint, faults, sweep, vllm_engine
+from bench.engine import capacity, faults, sweep, vllm_engine
 from bench.engine.answers import Answer, between_tokens, compared, figures, timeline
 from bench.engine.capacity import encoder_alone, together
-from bench.engine.encoders import Encoders, environment, starting
+from bench.engine.encoders import Encoders, environment, starting, written
 from bench.engine.faults import Fault, outcome
 from bench.engine.front import Fronts
 from bench.engine.limits import Clock, OutOfTime, limited
@@ -40,7 +39,7 @@ from bench.engine.towers.measuring import measure
 from bench.engine.ways import Inline, Local, Reference, Text
 from bench.report import Report
 
-from servers import PYTHON, ServerProcess
+from servers import ServerProcess
 from vitwire import AsyncClient
 
 if TYPE_CHECKING:
@@ -93,10 +92,7 @@ class Bench:
         self._seeds = count()
 
     def run(self) -> None:
-        if not self._options.model.exists():
-            words = [PYTHON, "-m", checkpoint.__name__, str(self._options.model), "--language", *self._options.language]
-            words += ["--tiny"] if self._options.tiny else ["--device", "cuda"]
-            subprocess.run([*environment(self._options), *words], check=True, stdout=sys.stderr)
+        self._options.model = written(self._options, self._options.language[0])
         if self._options.towers:
             measure(self._report, self._options, self._clock, environment(self._options))
             return

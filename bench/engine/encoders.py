@@ -3,13 +3,17 @@
 import argparse
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from servers import ServerProcess, serving, supervising
+from bench.engine import checkpoint
+
+from servers import PYTHON, ServerProcess, serving, supervising
 
 _FIRST_PORT, _LAST_PORT = 20000, 32000
 """Below those that Linux gives to outgoing connections."""
@@ -59,6 +63,18 @@ def environment(options: argparse.Namespace) -> list[str]:
     """Prefix of commands that run what the server runs."""
     path = options.server_pythonpath or f"client:gateway:server:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     return ["env", f"PYTHONPATH={path}"]
+
+
+def written(options: argparse.Namespace, language: str) -> Path:
+    """The checkpoint with a language model of this size; written if it is not there."""
+    model: Path = options.model
+    if language != "2b":
+        model = model.with_name(f"{model.name}-{language}")
+    if not model.exists():
+        words = [PYTHON, "-m", checkpoint.__name__, str(model), "--language", language]
+        words += ["--tiny"] if options.tiny else ["--device", "cuda"]
+        subprocess.run([*environment(options), *words], check=True, stdout=sys.stderr)
+    return model
 
 
 def _free_ports(count: int) -> int:

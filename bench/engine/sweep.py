@@ -2,7 +2,6 @@
 
 import argparse
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,18 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.engine import checkpoint, equal_p99, vllm_engine
+from bench.engine import equal_p99, vllm_engine
 from bench.engine.answers import Answer, Row, between_tokens, figures, rate
 from bench.engine.busy import Busy
-from bench.engine.encoders import Encoders, environment, starting
+from bench.engine.encoders import Encoders, environment, starting, written
 from bench.engine.equal_p99 import Point
 from bench.engine.limits import Clock
 from bench.engine.loads import Load, Size
 from bench.engine.seat import BESIDE, OVER, ClientPlace, EnginePlace, Seat, SeatFailed, Share, answers_of, ask
 from bench.engine.splits import Group, Split, grouped, shares
 from bench.report import Report
-
-from servers import PYTHON
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -78,7 +75,7 @@ class Sweep:
     def _started(self, language: str, group: Group) -> Iterator[Crew]:
         """Engines and encoders start at the same time."""
         options, began = self._options, time.monotonic()
-        model = self._checkpoint(language)
+        model = written(options, language)
         with ExitStack() as stack:
             target, server = "", None
             if group.encoder_devices:
@@ -102,16 +99,6 @@ class Sweep:
                 | {"seconds": round(time.monotonic() - began, 1)},
             )
             yield Crew(engines, clients, encoders)
-
-    def _checkpoint(self, language: str) -> Path:
-        """Of this language model; written if it is not there."""
-        options = self._options
-        model: Path = options.model.with_name(f"{options.model.name}-{language}")
-        if not model.exists():
-            words = [PYTHON, "-m", checkpoint.__name__, str(model), "--language", language]
-            words += ["--tiny"] if options.tiny else ["--device", "cuda"]
-            subprocess.run([*environment(options), *words], check=True, stdout=sys.stderr)
-        return model
 
     def _place(self, index: int, model: Path, target: str) -> EnginePlace:
         options = self._options

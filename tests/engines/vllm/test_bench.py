@@ -252,12 +252,9 @@ def test_an_encoder_that_is_stopped_and_killed(run: Run, in_process: list[CoreCl
 
 
 @pytest.fixture
-def seats(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def seats(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process for each engine, as on devices."""
     monkeypatch.setattr(seat, "serve", seated.serve)
-    named = model.with_name(f"{model.name}-2b")
-    if not named.exists():
-        named.symlink_to(model)
 
 
 @pytest.mark.timeout(900)
@@ -291,7 +288,7 @@ def test_setups(run: Run, seats: None) -> None:
 def test_setups_of_photographs(run: Run, seats: None) -> None:
     """Clients, a router, an HTTP server and an engine by device, and one encoder."""
     words = ["--sizes", "128x1", "--loads", "p40", "--requests", "8", "--itl", "--from", "jpeg"]
-    document = run(*words, "--setups", "3+0,2+1")
+    document = run(*words, "--setups", "3+0,2+1", "--language", "8b")
     assert "error" not in document, document
     assert document["skipped"] == []
     for row in document["setups"]:
