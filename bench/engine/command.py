@@ -63,7 +63,7 @@ def main() -> None:
     """Exits with 1 if the run ended early; what was measured until then is printed."""
     options = options_of(__doc__)
     os.environ.update({name: value for name, value in vllm_engine.ENVIRONMENT.items() if name not in os.environ})
-    named = ("source", "requests", "text", "tokens", "devices", "engines", "delivery")
+    named = ("source", "requests", "text", "tokens", "devices", "engines", "delivery", "server_flags")
     report = Report("engine", options.out, {name: getattr(options, name) for name in named})
     clock = Clock(options.time_limit)
     with limited(clock, lambda: report.end(TITLES)):

@@ -236,7 +236,8 @@ class _Worker:
             self._others = await self._beside.enter_async_context(running(self.texts, asked, self.names))
         else:
             await self._beside.aclose()
-            return self._others
+            others, self._others = self._others, []
+            return others
         return None
 
     async def _requests(self, share: Share) -> list[Asked]:

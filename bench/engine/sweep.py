@@ -156,19 +156,20 @@ class Sweep:
     def _row(self, place: Row, split: Split, load: Load, crew: Crew, busy: Busy) -> None:
         """A load on a setup; with --itl the last one once more, beside generations whose tokens are timed."""
         size, seats = Size.of(place["size"]), crew.engines[: split.engines]
-        before = crew.encoders.busy_seconds() if crew.encoders else 0.0
+        encoders = crew.encoders if split.encoders else None
+        before = encoders.busy_seconds() if encoders else 0.0
         parts = self._stream(split, size, load, self._options.requests, crew)
         answers = [answer for _, each in parts for answer in each]
         begin, end = min(answer.start for answer in answers), max(answer.end for answer in answers)
         row = place | figures(answers, load)
         row["requests_per_s"] = round(sum(_rate(each, part) for part, each in parts), 2)
         row["busy"] = busy.between(begin, end, range(split.devices))
-        if crew.encoders and split.encoders:
-            computed = crew.encoders.busy_seconds() - before
+        if encoders:
+            computed = encoders.busy_seconds() - before
             row["encoders_busy"] = round(computed / (end - begin) / split.encoders, 3)
         if self._options.itl and load == self._options.loads[-1]:
-            ask(seats, [BESIDE] * len(seats), _SECONDS)
             try:
+                ask(seats, [BESIDE] * len(seats), _SECONDS)
                 self._stream(split, size, load, self._options.requests, crew)
             finally:
                 others = ask(seats, [OVER] * len(seats), _SECONDS)

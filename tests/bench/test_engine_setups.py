@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from bench.engine import seat
+from bench.engine import seat, vllm_engine
 from bench.engine.busy import Busy
 from bench.engine.encoders import _free_ports
 from bench.engine.equal_p99 import Point, Rate, compared, rate_within, turns
@@ -168,6 +168,14 @@ def test_nvidia_smi_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "--id=2,3" in (tmp_path / "nvidia-smi.words").read_text()
     assert busy._process is not None
     assert busy._process.poll() is not None
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine would share one with another, unnoticed."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert vllm_engine._rotated(1) == [1, 0]
+    with pytest.raises(ValueError, match="no GPU 2: 2 can be seen"):
+        vllm_engine._rotated(2)
 
 
 def test_consecutive_ports() -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm.entrypoints.launchers.api_server.app_state  # CPython 3.11 may not parse it after a SIGTERM
+import vllm.entrypoints.launchers.app  # noqa: F401  # as above
 from bench.engine import checkpoint, command, photos, seat, vllm_engine
 from bench.engine.answers import Answer
 from bench.engine.loads import Size
