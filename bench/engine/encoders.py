@@ -4,7 +4,6 @@ import argparse
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -73,7 +72,7 @@ def written(options: argparse.Namespace, language: str) -> Path:
     if not model.exists():
         words = [PYTHON, "-m", checkpoint.__name__, str(model), "--language", language]
         words += ["--tiny"] if options.tiny else ["--device", "cuda"]
-        subprocess.run([*environment(options), *words], check=True, stdout=sys.stderr)
+        subprocess.run([*environment(options), *words], check=True, stdout=2)  # stdout is the benchmark's
     return model
 
 
