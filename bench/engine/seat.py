@@ -7,7 +7,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing import get_context
@@ -218,7 +218,8 @@ class _Worker:
                 answer = await self._done(message)
             except Exception as error:  # noqa: BLE001 - as above
                 answer = Failed(repr(error))
-            pipe.send(answer)
+            with suppress(OSError):  # the parent has ended
+                pipe.send(answer)
 
     async def _done(self, message: Any) -> Any:
         """A share is prepared; a number is the time at which the prepared one starts."""
