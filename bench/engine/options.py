@@ -95,7 +95,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     add("--towers", action="store_true", help="vLLM's tower and the server's side by side on one GPU, and no engine")
     add("--devices", type=int, default=2, help="the server is on the last of them, the engines are on the first ones")
     add("--engines", type=int, default=1, help="engines, each on a device; their front ends share this process")
-    setups = "ENGINES+ENCODERS, ...: each on devices of its own, in processes of their own, under each of --loads"
+    setups = "ENGINES+ENCODERS, ...: engines on the first devices, encoders on the next ones, under each of --loads"
     add("--setups", type=_list(Split.of), default=[], help=setups)
     add("--language", type=_list(str), default="2b", help=f"language models: {', '.join(LANGUAGES)}")
     add("--delivery", choices=("auto", "nixl", "stream"), default="auto", help="from the server into the engine")

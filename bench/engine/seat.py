@@ -78,7 +78,7 @@ class SeatFailed(Exception):
 
 
 BESIDE, OVER = "beside", "over"
-"""Generate text beside what follows; end that, and return its answers."""
+"""Generate text during what follows; end that, and return its answers."""
 
 
 class Seat:

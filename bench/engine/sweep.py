@@ -154,7 +154,7 @@ class Sweep:
                         self._report.skip(" ".join(place.values()), str(error)[-1000:])
 
     def _row(self, place: Row, split: Split, load: Load, crew: Crew, busy: Busy) -> None:
-        """A load on a setup; with --itl the last one once more, beside generations whose tokens are timed."""
+        """A load on a setup; with --itl the last one again, during generations whose tokens are timed."""
         size, seats = Size.of(place["size"]), crew.engines[: split.engines]
         encoders = crew.encoders if split.encoders else None
         before = encoders.busy_seconds() if encoders else 0.0
