@@ -15,16 +15,15 @@ from contextlib import ExitStack
 from dataclasses import replace
 from inspect import signature
 from itertools import product
-from os import cpu_count, kill
+from os import kill
 from pathlib import Path
 from typing import Any
 
 from bench import towers
 from bench.fleet import RAMP, Client, DriverFailed, bare_servers, loaded, prepared
-from bench.images import PIXELS
-from bench.models import PUBLISHED
 from bench.report import Report
-from bench.setups import READY_SECONDS, Load, Server, Setup, started
+from bench.service_options import parser
+from bench.setups import READY_SECONDS, Load, Server, Setup, scaling, started
 from bench.timeline import draw, traced
 
 import vitwire
@@ -34,19 +33,22 @@ from vitwire_server.config.settings import ServeSettings
 TITLES = {
     "bare": "a bare gRPC server that moves the same bytes in the same messages: the ceiling",
     "rows": "the service",
+    "scaling": "several devices against one, with as many requests in flight for each",
     "killed": "one process killed under load",
 }
 Row = dict[str, Any]
 
 
 def main() -> None:
-    options = _parser().parse_args()
+    options = parser(__doc__).parse_args()
     named = ("models", "tiny", "pixels", "image_tokens", "clients", "connections", "seconds", "flags")
     report = Report("service", options.out, {name: getattr(options, name) for name in named} | {"device": _device()})
     with tempfile.TemporaryDirectory(prefix="vitwire-") as folder:
         bench = Bench(report, options, options.checkpoints or Path(folder))
         for choice in product(options.models, options.devices, options.rpc_processes):
             bench.run(Setup(*choice))
+        for row in scaling(report.document().get("rows", [])):
+            report.add("scaling", row)
         if options.plot:
             bench.plot(Setup(options.models[0], options.devices[0], options.rpc_processes[-1]))
     report.end(TITLES)
@@ -149,7 +151,8 @@ class Bench:
                 stack.enter_context(Client(driver, **self._settings(setup, server, driver, delivery, number)))
                 for number in range(self._options.clients)
             ]
-            for load in self._options.loads:
+            for each in self._options.loads:
+                load = setup.each(each) if self._options.each_device else each
                 if not self._has_time(f"{own} {load}"):
                     continue
                 try:
@@ -258,45 +261,6 @@ def _device() -> str:
     import torch  # noqa: PLC0415 - seconds, for a name
 
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("service-bench", description=__doc__)
-    names = [*towers.ALIASES, *PUBLISHED]
-    add = parser.add_argument
-    add("--models", nargs="+", choices=names, default=names[:1], metavar="MODEL", help=", ".join(names))
-    add("--devices", nargs="+", default=["cuda:0"], help="setups: cuda:0 is one process, cuda:0,cuda:1 are two")
-    add("--rpc-processes", nargs="+", type=int, default=[1], help="RPC processes of each device")
-    add(
-        "--delivery",
-        nargs="+",
-        default=["stream"],
-        help="stream, nixl (to the host), nixl:cuda:0, nixl:cuda (the devices in turn)",
-    )
-    kinds = ["client", "async", "raw"]
-    add("--drivers", nargs="+", choices=kinds, default=["client"], help="clients of streams; raw is grpc.aio alone")
-    loads = [Load("224", 1), Load("224", 64), Load("448", 64), Load("1024", 32)]
-    add(
-        "--loads",
-        nargs="+",
-        type=Load.of,
-        default=loads,
-        help="[PIXELS:]SIZE:REQUESTS in flight, such as 224:64, jpeg:1080p:64 or float32:1024:64",
-    )
-    add("--bare", nargs="*", type=int, default=[1, 2, 4, 6], help="processes of the bare gRPC servers")
-    add("--clients", type=int, default=max(1, min(8, (cpu_count() or 2) // 2)), help="client processes, at most")
-    add("--connections", type=int, default=4, help="connections of each client of the kind raw, and to bare servers")
-    add("--pixels", choices=PIXELS, default="uint8", help="what is sent where a load does not say it")
-    add("--seconds", type=float, default=4.0, help="how long each load is measured")
-    add("--minutes", type=float, default=9.0, help="start no measurement later than this; what is left out is listed")
-    add("--image-tokens", type=int, default=1024, help="tokens that the server shrinks pictures and files to, at most")
-    add("--tiny", action="store_true", help="towers of the same shape, but small")
-    add("--checkpoints", type=Path, help="write towers here and keep them, or use those that are there")
-    add("--flags", default="", help="more flags of vitwire-server serve, in one argument")
-    add("--kill", action="store_true", help="kill one process of each setup of several, under load")
-    add("--out", type=Path, help="write the JSON document here too, after each row")
-    add("--plot", type=Path, help="write a timeline of one batch here (PNG); needs OpenTelemetry and matplotlib")
-    return parser
 
 
 if __name__ == "__main__":

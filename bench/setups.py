@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,10 @@ class Setup:
         """As columns of a row."""
         return asdict(self)
 
+    def each(self, load: Load) -> Load:
+        """The load on all devices if each has as many requests in flight as this."""
+        return replace(load, in_flight=load.in_flight * count_of(self.devices))
+
 
 @dataclass(frozen=True, slots=True)
 class Server:
@@ -67,6 +71,29 @@ class Server:
     def busy_seconds(self) -> float:
         """Seconds of computation on all devices so far."""
         return sum(each.metric("vitwire_stage_seconds_sum", stage="execute") for each in self.processes)
+
+
+def count_of(devices: str) -> int:
+    """Of the devices of a setup."""
+    return len(devices.split(","))
+
+
+def scaling(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rates of setups of several devices, relative to those of one device with as many requests in flight a device."""
+    same = ("model", "rpc_processes", "delivery", "driver", "size", "pixels")
+
+    def place(row: dict[str, Any]) -> tuple[Any, ...]:
+        return (*(row[name] for name in same), row["in_flight"] / count_of(row["devices"]))
+
+    one = {place(row): row for row in rows if count_of(row["devices"]) == 1}
+    found = []
+    for row in rows:
+        first, devices = one.get(place(row)), count_of(row["devices"])
+        if devices > 1 and first and first["images_per_second"]:
+            ratio = row["images_per_second"] / first["images_per_second"]
+            compared = {name: row[name] for name in ("devices", "in_flight", "images_per_second", *same)}
+            found.append(compared | {"of_one_device": round(ratio, 2), "of_ideal": round(ratio / devices, 3)})
+    return found
 
 
 @contextmanager

@@ -44,6 +44,11 @@ _TEXT: Fields = {
     "vocab_size": 151936,
 }
 """Qwen3-VL-2B. Its head is not tied here: random weights would repeat the last token."""
+LANGUAGES: dict[str, Fields] = {
+    "2b": _TEXT,
+    "8b": _TEXT | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+}
+"""Language models of Qwen3-VL by size."""
 _SMALL_TOWER: Fields = {"depth": 4, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4} | {
     "patch_size": 16,
     "num_position_embeddings": 256,
@@ -81,12 +86,16 @@ _PROCESSORS: dict[str, Fields] = {
 }
 
 
-def write(folder: Path, *, tiny: bool = False, device: str = "cpu") -> None:
-    """The language model of Qwen3-VL-2B and the tower of 8B, in bfloat16; the folder appears once it is complete."""
+def write(folder: Path, *, tiny: bool = False, device: str = "cpu", language: str = "2b") -> None:
+    """A language model of `LANGUAGES` and the tower of 8B, in bfloat16; the folder appears once it is complete."""
     import torch  # noqa: PLC0415 - seconds, and vLLM's processes import this module
     from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration  # noqa: PLC0415 - as above
 
-    text = {**(_SMALL_TEXT if tiny else _TEXT), "max_position_embeddings": 65536, "tie_word_embeddings": False}
+    text = {
+        **(_SMALL_TEXT if tiny else LANGUAGES[language]),
+        "max_position_embeddings": 65536,
+        "tie_word_embeddings": False,
+    }
     sections = [each * text["head_dim"] // 128 for each in (24, 20, 20)]
     sections[0] = text["head_dim"] // 2 - sum(sections[1:])
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sections}
@@ -147,5 +156,6 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--language", choices=LANGUAGES, default="2b")
     options = parser.parse_args()
-    write(options.folder, tiny=options.tiny, device=options.device)
+    write(options.folder, tiny=options.tiny, device=options.device, language=options.language)

@@ -5,45 +5,46 @@ requests go each way: `local` (the engine's tower), `inline` (embeddings in the 
 fetches what the server stored); `again` is local once more, the control for the tokens, and `text` has as many tokens
 of text, without images.
 Pictures are decoded and split into patches beforehand, or with `--from jpeg` come as files over HTTP. With `--towers`
-no engine is started: its tower and the server's are measured side by side on one device. The last line of stdout is
-one JSON document.
+no engine is started: its tower and the server's are measured side by side on one device. With `--setups`, engines and
+encoders share the devices in each of the ways that it lists. The last line of stdout is one JSON document.
 """
 
 import argparse
 import asyncio
 import os
-import socket
-import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack, contextmanager
-from itertools import count, islice
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
-from bench.engine import capacity, checkpoint, faults, loads, vllm_engine
+from bench.engine import capacity, faults, sweep, vllm_engine
 from bench.engine.answers import Answer, between_tokens, compared, figures, timeline
 from bench.engine.capacity import encoder_alone, together
+from bench.engine.encoders import Encoders, environment, starting, written
 from bench.engine.faults import Fault, outcome
 from bench.engine.front import Fronts
 from bench.engine.limits import Clock, OutOfTime, limited
 from bench.engine.loads import Load, Size
 from bench.engine.options import LOCAL, options_of
-from bench.engine.photos import Photos
 from bench.engine.plots import plot
 from bench.engine.requests import Asked, draw
 from bench.engine.running import running
 from bench.engine.sending import Sender
+from bench.engine.streams import AnyWay, Stream
+from bench.engine.sweep import Sweep
 from bench.engine.towers.measuring import measure
-from bench.engine.ways import Inline, Local, Reference, Text, Way
+from bench.engine.ways import Inline, Local, Reference, Text
 from bench.report import Report
 
-from servers import PYTHON, ServerProcess, serving
+from servers import ServerProcess
 from vitwire import AsyncClient
 
-AnyWay = Way | Photos
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
 TITLES = {
     "towers": "towers side by side: milliseconds of a forward on the device, and of a call; norm errors of the rows",
     "streams": "streams of requests",
@@ -53,6 +54,7 @@ TITLES = {
     "alone": "the most of each by itself: prompts of text as long as those with images, and images that are stored",
     "together": capacity.NOTE,
     "against_local": "beside the engine's own tower: ratios, and tokens that are equal",
+    **sweep.TITLES,
 }
 READY_SECONDS = 300
 
@@ -61,12 +63,12 @@ def main() -> None:
     """Exits with 1 if the run ended early; what was measured until then is printed."""
     options = options_of(__doc__)
     os.environ.update({name: value for name, value in vllm_engine.ENVIRONMENT.items() if name not in os.environ})
-    named = ("source", "requests", "text", "tokens", "devices", "engines", "delivery")
+    named = ("source", "requests", "text", "tokens", "devices", "engines", "delivery", "server_flags")
     report = Report("engine", options.out, {name: getattr(options, name) for name in named})
     clock = Clock(options.time_limit)
     with limited(clock, lambda: report.end(TITLES)):
         try:
-            Bench(report, options, clock).run()
+            (Sweep if options.setups else Bench)(report, options, clock).run()
         except (OutOfTime, Exception) as error:  # noqa: BLE001 - what was measured is worth more
             traceback.print_exception(error)
             report.note("error", repr(_cause(error)))
@@ -90,20 +92,19 @@ class Bench:
         self._seeds = count()
 
     def run(self) -> None:
-        if not self._options.model.exists():
-            words = [PYTHON, "-m", checkpoint.__name__, str(self._options.model)]
-            words += ["--tiny"] if self._options.tiny else ["--device", "cuda"]
-            subprocess.run([*_environment(self._options), *words], check=True, stdout=sys.stderr)
+        self._options.model = written(self._options, self._options.language[0])
         if self._options.towers:
-            measure(self._report, self._options, self._clock, _environment(self._options))
+            measure(self._report, self._options, self._clock, environment(self._options))
             return
         if set(self._options.ways) <= LOCAL and not self._options.alone and not self._options.failures:
             asyncio.run(self._measure("", None))
             return
-        with _server(self._options) as (target, starting):
-            asyncio.run(self._measure(target, starting))
+        device = "cpu" if self._options.tiny else f"cuda:{self._options.devices - 1}"
+        flags = self._options.server_flags.split()
+        with starting(self._options.model, [device], flags, environment(self._options)) as (target, server):
+            asyncio.run(self._measure(target, server))
 
-    async def _measure(self, target: str, starting: "Future[ServerProcess] | None") -> None:
+    async def _measure(self, target: str, starting: "Future[Encoders] | None") -> None:
         options = self._options
         async with AsyncExitStack() as stack:
             engines = []
@@ -112,15 +113,16 @@ class Bench:
                 stack.callback(engines[-1].shutdown)
             client, server, sender = None, None, None
             if starting:
-                server = await asyncio.wrap_future(starting)
-                await asyncio.to_thread(server.wait_for, "ready: ", max(1.0, min(READY_SECONDS, self._clock.left)))
+                encoders = await asyncio.wrap_future(starting)
+                await asyncio.to_thread(encoders.wait, max(1.0, min(READY_SECONDS, self._clock.left)))
+                server = encoders.root
                 client = await stack.enter_async_context(AsyncClient(target))
                 sender = await Sender.start(target)
                 stack.callback(sender.close)
             fronts = None
             if options.source == "jpeg" or options.failures:
                 modes = sorted(set(options.ways) - LOCAL) if options.source == "jpeg" else []
-                started = Fronts.of(engines, options.model, target, _environment(options), modes)
+                started = Fronts.of(engines, options.model, target, environment(options), modes)
                 fronts = await stack.enter_async_context(started)
             photos = fronts if options.source == "jpeg" else None
             ways = {
@@ -260,19 +262,8 @@ class Bench:
 
         `ended` is called after each request.
         """
-        names = list(islice(self._names, len(asked)))
-        turns = [ways[number % len(ways)] for number in range(len(asked))]
-        prepared = zip(turns, asked, names, strict=True)
-        ready = await asyncio.gather(*(way.prepare(each, name) for way, each, name in prepared))
-
-        async def call(number: int) -> Answer:
-            one, ready[number] = ready[number], None
-            way, name = turns[number], names[number]
-            answer = await way.answered(asked[number], one, name, self._options.tokens)
-            ended()
-            return answer
-
-        return await loads.drive(load, len(asked), call)
+        stream = await Stream.prepare(ways, asked, self._names)
+        return await stream.drive(load, self._options.tokens, ended)
 
 
 def _ways(name: str, engines: Sequence[Any], client: AsyncClient | None, sender: Sender | None) -> list[AnyWay]:
@@ -289,27 +280,8 @@ def _ratio(rows: dict[str, Any], name: str, column: str, other: str = "local") -
     return round(ours / theirs, 3) if ours and theirs else None
 
 
-@contextmanager
-def _server(options: argparse.Namespace) -> "Iterator[tuple[str, Future[ServerProcess]]]":
-    """Address of a server that starts in the background, so that an engine can start at the same time."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    device = "cpu" if options.tiny else f"cuda:{options.devices - 1}"
-    flags = ["--device", device, "--port", str(port), *options.server_flags.split()]
-    with ExitStack() as stack, ThreadPoolExecutor(1) as starter:
-        starting = serving(options.model, *flags, wait=False, wrapper=_environment(options))
-        yield f"127.0.0.1:{port}", starter.submit(stack.enter_context, starting)
-
-
 def _cause(error: BaseException) -> BaseException:
     """What an error of several tasks, or of vLLM, comes from."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error.__cause__ or error
-
-
-def _environment(options: argparse.Namespace) -> list[str]:
-    """Prefix of commands that run what the server runs."""
-    path = options.server_pythonpath or f"client:gateway:server:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
-    return ["env", f"PYTHONPATH={path}"]

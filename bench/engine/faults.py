@@ -46,6 +46,11 @@ def send(pid: int, number: signal.Signals) -> None:
             continue
 
 
+def kill(pid: int) -> None:
+    """End a process and all its descendants."""
+    send(pid, signal.SIGKILL)
+
+
 def outcome(answers: Sequence[Answer], at: float, local: Sequence[Answer], wait: float) -> Row:
     """How requests ended before and after a fault at `at`, in seconds of the monotonic clock.
 

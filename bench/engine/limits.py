@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from bench.engine import faults
+
 GRACE = 60
 """Seconds for an orderly end after the time limit."""
 
@@ -58,6 +60,7 @@ def limited(clock: Clock, last_words: Callable[[], None]) -> Iterator[None]:
 
 
 def kill_children() -> None:
-    """Processes of engines that are still there."""
+    """Processes of engines that are still there, and theirs."""
     for child in multiprocessing.active_children():
-        child.kill()
+        if child.pid:
+            faults.kill(child.pid)

@@ -55,10 +55,10 @@ class Load:
         return f"{'c' if self.closed else 'p'}{self.amount:g}"
 
 
-async def drive(load: Load, count: int, call: Callable[[int], Awaitable[T]]) -> list[T]:
-    """Make the calls 0 to `count` - 1; returns their results in this order."""
+async def drive(load: Load, count: int, call: Callable[[int], Awaitable[T]], seed: int = 0) -> list[T]:
+    """Make the calls 0 to `count` - 1; returns their results in this order. seed: of Poisson arrivals."""
     if not load.closed:
-        return await _arrivals(load.amount, count, call)
+        return await _arrivals(load.amount, count, call, seed)
     results: dict[int, T] = {}
     numbers = iter(range(count))
 
@@ -72,9 +72,9 @@ async def drive(load: Load, count: int, call: Callable[[int], Awaitable[T]]) -> 
     return [results[number] for number in range(count)]
 
 
-async def _arrivals(rate: float, count: int, call: Callable[[int], Awaitable[T]]) -> list[T]:
+async def _arrivals(rate: float, count: int, call: Callable[[int], Awaitable[T]], seed: int) -> list[T]:
     """Calls at the times of a Poisson process, the same in every run."""
-    clock, rng = asyncio.get_running_loop(), random.Random(0)
+    clock, rng = asyncio.get_running_loop(), random.Random(seed)
     due, tasks = clock.time(), []
 
     async def one(number: int) -> T:

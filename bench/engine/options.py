@@ -7,8 +7,10 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from bench.engine.checkpoint import LANGUAGES
 from bench.engine.faults import FAULTS
 from bench.engine.loads import Load, Size
+from bench.engine.splits import Split
 from bench.engine.towers.measuring import SIZES as TOWER_SIZES
 
 WAYS = ("local", "inline", "reference", "again", "text")
@@ -51,8 +53,22 @@ def _faults(options: argparse.Namespace) -> list[str]:
         faults.append("--encoder-wait must be more than 0 seconds")
     if options.towers and (options.failures or options.itl or options.alone or options.engines > 1):
         faults.append("--towers starts no engine: leave out --itl, --alone, --failures and --engines")
+    faults += _setup_faults(options)
     if any(size.side % 32 or size.side < 128 for size in options.sizes):
         faults.append("--sizes: a side must be a multiple of 32 from 128 on, which no processor changes")
+    return faults
+
+
+def _setup_faults(options: argparse.Namespace) -> list[str]:
+    faults = [
+        f"--language: {name!r} is none of {', '.join(LANGUAGES)}" for name in options.language if name not in LANGUAGES
+    ]
+    if options.setups and (options.failures or options.alone or options.towers or options.engines > 1):
+        faults.append("--setups list engines and encoders: leave out --alone, --failures, --towers and --engines")
+    if len({load.closed for load in options.loads}) > 1 and options.setups:
+        faults.append("--setups compare loads in their order: let all of --loads be cN, or all pN")
+    if not options.setups and len(options.language) > 1:
+        faults.append("--language: only --setups measure several")
     return faults
 
 
@@ -79,6 +95,9 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     add("--towers", action="store_true", help="vLLM's tower and the server's side by side on one GPU, and no engine")
     add("--devices", type=int, default=2, help="the server is on the last of them, the engines are on the first ones")
     add("--engines", type=int, default=1, help="engines, each on a device; their front ends share this process")
+    setups = "ENGINES+ENCODERS, ...: engines on the first devices, encoders on the next ones, under each of --loads"
+    add("--setups", type=_list(Split.of), default=[], help=setups)
+    add("--language", type=_list(str), default="2b", help=f"language models: {', '.join(LANGUAGES)}")
     add("--delivery", choices=("auto", "nixl", "stream"), default="auto", help="from the server into the engine")
     add("--engine-args", type=_object, default="{}", help="more arguments of vLLM, as JSON")
     flags = "--nixl --cache-bytes 8000000000 --rpc-processes 1"

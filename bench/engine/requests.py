@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from PIL import Image
 
 from vitwire import AsyncClient, Item, Model
 
+_PATCH = 16
+"""Side of Qwen3-VL's."""
 _IMAGE = [SPECIAL["<|vision_start|>"], SPECIAL["<|image_pad|>"], SPECIAL["<|vision_end|>"]]
 
 
@@ -52,6 +54,20 @@ def patches_of(picture: Any, model: Model) -> Item:
     split = pixels.reshape(rows // merge, merge, patch, columns // merge, merge, patch, channels)
     patches = split.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, channels * patch * patch)
     return Item(patches, (1, rows, columns))
+
+
+def renewed(asked: Asked, name: str) -> Asked:
+    """The same request with pictures that no cache knows: their first patch differs by name."""
+    pictures, items = [], []
+    for index, each in enumerate(asked.pictures):
+        corner = np.random.default_rng([*name.encode(), index]).integers(0, 256, (_PATCH, _PATCH, 3), dtype=np.uint8)
+        pictures.append(each.copy())
+        pictures[-1].paste(Image.fromarray(corner), (0, 0))
+        if asked.items:
+            pixels = np.array(asked.items[index].pixels)
+            pixels[0] = corner.transpose(2, 0, 1).reshape(-1)
+            items.append(replace(asked.items[index], pixels=pixels))
+    return replace(asked, pictures=pictures, items=items)
 
 
 def image_tokens(images: int) -> list[int]:

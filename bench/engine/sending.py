@@ -103,7 +103,7 @@ async def _send(pipe: Connection, target: str) -> None:
         else:
             items[name] = given
 
-    async with AsyncClient(target) as client:
+    async with AsyncClient(target, affinity=True) as client:  # of several encoders, the one that the engine asks
         loop.add_reader(pipe.fileno(), told)
         await over.wait()
 

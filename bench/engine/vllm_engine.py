@@ -72,7 +72,7 @@ def arguments(
 def start(chosen: Mapping[str, Any], device: int | None = None) -> Any:
     """An `AsyncLLM`, whose engine is a process. Needs a running loop, and blocks it for minutes.
 
-    device: index of the engine's GPU; None leaves it to vLLM, which takes the first.
+    device: index of the engine's GPU; None leaves it to vLLM, which takes the first. Raises ValueError without it.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - seconds
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415 - as above
@@ -92,6 +92,8 @@ def _rotated(first: int) -> list[int]:
     import torch  # noqa: PLC0415 - as above
 
     count = torch.cuda.device_count()
+    if first >= count:
+        raise ValueError(f"there is no GPU {first}: {count} can be seen")
     return [(first + index) % count for index in range(count)]
 
 

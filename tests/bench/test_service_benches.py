@@ -15,7 +15,7 @@ from bench.fleet import Client, DriverFailed, bare_servers, cpu_seconds, loaded
 from bench.inline import PATHS
 from bench.report import Report
 from bench.service import Bench
-from bench.setups import Load, Setup
+from bench.setups import Load, Setup, scaling
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
@@ -91,6 +91,42 @@ def test_service_bench(tmp_path: Path) -> None:
     for row in document["rows"]:
         assert row["of_bare"] > 0
         assert 0 <= row["busy"] < 1.2
+
+
+@pytest.mark.matrix
+def test_service_bench_on_four_devices(tmp_path: Path) -> None:
+    """A load of each device, against one device, and one of the processes killed."""
+    flags = ("--tiny", "--devices", "cpu", "cpu,cpu,cpu,cpu", "--rpc-processes", "2", "--loads", "112:2")
+    tiny = ("--flags", "--graphs simulated --budgets 16,64 --compile off --decode-processes 0", "--bare", "--kill")
+    document = last_line("bench/service.py", *flags, *tiny, "--each-device", "--seconds", "2", "--clients", "4")
+    assert document["skipped"] == []
+    assert [(row["devices"], row["in_flight"]) for row in document["rows"]] == [("cpu", 2), ("cpu,cpu,cpu,cpu", 8)]
+    assert [row["errors"] for row in document["rows"]] == [{}, {}]
+    (row,) = document["scaling"]
+    rates = [each["images_per_second"] for each in document["rows"]]
+    assert row["of_one_device"] == pytest.approx(rates[1] / rates[0], abs=0.01)
+    assert row["of_ideal"] == pytest.approx(rates[1] / rates[0] / 4, abs=0.01)
+    (killed,) = document["killed"]
+    assert killed["killed"].startswith("cpu.")
+    assert killed["ready_again_seconds"] > 0
+
+
+def test_devices_are_compared_with_one_under_the_same_load_of_each() -> None:
+    def row(devices: str, in_flight: int, rate: float, **other: str) -> dict[str, Any]:
+        kinds = {
+            "model": "m",
+            "rpc_processes": 6,
+            "delivery": "stream",
+            "driver": "raw",
+            "size": "448",
+            "pixels": "uint8",
+        }
+        return {"devices": devices, "in_flight": in_flight, "images_per_second": rate} | kinds | other
+
+    rows = [row("a", 64, 100), row("a", 256, 110), row("a,b,c,d", 256, 370), row("a,b", 128, 150, delivery="nixl")]
+    (found,) = scaling(rows)
+    assert (found["devices"], found["of_one_device"], found["of_ideal"]) == ("a,b,c,d", 3.7, 0.925)
+    assert scaling([row("a", 64, 0), row("a,b", 128, 10)]) == []
 
 
 def test_service_bench_lists_what_there_was_no_time_for(tmp_path: Path) -> None:

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.engine import checkpoint, command, photos, vllm_engine
+import vllm.entrypoints.launchers.api_server.app_state  # CPython 3.11 may not parse it after a SIGTERM
+import vllm.entrypoints.launchers.app  # noqa: F401  # as above
+from bench.engine import checkpoint, command, photos, seat, vllm_engine
 from bench.engine.answers import Answer
 from bench.engine.loads import Size
 from bench.engine.requests import Asked, draw
 from bench.engine.sending import Sender
 from bench.engine.ways import Inline, Local, Reference, Way
+from tests.engines.vllm import seated
 from tests.engines.vllm.in_process import CoreClient, WithTower
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import SamplingParams
@@ -248,3 +251,58 @@ def test_an_encoder_that_is_stopped_and_killed(run: Run, in_process: list[CoreCl
         assert row["longest_since_ms"] >= row["ttft_max_since_ms"] > 0
     assert stopped["longest_since_ms"] >= 1900  # the encoder was waited for
     assert 0 < stopped["fallbacks_so_far"] < killed["fallbacks_so_far"]
+
+
+@pytest.fixture
+def seats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process for each engine, as on devices."""
+    monkeypatch.setattr(seat, "serve", seated.serve)
+
+
+@pytest.mark.timeout(900)
+def test_setups(run: Run, seats: None) -> None:
+    """Engines and encoders on four devices; 2 + 2 has other encoders than 3 + 1, and starts anew."""
+    words = ["--sizes", "128x1", "--loads", "c2,c8", "--requests", "16", "--itl", "--server-flags", SERVER_FLAGS]
+    document = run(*words, "--setups", "4+0,3+1,2+2")
+    assert "error" not in document, document
+    assert document["skipped"] == []
+    assert [row["setups"] for row in document["starts"]] == ["4+0 3+1", "2+2"]
+    rows = document["setups"]
+    places = [("4+0", "c2"), ("3+1", "c2"), ("4+0", "c8"), ("3+1", "c8"), ("2+2", "c2"), ("2+2", "c8")]
+    assert [(row["setup"], row["load"]) for row in rows] == places
+    for row in rows:
+        # As no image comes from a cache, what is fetched has been encoded.
+        assert (row["requests"], row["errors"], "cached" in row) in ((16, 0, False), (15, 0, False)), row
+        assert row["ttft_p99_ms"] >= row["ttft_p50_ms"] > 0 < row["itl_p99_ms"]
+        assert row["requests_per_s"] > 0
+        assert ("encoders_busy" in row) == (row["setup"] != "4+0")
+        assert 0 < row.get("encoders_busy", 1) <= 1
+        assert ("others_itl_p99_ms" in row) == (row["load"] == "c8")
+    for setup in ("3+1", "2+2"):
+        bounds = [row["ttft_p99_ms"] for row in document["equal_p99"] if row["setup"] == setup]
+        assert bounds == sorted(row["ttft_p99_ms"] for row in rows if row["setup"] in (setup, "4+0"))
+        sides = [row["from"] for row in document["turns"] if row["setup"] == setup]
+        assert sides[0] == "c2"
+        assert f"p99 {bounds[0]} ms" in sides
+
+
+@pytest.mark.timeout(900)
+def test_setups_of_photographs(run: Run, seats: None) -> None:
+    """Clients, a router, an HTTP server and an engine by device, and one encoder."""
+    words = ["--sizes", "128x1", "--loads", "p40", "--requests", "8", "--itl", "--from", "jpeg"]
+    document = run(*words, "--setups", "3+0,2+1", "--language", "8b")
+    assert "error" not in document, document
+    assert document["skipped"] == []
+    for row in document["setups"]:
+        assert (row["requests"], row["errors"]) in ((8, 0), (9, 0)), row
+        assert row["others_itl_p99_ms"] > 0 < row["requests_per_s"]
+    assert 0 < document["setups"][1]["encoders_busy"] <= 1
+
+
+@pytest.mark.timeout(900)
+def test_engines_that_do_not_start_are_left_out(run: Run, seats: None) -> None:
+    words = ["--sizes", "128x1", "--loads", "c2", "--requests", "4", "--setups", "2+0,1+1"]
+    document = run(*words, "--engine-args", '{"max_model_len": 1000000}')
+    assert "setups" not in document
+    assert any(each.startswith("engine 1: ") and "max_model_len" in each for each in document["skipped"]), document
+    assert any(each.startswith("2b 128x1 1+1 c2: ") for each in document["skipped"]), document

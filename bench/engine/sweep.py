@@ -1,0 +1,229 @@
+"""Setups of engines and encoders under a sweep of loads: `--setups 4+0,3+1,2+2`."""
+
+import argparse
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.engine import equal_p99, vllm_engine
+from bench.engine.answers import Answer, Row, between_tokens, figures, rate
+from bench.engine.busy import Busy
+from bench.engine.encoders import Encoders, environment, starting, written
+from bench.engine.equal_p99 import Point
+from bench.engine.limits import Clock
+from bench.engine.loads import Load, Size
+from bench.engine.seat import BESIDE, OVER, ClientPlace, EnginePlace, Seat, SeatFailed, Share, answers_of, ask
+from bench.engine.splits import Group, Split, grouped, shares
+from bench.report import Report
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+TITLES = {
+    "setups": "engines+encoders under each load; busy: share of the time in which each device computed",
+    "equal_p99": "requests/s of a setup, and of all its devices as local engines, within the same p99 of TTFT",
+    "turns": "ratio of these rates from this load on (at the same load), or from this p99 on (at equal p99)",
+}
+_START_SECONDS = 300
+_SECONDS = 150
+"""For the preparation of a stream, and for the stream."""
+_WARM_UP = 16
+"""Requests of each engine, all in flight at once, before its first stream of a size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """The processes of a group of setups."""
+
+    engines: Sequence[Seat]
+    clients: Sequence[Seat]
+    """Of each engine; the engines themselves if requests do not go by HTTP."""
+    encoders: Encoders | None
+
+
+class Sweep:
+    """Measures one setup after another until the time is over."""
+
+    def __init__(self, report: Report, options: argparse.Namespace, clock: Clock) -> None:
+        self._report = report
+        self._options = options
+        self._clock = clock
+
+    def run(self) -> None:
+        """What fails is left out, and its reason reported; a Report has what was measured until then."""
+        with Busy() as busy:
+            for language in self._options.language:
+                try:
+                    for group in grouped(self._options.setups):
+                        self._group(language, group, busy)
+                finally:
+                    for size in self._options.sizes:
+                        self._compare(language, str(size))
+
+    def _group(self, language: str, group: Group, busy: Busy) -> None:
+        try:
+            with self._started(language, group) as crew:
+                self._measure(language, group, crew, busy)
+        except (SeatFailed, RuntimeError, subprocess.SubprocessError) as error:
+            self._report.skip(f"{language} {' '.join(map(str, group.splits))}", str(error)[-1000:])
+
+    @contextmanager
+    def _started(self, language: str, group: Group) -> Iterator[Crew]:
+        """Engines and encoders start at the same time."""
+        options, began = self._options, time.monotonic()
+        model = written(options, language)
+        with ExitStack() as stack:
+            target, server = "", None
+            if group.encoder_devices:
+                devices = ["cpu" if options.tiny else f"cuda:{index}" for index in group.encoder_devices]
+                flags = options.server_flags.split()
+                target, server = stack.enter_context(starting(model, devices, flags, environment(options)))
+            engines = [Seat(self._place(index, model, target)) for index in range(group.engines)]
+            for seat in engines:
+                stack.callback(seat.close)
+            described = [self._began(index, seat) for index, seat in enumerate(engines)]
+            clients = engines
+            if options.source == "jpeg":
+                clients = [Seat(ClientPlace(index, each.get("urls", {}))) for index, each in enumerate(described)]
+                for seat in clients:
+                    stack.callback(seat.close)
+                answers_of(clients, _SECONDS)
+            encoders = self._ready(server) if server else None
+            self._report.add(
+                "starts",
+                {"language": language, "setups": " ".join(map(str, group.splits))}
+                | {"seconds": round(time.monotonic() - began, 1)},
+            )
+            yield Crew(engines, clients, encoders)
+
+    def _place(self, index: int, model: Path, target: str) -> EnginePlace:
+        options = self._options
+        images = max(4, *(size.images for size in options.sizes))
+        arguments = vllm_engine.arguments(model, target, images=images, delivery=options.delivery)
+        device = None if options.tiny else index
+        arguments |= options.engine_args
+        return EnginePlace(index, device, model, target, arguments, options.source == "jpeg", environment(options))
+
+    def _began(self, index: int, seat: Seat) -> Row:
+        """An engine's description; empty if it did not start, and then setups without it are still measured."""
+        try:
+            described: Row = seat.answer(self._start_seconds())
+        except SeatFailed as error:
+            self._report.skip(f"engine {index}", str(error)[-1000:])
+            return {}
+        for name in ("engine", "device"):
+            self._report.note(name, described[name])
+        return described
+
+    def _start_seconds(self) -> float:
+        """What does not start leaves time to measure the rest."""
+        return max(1.0, min(_START_SECONDS, self._clock.left / 2))
+
+    def _ready(self, server: "Future[Encoders]") -> Encoders | None:
+        """None if they did not start, as above."""
+        try:
+            encoders = server.result()
+            encoders.wait(self._start_seconds())
+        except RuntimeError as error:
+            self._report.skip("encoders", str(error)[-1000:])
+            return None
+        return encoders
+
+    def _measure(self, language: str, group: Group, crew: Crew, busy: Busy) -> None:
+        """Setups take turns at each load."""
+        splits = [split for split in group.splits if crew.encoders or not split.encoders]
+        for size in self._options.sizes:
+            for load in (None, *self._options.loads):
+                for split in splits:
+                    place = {"language": language, "size": str(size), "setup": str(split)}
+                    place["load"] = str(load or "warm-up")
+                    if self._clock.left < self._options.reserve:
+                        self._report.skip(" ".join(place.values()), "no time")
+                        continue
+                    try:
+                        if load:
+                            self._row(place, split, load, crew, busy)
+                        else:
+                            warm = _WARM_UP * split.engines
+                            self._stream(split, size, Load(closed=True, amount=warm), warm, crew)
+                    except (SeatFailed, OSError) as error:
+                        self._report.skip(" ".join(place.values()), str(error)[-1000:])
+
+    def _row(self, place: Row, split: Split, load: Load, crew: Crew, busy: Busy) -> None:
+        """A load on a setup; with --itl the last one again, during generations whose tokens are timed."""
+        size, seats = Size.of(place["size"]), crew.engines[: split.engines]
+        encoders = crew.encoders if split.encoders else None
+        before = encoders.busy_seconds() if encoders else 0.0
+        parts = self._stream(split, size, load, self._options.requests, crew)
+        answers = [answer for _, each in parts for answer in each]
+        begin, end = min(answer.start for answer in answers), max(answer.end for answer in answers)
+        row = place | figures(answers, load)
+        row["requests_per_s"] = round(sum(_rate(each, part) for part, each in parts), 2)
+        row["busy"] = busy.between(begin, end, range(split.devices))
+        if encoders:
+            computed = encoders.busy_seconds() - before
+            row["encoders_busy"] = round(computed / (end - begin) / split.encoders, 3)
+        if self._options.itl and load == self._options.loads[-1]:
+            try:
+                ask(seats, [BESIDE] * len(seats), _SECONDS)
+                self._stream(split, size, load, self._options.requests, crew)
+            finally:
+                others = ask(seats, [OVER] * len(seats), _SECONDS)
+            found = between_tokens([answer for each in others for answer in each])
+            row |= {f"others_{name}": value for name, value in found.items()}
+        self._report.add("setups", row)
+        for error in {answer.error for answer in answers if answer.error}:
+            self._report.skip(" ".join(place.values()), error)
+
+    def _stream(
+        self, split: Split, size: Size, load: Load, requests: int, crew: Crew
+    ) -> list[tuple[Load, list[Answer]]]:
+        """One stream over the engines of a setup; the load and the answers of each."""
+        options = self._options
+        parts = shares(load, requests, split.engines)
+        way = "reference" if split.encoders else "local"
+        seats = crew.clients[: len(parts)]
+        asked = [Share(way, size, part, count, options.text, options.tokens) for part, count in parts]
+        ask(seats, asked, _SECONDS)
+        answers = ask(seats, [time.monotonic() + 0.1] * len(seats), _SECONDS)
+        return [(part, each) for (part, _), each in zip(parts, answers, strict=True)]
+
+    def _compare(self, language: str, size: str) -> None:
+        """Each setup with as many local engines as it has devices."""
+        rows = [
+            row
+            for row in self._report.document().get("setups", [])
+            if (row["language"], row["size"]) == (language, size)
+        ]
+        for split in self._options.setups:
+            ours, local = (_points(rows, each) for each in (split, split.local))
+            if split == split.local or not ours or not local:
+                continue
+            place = {"language": language, "size": size, "setup": str(split)}
+            equal = equal_p99.compared(ours, local)
+            for row in equal:
+                self._report.add("equal_p99", place | row)
+            loads = {point.load: point.rate for point in local}
+            same = [(point.load, point.rate, loads[point.load]) for point in ours if point.load in loads]
+            within = [
+                (f"p99 {row['ttft_p99_ms']} ms", row["requests_per_s"], row["local_requests_per_s"]) for row in equal
+            ]
+            for rates in (same, within):
+                for row in equal_p99.turns(rates):
+                    self._report.add("turns", place | row)
+
+
+def _points(rows: Sequence[Row], split: Split) -> list[Point]:
+    """Of a setup, in ascending order of the loads; without loads of which nothing succeeded."""
+    own = [row for row in rows if row["setup"] == str(split) and "ttft_p99_ms" in row]
+    own.sort(key=lambda row: Load.of(row["load"]).amount)
+    return [Point(row["load"], row["requests_per_s"], row["ttft_p99_ms"]) for row in own]
+
+
+def _rate(answers: Sequence[Answer], load: Load) -> float:
+    good: Any = [answer for answer in answers if not answer.error]
+    return rate(good, load) if good else 0.0
