@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def towers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: Path) -> Any:
-    monkeypatch.setattr(measuring, "THEIRS", [sys.executable, "-m", "tests.engines.vllm.simulated_graphs"])
+    monkeypatch.setattr(measuring, "THEIRS", ["-m", "tests.engines.vllm.simulated_graphs"])
     monkeypatch.setattr(measuring, "_SECONDS", 0.02)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
@@ -72,6 +71,6 @@ def test_rows_that_are_not_finite_are_counted(towers: Any, monkeypatch: pytest.M
 
 
 def test_a_side_that_cannot_start_ends_the_run(towers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "THEIRS", [sys.executable, "-c", "raise SystemExit('no vLLM here')"])
+    monkeypatch.setattr(measuring, "THEIRS", ["-c", "raise SystemExit('no vLLM here')"])
     document = towers("--sizes", "128x1", code=1)
     assert "no vLLM here" in document["error"]
