@@ -20,8 +20,7 @@ MISSING = (
     "vLLM is not installed there: `pip install vllm==0.33.0` in an environment of its own, and name its interpreter, "
     "--vllm vllm/bin/python, or for this interpreter a folder of packages"
 )
-_SIDE = 32
-"""Pictures with sides of multiples of this are resized by no processor."""
+_FIND = "import sys, importlib.util; sys.exit(not importlib.util.find_spec('vllm'))"
 _SECONDS = 0.8
 _READY_SECONDS = 180
 
@@ -50,20 +49,22 @@ def beside(
     """
     python, environment = _environment(where)
     try:
-        subprocess.run([python, "-c", "import vllm.version"], env=environment, capture_output=True, check=True)
+        subprocess.run([python, "-c", _FIND], env=environment, check=True)
     except (OSError, subprocess.CalledProcessError):
         skip("vllm", MISSING)
         return
-    names = {size: load for load, size in loads.items() if size.side % _SIDE == 0}
-    for load in loads.keys() - names.values():
-        skip(f"{load} vllm", f"its processor would resize it: take multiples of {_SIDE}")
+    names = {size: load for load, size in loads.items() if size.is_kept}
+    for load in (load for load, size in loads.items() if size not in names):
+        skip(f"{load} vllm", "its processor would resize them; it keeps sides of multiples of 32 from 128 on")
+    if not names:
+        return
     job = job_of(Path(loaded.checkpoint), str(loaded.tower.device), list(names))
     with Side("vllm", [python, *measuring.THEIRS], job, environment) as theirs:
         sys.stderr.write(f"vLLM: {theirs.answer(min(_READY_SECONDS, max(1.0, left())))}\n")
         asked = Measuring({"vllm": theirs, "vitwire": Here(OurTower(loaded))}, skip, left, reserve=0)
         rows = asked.rows(list(names), rounds=1, seconds=_SECONDS)
         for size, own in groupby(rows, key=lambda row: row["size"]):
-            yield {"load": names[size]} | _compared({row["tower"]: row for row in own})
+            yield {"load": names[size]} | compared({row["tower"]: row for row in own})
 
 
 def _environment(where: str) -> tuple[str, dict[str, str]]:
@@ -74,29 +75,27 @@ def _environment(where: str) -> tuple[str, dict[str, str]]:
     return sys.executable, environment | {"PYTHONPATH": f"{where}:{environment.get('PYTHONPATH', '')}"}
 
 
-def _compared(rows: Mapping[str, Row]) -> Row:
-    """By tower; vLLM's default is its graph, or its eager forward if it has none of this size."""
+def compared(rows: Mapping[str, Row]) -> Row:
+    """The figures of a load, from a row of each tower; null if one failed."""
+    theirs, ours = rows.get("vllm_graph", {}), rows.get("vitwire", {})
     times = {name: row["device_ms"] for name, row in rows.items()}
-    ours = times.get("vitwire")
-    default = "vllm_graph" if "vllm_graph" in times else "vllm_eager"
-    ratios = {name: round(time / ours, 2) for name, time in times.items()} if ours else {}
+    ratios = {name: round(time / times["vitwire"], 2) for name, time in times.items() if "vitwire" in times}
+    default, exact = ratios.get("vllm_graph"), ratios.get("vllm_exact")
     return {
-        "ours": ours,
+        "ours": times.get("vitwire"),
         **{name: times.get(name) for name in measuring.COLUMNS["vllm"]},
-        "vllm_over_ours": ratios.get(default),
-        "exact_over_ours": ratios.get("vllm_exact"),
-        "aim": _verdict(ratios.get(default), ratios.get("vllm_exact")),
-        "call_ours": rows.get("vitwire", {}).get("call_ms"),
-        "call_vllm": rows.get(default, {}).get("call_ms"),
-        "error": rows.get("vitwire", {}).get(f"error_to_{REFERENCE}"),
-        "error_vllm": rows.get(default, {}).get(f"error_to_{REFERENCE}"),
+        "vllm_over_ours": default,
+        "exact_over_ours": exact,
+        "aim": None if default is None or exact is None else _verdict(default, exact),
+        "call_ours": ours.get("call_ms"),
+        "call_vllm": theirs.get("call_ms"),
+        "error": ours.get(f"error_to_{REFERENCE}"),
+        "error_vllm": theirs.get(f"error_to_{REFERENCE}"),
     }
 
 
-def _verdict(default: float | None, exact: float | None) -> str | None:
-    """Of vLLM's default, and of a graph of exactly this size if that differs."""
-    if default is None:
-        return None
+def _verdict(default: float, exact: float) -> str:
+    """Whether both of vLLM's graphs take long enough: ours are of exactly these sizes."""
     if default < AIM:
         return "missed"
-    return "reached" if exact is None or exact >= AIM else "reached, but not for exact graphs"
+    return "reached" if exact >= AIM else "default only"

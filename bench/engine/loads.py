@@ -18,6 +18,11 @@ class Size(NamedTuple):
     frames: int = 1
     """Of the clip that takes the place of the images; 1: none."""
 
+    @property
+    def is_kept(self) -> bool:
+        """True if no processor resizes pictures of this size."""
+        return self.side % 32 == 0 and self.side >= 128
+
     @classmethod
     def of(cls, text: str) -> Self:
         """SIDExIMAGES. Raises ValueError for anything else."""

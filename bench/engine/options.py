@@ -51,7 +51,7 @@ def _faults(options: argparse.Namespace) -> list[str]:
         faults.append("--encoder-wait must be more than 0 seconds")
     if options.towers and (options.failures or options.itl or options.alone or options.engines > 1):
         faults.append("--towers starts no engine: leave out --itl, --alone, --failures and --engines")
-    if any(size.side % 32 or size.side < 128 for size in options.sizes):
+    if not all(size.is_kept for size in options.sizes):
         faults.append("--sizes: a side must be a multiple of 32 from 128 on, which no processor changes")
     return faults
 

@@ -88,11 +88,9 @@ class VllmTower(Tower):
             assert isinstance(manager, Graphs)
             manager.replayed.clear()
             runner.execute_mm_encoder(items)
-            graphs = list(manager.replayed)
-            if not graphs:
-                raise RuntimeError("no graph of this size")
-            replay = torch.inference_mode()(lambda: [each.graph.replay() for each in graphs])
-            return replay, [each.token_budget for each in graphs]
+            if graphs := list(manager.replayed):
+                replay = torch.inference_mode()(lambda: [each.graph.replay() for each in graphs])
+                return replay, [each.token_budget for each in graphs]
         batches = list(group_and_batch_mm_kwargs(items, device=self.device, pin_memory=PIN_MEMORY))
         forward = torch.inference_mode()(lambda: [self._model.embed_multimodal(**each) for _, _, each in batches])
         return forward, []
