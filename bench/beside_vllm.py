@@ -42,10 +42,12 @@ def beside(
     where: str,
     left: Callable[[], float],
     skip: Callable[[str, str], None],
+    note: Callable[[Row], None],
 ) -> Iterator[Row]:
     """A row for each load: milliseconds, how many times as long vLLM takes, and norm errors to float32.
 
-    `where` is an interpreter that has vLLM, or a folder of packages. Raises SideEnded.
+    `where` is an interpreter that has vLLM, or a folder of packages; `left` are seconds. `skip` lists what is left out,
+    and why; `note` gets vLLM's version, attention and budgets. Raises SideEnded.
     """
     python, environment = _environment(where)
     try:
@@ -60,7 +62,7 @@ def beside(
         return
     job = job_of(Path(loaded.checkpoint), str(loaded.tower.device), list(names))
     with Side("vllm", [python, *measuring.THEIRS], job, environment) as theirs:
-        sys.stderr.write(f"vLLM: {theirs.answer(min(_READY_SECONDS, max(1.0, left())))}\n")
+        note(theirs.answer(min(_READY_SECONDS, max(1.0, left()))))
         asked = Measuring({"vllm": theirs, "vitwire": Here(OurTower(loaded))}, skip, left, reserve=0)
         rows = asked.rows(list(names), rounds=1, seconds=_SECONDS)
         for size, own in groupby(rows, key=lambda row: row["size"]):

@@ -83,6 +83,7 @@ class Bench:
         self.rows: list[Row] = []
         self.captures: list[Row] = []
         self.vllm: list[Row] = []
+        self._vllm_engine: Row = {}
         self.profiles: dict[str, list[Row]] = {}
         """Kernels of one replay, by tower and load."""
         self._device = device
@@ -151,6 +152,7 @@ class Bench:
             "left_out": self._stopwatch.left_out,
             "rows": self.rows,
             "others": self.others,
+            "vllm_engine": self._vllm_engine,
             "vllm": self.vllm,
             "profiles": self.profiles,
             "captures": self.captures,
@@ -222,8 +224,9 @@ class Bench:
                 left_out.append(line)
                 sys.stderr.write(f"left out: {line}\n")
 
+        left, note = lambda: self._stopwatch.left, self._vllm_engine.update
         try:
-            for row in beside(loaded, sizes, self._options.vllm, lambda: self._stopwatch.left, skip):
+            for row in beside(loaded, sizes, self._options.vllm, left, skip, note):
                 self.vllm.append({"tower": name} | row)
                 sys.stderr.write(f"{self.vllm[-1]}\n")
         except (SideEnded, *FAILURES) as error:

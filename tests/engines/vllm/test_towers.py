@@ -71,6 +71,7 @@ def test_gpu_bench_shows_it_beside_graphs_of_exact_sizes() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     command = [PYTHON, "-c", code, *flags, "--vllm", sys.executable]
     document = json.loads(subprocess.check_output(command, env=environment).splitlines()[-1])
+    assert document["vllm_engine"]["engine"].startswith("vLLM 0.")
     rows = {row.pop("load"): row for row in document["vllm"]}
     assert list(rows) == ["224^2", "256^2", "8x224^2 clip", "16 x 224^2"]
     for load, row in rows.items():
