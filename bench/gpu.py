@@ -130,8 +130,7 @@ class Bench:
             self._ours(name, tower, loads, rows, checkpoint)
 
     def _other(self, name: str) -> None:
-        if self._stopwatch.is_over:
-            self._stopwatch.left_out.append(f"{name}: no time")
+        if not self._has_time(name):
             return
         self._attention[name] = self._others.run(name, self._device, tiny=self._options.tiny)
 
@@ -192,7 +191,7 @@ class Bench:
         sys.stderr.write(f"{name}: {fused(tower, choice)} blocks fused\n")
         columns.measure("eager", ladder, batches, rows)
         ran = columns.measure("graph", ladder, batches, rows)
-        if checkpoint:
+        if checkpoint and self._has_time(f"{name} vllm"):
             plan, dtype = ran.plan, DType.BFLOAT16
             self._vllm(name, Loaded(tower, ran.engine, plan, preprocessing(), dtype, checkpoint))
         if self._options.profile:
@@ -200,12 +199,18 @@ class Bench:
         if self._options.fp8:
             float8 = Float8(tower, choice, columns)
             for column, blocks in _FLOAT8.items():
-                try:
-                    self._float8[column][name] = float8.reduce(blocks)
-                except UsageError as error:  # the server would not start
-                    self._stopwatch.failed(f"{name} {column}", error)
-                else:
-                    columns.measure(column, ladder, batches, rows)
+                if self._has_time(f"{name} {column}"):
+                    try:
+                        self._float8[column][name] = float8.reduce(blocks)
+                    except UsageError as error:  # the server would not start
+                        self._stopwatch.failed(f"{name} {column}", error)
+                    else:
+                        columns.measure(column, ladder, batches, rows)
+
+    def _has_time(self, what: str) -> bool:
+        if self._stopwatch.is_over:
+            self._stopwatch.left_out.append(f"{what}: no time")
+        return not self._stopwatch.is_over
 
     def _profile(self, name: str, ran: Ran, batches: Batches) -> None:
         for load, batch in batches.items():

@@ -117,9 +117,10 @@ def test_kernels_are_grouped_by_name(kernel: str, group: str) -> None:
 @pytest.mark.matrix
 def test_gpu_bench_leaves_out_what_there_is_no_time_for() -> None:
     flags = ("--device", "cpu", "--tiny", "--sizes", "112", "--towers", "Qwen3-VL-8B", "--seconds", "0")
-    document = last_line("bench/gpu.py", *flags)
+    document = last_line("bench/gpu.py", *flags, "--fp8", "--vllm")
     assert [row["graph"] for row in document["rows"]] == [None]
-    assert "Qwen3-VL-8B 112^2 plain_sdpa: no time" in document["left_out"]
+    for what in ("112^2 plain_sdpa", "graph_fp8", "graph_fp8_part", "vllm"):
+        assert f"Qwen3-VL-8B {what}: no time" in document["left_out"]
 
 
 @pytest.mark.matrix
