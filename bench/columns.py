@@ -1,7 +1,7 @@
 """Our engine's columns of a benchmark: eager forwards, and graphs of just the batches' sizes."""
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ from bench.stopwatch import Row, Stopwatch
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import Embedding, Item, total
+from vitwire_server.core.plans import Batch, Fallback
 from vitwire_server.runtime.attention.selection import Selection
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
@@ -35,8 +36,22 @@ class Ran(NamedTuple):
 
     def results(self, batch: Sequence[Item]) -> Sequence[Embedding | EncoderError]:
         """The rows of a batch, or the failures in their place."""
-        fitting = self.ladder.smallest_fitting(total([item.footprint for item in batch]), len(batch))
-        return self.engine.launch(batch, fitting).collect().results
+        return self.engine.launch(batch, self._fitting(batch)).collect().results
+
+    def plan(self, items: Sequence[Item]) -> list[Batch]:
+        """All items in one batch, whose graph is the smallest that fits."""
+        fitting = self._fitting(items)
+        return [Batch(tuple(range(len(items))), fitting, None if fitting else Fallback.NOT_CAPTURED)]
+
+    def replay(self, batch: Sequence[Item]) -> Callable[[], object] | None:
+        """The graph of a batch alone, its inputs being on the device; None without one."""
+        if not (fitting := self._fitting(batch)):
+            return None
+        self.results(batch)
+        return torch.inference_mode()(self.engine._graphs[fitting].replay)
+
+    def _fitting(self, batch: Sequence[Item]) -> Budget | None:
+        return self.ladder.smallest_fitting(total([item.footprint for item in batch]), len(batch))
 
 
 class Columns:

@@ -2,45 +2,54 @@
 
 Weights are random and built on the device. Every time is the device's own (CUDA events), the median of
 several batches that run one after the other. Without --towers, three Qwen towers are measured; `--towers others`
-measures towers of other makers. The last line of stdout is one JSON document.
+measures towers of other makers, `--vllm` vLLM's tower beside ours. The last line of stdout is one JSON document.
 """
 
 import argparse
 import gc
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
+from bench.beside_vllm import AIM, beside
 from bench.catalogue import OTHERS
-from bench.columns import Columns, fused, ladder_of
+from bench.columns import Batches, Columns, Ran, fused, ladder_of
+from bench.engine.checkpoint import write_tower
+from bench.engine.loads import Size
+from bench.engine.towers.ours import Loaded
+from bench.engine.towers.sides import SideEnded
 from bench.figures import plot
+from bench.float8 import Float8
 from bench.floor import Ceilings, floor_seconds
-from bench.models import PUBLISHED, Load, build, draw, items, plain, shrunk, square, stock
+from bench.kernels import by_group, kernel_times
+from bench.models import PUBLISHED, Load, build, draw, items, plain, preprocessing, shrunk, square, stock
 from bench.others import OtherBench
 from bench.report import environment, show
 from bench.stopwatch import FAILURES, Row, Stopwatch
 from rich.console import Console
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from vitwire_server.core.budgets import Ladder
-from vitwire_server.runtime.attention.selection import Selection, select
-from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.graphs import GraphSet, SimulatedRecorder
-from vitwire_server.runtime.precision.float8 import reduce
-from vitwire_server.runtime.precision.similarity import Comparison
+from vitwire_server.config.settings import UsageError
+from vitwire_server.core.items import DType
+from vitwire_server.runtime.attention.selection import select
 from vitwire_server.towers.layouts.packed import PackedTower
 
 SIZES = (224, 448, 1024, 2048)
 CLIP_FRAMES = 8
 PACKED = {224: 16, 448: 8}
 """Images of a packed batch, by their side."""
-TIMES = ("plain_sdpa", "plain_flash", "eager", "graph_stock", "graph_compiled", "graph", "graph_fp8", "floor")
+_FLOAT8 = {"graph_fp8": "all", "graph_fp8_part": "auto"}
+"""Columns by their --precision-blocks."""
+TIMES = ("plain_sdpa", "plain_flash", "eager", "graph_stock", "graph_compiled", "graph", *_FLOAT8, "floor")
 WARM_UPS = 3
 SECONDS_EACH = 1.5
 """A measurement ends after this many seconds or after --repeats, but not before three repeats."""
+_KERNELS = 12
+"""Of each replay, that are printed."""
 ALL_OTHERS = "others"
 _GROUPS = {ALL_OTHERS: tuple(OTHERS)}
 
@@ -55,6 +64,9 @@ def main() -> None:
     console = Console(width=120)
     show(console, "milliseconds of one batch on the device", bench.rows)
     show(console, "milliseconds of one batch on the device, towers of other makers", bench.others)
+    show(console, f"milliseconds of a forward beside vLLM's tower, whose time should be {AIM} times ours", bench.vllm)
+    for load, rows in bench.profiles.items():
+        show(console, f"one replay: {load}", [*by_group(rows), *rows[:_KERNELS]])
     show(console, "captures", bench.captures)
     document = bench.document()
     if options.plot:
@@ -70,10 +82,14 @@ class Bench:
     def __init__(self, device: torch.device, options: argparse.Namespace) -> None:
         self.rows: list[Row] = []
         self.captures: list[Row] = []
+        self.vllm: list[Row] = []
+        self._vllm_engine: Row = {}
+        self.profiles: dict[str, list[Row]] = {}
+        """Kernels of one replay, by tower and load."""
         self._device = device
         self._options = options
         self._attention: dict[str, str] = {}
-        self._similarity: dict[str, dict[str, float]] = {}
+        self._float8: dict[str, dict[str, Row]] = {column: {} for column in _FLOAT8}
         self._ceilings = Ceilings(options.tflops * 1e12, options.terabytes * 1e12)
         self._stopwatch = Stopwatch(
             device,
@@ -102,15 +118,19 @@ class Bench:
         model_type, fields = PUBLISHED[name]
         fields = shrunk(fields, 2, 128) if self._options.tiny else fields
         tower = build(model_type, fields, torch.bfloat16, self._device)
-        loads = self._loads(tower)
+        sizes = _sizes_of(self._options.sizes)
+        loads = [Load(load, [square(tower, each.side, each.frames)] * each.images) for load, each in sizes.items()]
         rows = {load.name: self._row(name, tower, load) for load in loads}
         self.rows += rows.values()
-        self._plain(tower, loads, rows)
-        self._ours(name, tower, loads, rows)
+        with tempfile.TemporaryDirectory(prefix="gpu-bench-") as folder:
+            checkpoint = folder if self._options.vllm and model_type == "qwen3_vl" else ""
+            if checkpoint:
+                write_tower(Path(checkpoint), tower.model)
+            self._plain(tower, loads, rows)
+            self._ours(name, tower, loads, rows, checkpoint)
 
     def _other(self, name: str) -> None:
-        if self._stopwatch.is_over:
-            self._stopwatch.left_out.append(f"{name}: no time")
+        if not self._has_time(name):
             return
         self._attention[name] = self._others.run(name, self._device, tiny=self._options.tiny)
 
@@ -126,19 +146,16 @@ class Bench:
             "cuda": torch.version.cuda,
             "ceilings": {"tflops": self._options.tflops, "terabytes_per_s": self._options.terabytes},
             "attention": self._attention,
-            "fp8_similarity": self._similarity,
+            "fp8_similarity": self._float8["graph_fp8"],
+            "fp8_part": self._float8["graph_fp8_part"],
             "left_out": self._stopwatch.left_out,
             "rows": self.rows,
             "others": self.others,
+            "vllm_engine": self._vllm_engine,
+            "vllm": self.vllm,
+            "profiles": self.profiles,
             "captures": self.captures,
         }
-
-    def _loads(self, tower: PackedTower) -> list[Load]:
-        loads = [Load(f"{side}^2", [square(tower, side)]) for side in self._options.sizes]
-        if 224 in self._options.sizes:
-            loads.append(Load(f"{CLIP_FRAMES}x224^2 clip", [square(tower, 224, CLIP_FRAMES)]))
-        packed = [side for side in PACKED if side in self._options.sizes]
-        return loads + [Load(f"{PACKED[side]} x {side}^2", [square(tower, side)] * PACKED[side]) for side in packed]
 
     def _row(self, name: str, tower: PackedTower, load: Load) -> Row:
         patches = sum(grid.patches for grid in load.grids)
@@ -158,7 +175,9 @@ class Bench:
                     once = partial(self._stopwatch.timed, partial(plain, tower, pixels, load.grids))
                     self._stopwatch.measure(rows[load.name], column, once, SECONDS_EACH)
 
-    def _ours(self, name: str, tower: PackedTower, loads: Sequence[Load], rows: dict[str, Row]) -> None:
+    def _ours(
+        self, name: str, tower: PackedTower, loads: Sequence[Load], rows: dict[str, Row], checkpoint: str
+    ) -> None:
         """The server's engine without graphs and with them; a budget for each load, so nothing is padded."""
         choice = select(self._options.attention, self._device, tower.dtype, *tower.attention_heads, captured=True)
         tower.use_attention(choice.implementation)
@@ -170,25 +189,63 @@ class Bench:
         for column in ways:
             columns.measure(column, ladder, batches, rows)
         sys.stderr.write(f"{name}: {fused(tower, choice)} blocks fused\n")
-        for column in ("eager", "graph"):
-            columns.measure(column, ladder, batches, rows)
+        columns.measure("eager", ladder, batches, rows)
+        ran = columns.measure("graph", ladder, batches, rows)
+        if checkpoint and self._has_time(f"{name} vllm"):
+            plan, dtype = ran.plan, DType.BFLOAT16
+            self._vllm(name, Loaded(tower, ran.engine, plan, preprocessing(), dtype, checkpoint))
+        if self._options.profile:
+            self._profile(name, ran, batches)
         if self._options.fp8:
-            self._similarity[name] = self._reduced(tower, choice, columns)
-            columns.measure("graph_fp8", ladder, batches, rows)
+            float8 = Float8(tower, choice, columns)
+            for column, blocks in _FLOAT8.items():
+                if self._has_time(f"{name} {column}"):
+                    try:
+                        self._float8[column][name] = float8.reduce(blocks)
+                    except UsageError as error:  # the server would not start
+                        self._stopwatch.failed(f"{name} {column}", error)
+                    else:
+                        columns.measure(column, ladder, batches, rows)
 
-    def _reduced(self, tower: PackedTower, choice: Selection, columns: Columns) -> dict[str, float]:
-        """Reduce the tower to float8, as the server does; the cosine similarity of its rows to those in bfloat16."""
-        engine = Engine(tower, GraphSet(tower, Ladder(), SimulatedRecorder()), columns.stager, columns.streams)
-        comparison = Comparison(tower, engine)
-        for block in tower.blocks:
-            vars(block).pop("forward", None)  # what fuse() replaced
-            reduce(block)
-        if self._device.type == "cuda":
-            from vitwire_server.runtime.fused.fusing import fuse  # noqa: PLC0415 - triton
+    def _has_time(self, what: str) -> bool:
+        if self._stopwatch.is_over:
+            self._stopwatch.left_out.append(f"{what}: no time")
+        return not self._stopwatch.is_over
 
-            fuse(tower.blocks, choice)
-        similarities = comparison.similarities()
-        return {"least": float(similarities.min()), "median": float(similarities.median())}
+    def _profile(self, name: str, ran: Ran, batches: Batches) -> None:
+        for load, batch in batches.items():
+            try:
+                if replay := ran.replay(batch):
+                    self.profiles[f"{name} {load}"] = kernel_times(replay, self._device)
+            except FAILURES as error:
+                self._stopwatch.failed(f"{name} {load} profile", error)
+
+    def _vllm(self, name: str, loaded: Loaded) -> None:
+        """Rows as they are measured; what fails is left out."""
+        sizes, left_out = _sizes_of(self._options.sizes), self._stopwatch.left_out
+
+        def skip(what: str, why: str) -> None:
+            if (line := f"{name} {what}: {why}") not in left_out:
+                left_out.append(line)
+                sys.stderr.write(f"left out: {line}\n")
+
+        left, note = lambda: self._stopwatch.left, self._vllm_engine.update
+        try:
+            for row in beside(loaded, sizes, self._options.vllm, left, skip, note):
+                self.vllm.append({"tower": name} | row)
+                sys.stderr.write(f"{self.vllm[-1]}\n")
+        except (SideEnded, *FAILURES) as error:
+            sys.stderr.write(f"{error}\n")
+            self._stopwatch.failed(f"{name} vllm", error)
+
+
+def _sizes_of(sides: Sequence[int]) -> dict[str, Size]:
+    """The pictures of each load."""
+    sizes = {f"{side}^2": Size(side) for side in sides}
+    if 224 in sides:
+        sizes[f"{CLIP_FRAMES}x224^2 clip"] = Size(224, frames=CLIP_FRAMES)
+    packed = {side: images for side, images in PACKED.items() if side in sides}
+    return sizes | {f"{images} x {side}^2": Size(side, images) for side, images in packed.items()}
 
 
 def _sizes(text: str) -> list[int]:
@@ -214,8 +271,11 @@ def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--fp8",
         action="store_true",
-        help="also reduce the towers to float8, as serve --precision fp8 does; of the Qwen towers",
+        help="also reduce the towers to float8, all blocks and those that serve --precision fp8 chooses; of Qwen's",
     )
+    vllm = "also vLLM's tower, of Qwen3-VL: the interpreter that has vLLM (default: this one) or a folder of packages"
+    add("--vllm", nargs="?", const=sys.executable, metavar="PYTHON", help=vllm)
+    add("--profile", action="store_true", help="also the time of each kernel of one replay; of the Qwen towers")
     add("--repeats", type=int, default=30)
     add("--seconds", type=float, default=420, help="nothing new is started after so long")
     add("--tflops", type=float, default=790, help="the device's measured bf16 rate, for the floor")

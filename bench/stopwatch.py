@@ -41,9 +41,14 @@ class Stopwatch:
         self._until = time.monotonic() + seconds
 
     @property
+    def left(self) -> float:
+        """Seconds until the time is up."""
+        return self._until - time.monotonic()
+
+    @property
     def is_over(self) -> bool:
         """Nothing new is to be started."""
-        return time.monotonic() > self._until
+        return self.left < 0
 
     def measure(self, row: Row, column: str, once: Callable[[], float], seconds: float) -> None:
         """Write the median of `once` in milliseconds; null if the time is up or it fails.

@@ -18,6 +18,7 @@ SPECIAL = {
 }
 """Tokens of the tokenizer beside one for each byte, from 10 on."""
 FIRST_BYTE = 10
+_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
@@ -89,29 +90,10 @@ _PROCESSORS: dict[str, Fields] = {
 def write(folder: Path, *, tiny: bool = False, device: str = "cpu", language: str = "2b") -> None:
     """A language model of `LANGUAGES` and the tower of 8B, in bfloat16; the folder appears once it is complete."""
     import torch  # noqa: PLC0415 - seconds, and vLLM's processes import this module
-    from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration  # noqa: PLC0415 - as above
+    from transformers import GenerationConfig, Qwen3VLForConditionalGeneration  # noqa: PLC0415 - as above
 
-    text = {
-        **(_SMALL_TEXT if tiny else LANGUAGES[language]),
-        "max_position_embeddings": 65536,
-        "tie_word_embeddings": False,
-    }
-    sections = [each * text["head_dim"] // 128 for each in (24, 20, 20)]
-    sections[0] = text["head_dim"] // 2 - sum(sections[1:])
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sections}
-    text["rope_parameters"]["mrope_interleaved"] = True
-    vision = {**(_SMALL_TOWER if tiny else _TOWER), "out_hidden_size": text["hidden_size"]}
-    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    config = Qwen3VLConfig(
-        text_config=text | tokens,
-        vision_config=vision,
-        image_token_id=SPECIAL["<|image_pad|>"],
-        video_token_id=SPECIAL["<|video_pad|>"],
-        vision_start_token_id=SPECIAL["<|vision_start|>"],
-        vision_end_token_id=SPECIAL["<|vision_end|>"],
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
+    text = _SMALL_TEXT if tiny else LANGUAGES[language]
+    config = _config(text, {**(_SMALL_TOWER if tiny else _TOWER), "out_hidden_size": text["hidden_size"]})
     torch.manual_seed(0)
     with torch.device(device):
         model = Qwen3VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
@@ -122,13 +104,48 @@ def write(folder: Path, *, tiny: bool = False, device: str = "cpu", language: st
             else:
                 weight.normal_(std=1.0 if name.endswith("embed_tokens.weight") else weight[0].numel() ** -0.5)
     part = folder.with_name(f"{folder.name}.part")
-    part.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(part)
-    for name, fields in _PROCESSORS.items():
-        (part / name).write_text(json.dumps(_PIXELS | fields, indent=1), encoding="utf-8")
-    model.generation_config = GenerationConfig(**tokens)
+    _write_processors(part)
+    model.generation_config = GenerationConfig(**_TOKENS)
     model.save_pretrained(part, max_shard_size="2GB")
     part.rename(folder)
+
+
+def write_tower(folder: Path, tower: Any) -> None:
+    """transformers' tower of a Qwen3-VL, for an engine that loads no language model (`mm_encoder_only`)."""
+    from huggingface_hub import save_torch_state_dict  # noqa: PLC0415 - as above
+
+    vision = tower.config.to_diff_dict()
+    config = _config({**_TEXT, "hidden_size": vision["out_hidden_size"]}, vision)
+    config.architectures = ["Qwen3VLForConditionalGeneration"]
+    _write_processors(folder)
+    save_torch_state_dict({f"model.visual.{name}": weight for name, weight in tower.state_dict().items()}, folder)
+    config.save_pretrained(folder)
+
+
+def _config(text: Fields, vision: Fields) -> Any:
+    from transformers import Qwen3VLConfig  # noqa: PLC0415 - as above
+
+    sections = [each * text["head_dim"] // 128 for each in (24, 20, 20)]
+    sections[0] = text["head_dim"] // 2 - sum(sections[1:])
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sections, "mrope_interleaved": True}
+    text = text | {"max_position_embeddings": 65536, "tie_word_embeddings": False, "rope_parameters": rope}
+    return Qwen3VLConfig(
+        text_config=text | _TOKENS,
+        vision_config=vision,
+        image_token_id=SPECIAL["<|image_pad|>"],
+        video_token_id=SPECIAL["<|video_pad|>"],
+        vision_start_token_id=SPECIAL["<|vision_start|>"],
+        vision_end_token_id=SPECIAL["<|vision_end|>"],
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+
+
+def _write_processors(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(folder)
+    for name, fields in _PROCESSORS.items():
+        (folder / name).write_text(json.dumps(_PIXELS | fields, indent=1), encoding="utf-8")
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -5,17 +5,23 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from math import inf
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """Side of the square images, and images in each request."""
+class Size(NamedTuple):
+    """Side of the square images, and images in each request; or a clip of that many frames."""
 
     side: int
     images: int = 1
+    frames: int = 1
+    """Of the clip that takes the place of the images; 1: none."""
+
+    @property
+    def is_kept(self) -> bool:
+        """True if no processor resizes pictures of this size."""
+        return self.side % 32 == 0 and self.side >= 128
 
     @classmethod
     def of(cls, text: str) -> Self:
@@ -26,7 +32,7 @@ class Size:
         return cls(int(side), int(images or 1))
 
     def __str__(self) -> str:
-        return f"{self.side}x{self.images}"
+        return f"{self.side}x{self.images}" if self.frames == 1 else f"{self.frames}x{self.side} clip"
 
 
 @dataclass(frozen=True, slots=True)

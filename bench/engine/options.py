@@ -54,7 +54,7 @@ def _faults(options: argparse.Namespace) -> list[str]:
     if options.towers and (options.failures or options.itl or options.alone or options.engines > 1):
         faults.append("--towers starts no engine: leave out --itl, --alone, --failures and --engines")
     faults += _setup_faults(options)
-    if any(size.side % 32 or size.side < 128 for size in options.sizes):
+    if not all(size.is_kept for size in options.sizes):
         faults.append("--sizes: a side must be a multiple of 32 from 128 on, which no processor changes")
     return faults
 

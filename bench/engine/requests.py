@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,13 @@ def renewed(asked: Asked, name: str) -> Asked:
 def image_tokens(images: int) -> list[int]:
     """The part of a prompt that stands for images."""
     return _IMAGE * images
+
+
+@lru_cache(maxsize=1)
+def pictures_of(size: Size, number: int) -> list[Any]:
+    """The pictures of a forward, which differ from number to number: Pillow's, or one clip `(frames, H, W, 3)`."""
+    frames = [picture(size.side, (number, size.side, index)) for index in range(size.images * size.frames)]
+    return frames if size.frames == 1 else [np.stack([np.asarray(each) for each in frames])]
 
 
 def picture(side: int, seed: Sequence[int]) -> Any:

@@ -7,8 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from bench.beside_vllm import MISSING, compared
+from bench.columns import Columns
+from bench.float8 import Float8
+from bench.kernels import group_of
+from bench.models import PUBLISHED, build, shrunk
+from bench.stopwatch import Stopwatch
 
 from benches import ROOT, last_line
+from vitwire_server.runtime.attention.selection import select
 
 
 def test_bench(tmp_path: Path) -> None:
@@ -34,25 +42,85 @@ def test_gpu_bench_on_simulated_graphs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot, out = tmp_path / "plot.png", tmp_path / "bench.json"
     flags = ("--device", "cpu", "--tiny", "--towers", "Qwen2.5-VL-7B", "--sizes", "112,224", "--repeats", "3")
-    document = last_line("bench/gpu.py", *flags, "--fp8", "--plot", str(plot), "--out", str(out))
+    document = last_line("bench/gpu.py", *flags, "--fp8", "--profile", "--plot", str(plot), "--out", str(out))
     assert document == json.loads(out.read_text())
     assert (document["device"], document["graphs"], document["left_out"]) == ("cpu", "simulated", [])
     assert len(document["rows"]) == 4
     for row in document["rows"]:
-        assert min(row["plain_sdpa"], row["eager"], row["graph"], row["graph_fp8"]) > 0
+        assert min(row[name] for name in ("plain_sdpa", "eager", "graph", "graph_fp8", "graph_fp8_part")) > 0
         assert row["plain_flash"] is row["graph_compiled"] is None
         assert row["graph_stock"] > 0
     assert {row["tower"] for row in document["captures"]} == {"Qwen2.5-VL-7B"}
-    assert 0.99 < document["fp8_similarity"]["Qwen2.5-VL-7B"]["least"] < 1
+    whole, part = (document[name]["Qwen2.5-VL-7B"] for name in ("fp8_similarity", "fp8_part"))
+    assert (whole["blocks"], whole["share_of_weights"]) == ("all", 1)
+    assert 0.999 < whole["least"] < 1
+    assert part == whole, "all blocks of so small a tower reach the floor"
+    assert len(document["profiles"]) == 4
+    for kernels in document["profiles"].values():
+        assert {"attention", "products", "norms and rest"} == {row["group"] for row in kernels}
+        assert sum(row["share"] for row in kernels) == pytest.approx(1, abs=0.05)
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_each_reduction_to_float8_starts_from_bfloat16() -> None:
+    model_type, fields = PUBLISHED["Qwen3-VL-8B"]
+    tower = build(model_type, shrunk(fields, 2, 128), torch.bfloat16, torch.device("cpu"))
+    stopwatch = Stopwatch(tower.device, seconds=60, repeats=1, warm_ups=0)
+    choice = select("auto", tower.device, tower.dtype, *tower.attention_heads, captured=True)
+    float8 = Float8(tower, choice, Columns(tower, "tiny", stopwatch, [], 0.1))
+    whole, part, again = (float8.reduce(blocks) for blocks in ("all", "attn:1", "all"))
+    assert (part["blocks"], part["share_of_weights"]) == ("attn:1", 0.5)
+    assert whole["least"] < part["least"] < 1
+    assert again == whole
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("where", ["/nowhere/bin/python", "docs"])
+def test_gpu_bench_says_how_to_get_vllm(where: str) -> None:
+    flags = ("--device", "cpu", "--tiny", "--sizes", "128", "--towers", "Qwen3-VL-8B", "--repeats", "3")
+    document = last_line("bench/gpu.py", *flags, "--vllm", where)
+    assert document["left_out"] == [f"Qwen3-VL-8B vllm: {MISSING}"]
+    assert document["vllm"] == []
+    assert document["rows"][0]["graph"] > 0
+
+
+@pytest.mark.parametrize(
+    ("default", "exact", "aim"), [(3.0, 3.0, "reached"), (3.0, 2.9, "default only"), (2.9, 3.1, "missed")]
+)
+def test_both_graphs_of_vllm_must_take_as_long_as_the_aim(default: float, exact: float, aim: str) -> None:
+    rows = {"vitwire": 2.0, "vllm_eager": 20.0, "vllm_graph": default, "vllm_exact": exact}
+    assert compared({name: {"device_ms": time} for name, time in rows.items()})["aim"] == aim
+    for missing in ("vitwire", "vllm_graph", "vllm_exact"):
+        found = compared({name: {"device_ms": time} for name, time in rows.items() if name != missing})
+        assert found["aim"] is None
+        assert found["vllm_eager"] == 20
+
+
+@pytest.mark.parametrize(
+    ("kernel", "group"),
+    [
+        ("_attend", "attention"),
+        ("kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x64x64_4x1x1", "attention"),
+        ("nvjet_sm90_tst_192x192_64x4_2x1_v_bz_coopA_bias_TNN", "products"),
+        ("void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<>>", "products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>", "products"),
+        ("_partial_sums", "products"),
+        ("_add_norm", "norms and rest"),
+        ("Memcpy DtoD (Device -> Device)", "norms and rest"),
+    ],
+)
+def test_kernels_are_grouped_by_name(kernel: str, group: str) -> None:
+    assert group_of(kernel) == group
 
 
 @pytest.mark.matrix
 def test_gpu_bench_leaves_out_what_there_is_no_time_for() -> None:
     flags = ("--device", "cpu", "--tiny", "--sizes", "112", "--towers", "Qwen3-VL-8B", "--seconds", "0")
-    document = last_line("bench/gpu.py", *flags)
+    document = last_line("bench/gpu.py", *flags, "--fp8", "--vllm")
     assert [row["graph"] for row in document["rows"]] == [None]
-    assert "Qwen3-VL-8B 112^2 plain_sdpa: no time" in document["left_out"]
+    for what in ("112^2 plain_sdpa", "graph_fp8", "graph_fp8_part", "vllm"):
+        assert f"Qwen3-VL-8B {what}: no time" in document["left_out"]
 
 
 @pytest.mark.matrix
@@ -61,16 +129,10 @@ def test_the_gpu_tests_fail_at_once_without_cuda() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "tests/gpu", "-q"],
         cwd=ROOT,
-        env=environment | ({"VITWIRE_GPU_TEST_DEVICE": "tpu"} if cuda() else {}),
+        env=environment | ({"VITWIRE_GPU_TEST_DEVICE": "tpu"} if torch.cuda.is_available() else {}),
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 2
     assert "VITWIRE_GPU_TEST_DEVICE" in done.stdout + done.stderr
-
-
-def cuda() -> bool:
-    import torch  # noqa: PLC0415 - seconds, for one line
-
-    return torch.cuda.is_available()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from bench.engine.loads import Size
-from bench.engine.requests import picture
+from bench.engine.requests import pictures_of
 from bench.timing import repeated, seconds_of
 from torch import Tensor
 
@@ -49,8 +49,7 @@ class Tower(ABC):
 
     def answer(self, command: Row) -> Row:
         """Do what a command says: save rows, or measure for some seconds."""
-        size, column = Size(command["side"], command["images"]), command["column"]
-        pictures = [picture(size.side, (command["number"], size.side, index)) for index in range(size.images)]
+        column, pictures = command["column"], pictures_of(Size(*command["size"]), command["number"])
         if "save" in command:
             rows = self.encode(column, pictures).cpu()
             finite = rows.isfinite().all(dim=1)
@@ -64,6 +63,14 @@ class Tower(ABC):
         whole = self._repeated(lambda: self._until_done(call), command)
         medians = {"device_ms": on_device, "call_ms": whole}
         return {"budgets": list(budgets)} | {name: round(1e3 * median(each), 3) for name, each in medians.items()}
+
+    def answered(self, command: Row) -> Row:
+        """The answer to a command, or the reason for its failure."""
+        try:
+            return self.answer(command)
+        except Exception as error:  # noqa: BLE001 - other sizes may work
+            traceback.print_exc()
+            return {"failed": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
 
     def _repeated(self, once: Callable[[], float], command: Row) -> list[float]:
         return repeated(once, command["seconds"] / 2, warm_ups=_WARM_UPS, least=_LEAST)
@@ -82,9 +89,4 @@ def answering(load: Callable[[Row], Tower]) -> None:
     tower = load(json.loads(sys.argv[-1]))
     print(json.dumps(tower.described()), file=lines)
     for line in sys.stdin:
-        try:
-            answer = tower.answer(json.loads(line))
-        except Exception as error:  # noqa: BLE001 - other sizes may work
-            traceback.print_exc()
-            answer = {"failed": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
-        print(json.dumps(answer), file=lines)
+        print(json.dumps(tower.answered(json.loads(line))), file=lines)

@@ -23,6 +23,13 @@ class SideEnded(Exception):
     """It exited, or did not answer in time."""
 
 
+def checked(name: str, answer: Row) -> Row:
+    """The answer of a tower. Raises SideFailed if it says so."""
+    if "failed" in answer:
+        raise SideFailed(f"{name}: {answer['failed']}")
+    return answer
+
+
 class Side:
     """A process that answers commands, both as lines of JSON; its log is a file."""
 
@@ -57,10 +64,7 @@ class Side:
                 raise self._failure(f"exited with {self._process.wait()}")
             self._read += part
         line, _, self._read = self._read.partition(b"\n")
-        answer: Row = json.loads(line)
-        if "failed" in answer:
-            raise SideFailed(f"{self.name}: {answer['failed']}")
-        return answer
+        return checked(self.name, json.loads(line))
 
     def __enter__(self) -> Self:
         return self

@@ -7,15 +7,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from bench.engine import vllm_engine
+from bench.engine.loads import Size
 from bench.engine.requests import image_tokens
 from bench.engine.towers.answering import Row, Tower, answering
+from PIL import Image
 from torch import Tensor
+from transformers import BatchFeature
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
+from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import PIN_MEMORY
@@ -45,8 +50,10 @@ class VllmTower(Tower):
     """The checkpoint's tower, without the language model."""
 
     def __init__(self, job: Row) -> None:
-        most = max(images for _, images in job["sizes"])
+        sizes = [Size(*each) for each in job["sizes"]]
+        most, clips = max(size.images for size in sizes), any(size.frames > 1 for size in sizes)
         chosen = vllm_engine.arguments(Path(job["model"]), "", images=max(4, most)) | {"mm_encoder_only": True}
+        chosen["limit_mm_per_prompt"]["video"] = int(clips)
         config = EngineArgs(**chosen).create_engine_config()
         self.device = torch.device("cuda:0" if current_platform.is_cuda() else "cpu")
         if self.device.type == "cuda":
@@ -56,11 +63,10 @@ class VllmTower(Tower):
             ensure_model_parallel_initialized(1, 1)
             self._model: Any = get_model(vllm_config=config)
             self._runners = {"vllm_eager": self._runner(config), "vllm_graph": self._runner(config, [])}
+            if clips:  # as vLLM serves videos: all of its graphs have room for their frames
+                self._runners["vllm_graph clip"] = self._runner(config, [], frames=None)
             # Each has one budget: with several, vLLM prefers many replays of small ones to one of a large one.
-            self._exact = {
-                (side, images): self._runner(config, [(side // 32) ** 2 * images], images)
-                for side, images in job["sizes"]
-            }
+            self._exact = {size: self._exact_runner(config, size) for size in sizes}
         self._front = InputProcessor(config)
 
     def described(self) -> Row:
@@ -82,11 +88,9 @@ class VllmTower(Tower):
             assert isinstance(manager, Graphs)
             manager.replayed.clear()
             runner.execute_mm_encoder(items)
-            graphs = list(manager.replayed)
-            if not graphs:
-                raise RuntimeError("no graph of this size")
-            replay = torch.inference_mode()(lambda: [each.graph.replay() for each in graphs])
-            return replay, [each.token_budget for each in graphs]
+            if graphs := list(manager.replayed):
+                replay = torch.inference_mode()(lambda: [each.graph.replay() for each in graphs])
+                return replay, [each.token_budget for each in graphs]
         batches = list(group_and_batch_mm_kwargs(items, device=self.device, pin_memory=PIN_MEMORY))
         forward = torch.inference_mode()(lambda: [self._model.embed_multimodal(**each) for _, _, each in batches])
         return forward, []
@@ -95,21 +99,52 @@ class VllmTower(Tower):
         return partial(self._chosen(column, pictures).execute_mm_encoder, self._items(pictures))
 
     def _chosen(self, column: str, pictures: Sequence[Any]) -> EncoderRunner:
-        return self._exact[pictures[0].width, len(pictures)] if column == "vllm_exact" else self._runners[column]
+        first = pictures[0]
+        clip = isinstance(first, np.ndarray)
+        if column == "vllm_exact":
+            return self._exact[Size(first.shape[1], frames=len(first)) if clip else Size(first.width, len(pictures))]
+        return self._runners[f"{column} clip" if clip and column == "vllm_graph" else column]
 
     def _items(self, pictures: Sequence[Any]) -> Items:
         """What vLLM's processor makes of them."""
+        if isinstance(pictures[0], np.ndarray):
+            return [("video", self._clip(pictures[0]))]
         prompt = {"prompt_token_ids": image_tokens(len(pictures)), "multi_modal_data": {"image": list(pictures)}}
         (rendered,) = self._front.renderer.render_cmpl([prompt])
         return [("image", each) for each in rendered["mm_kwargs"]["image"]]
 
-    def _runner(self, config: VllmConfig, budgets: list[int] | None = None, items: int = 0) -> EncoderRunner:
-        """budgets, items: of its graphs, and the most of a batch; [] and 0 leave it to vLLM. No graphs with None."""
+    def _clip(self, frames: Any) -> Any:
+        """Made of its frames as images, whose patches have each frame twice: each pair of frames shares them."""
+        images = [self._items([Image.fromarray(frame)])[0][1] for frame in frames]
+        pixels = torch.stack([each["pixel_values"].data for each in images]).unflatten(-1, (3, 2, -1))
+        pairs = torch.stack([pixels[::2, ..., 0, :], pixels[1::2, ..., 1, :]], dim=-2).flatten(-3).flatten(0, 1)
+        grid = images[0]["image_grid_thw"].data.clone()
+        grid[0] = len(frames) // 2
+        fields = {
+            "pixel_values_videos": MultiModalFieldConfig.flat_from_sizes("video", torch.tensor([len(pairs)])),
+            "video_grid_thw": MultiModalFieldConfig.batched("video"),
+        }
+        inputs = BatchFeature({"pixel_values_videos": pairs, "video_grid_thw": grid[None]})
+        return MultiModalKwargsItems.from_hf_inputs(inputs, fields)["video"][0]
+
+    def _exact_runner(self, config: VllmConfig, size: Size) -> EncoderRunner:
+        """With one graph, of exactly this size. Two frames of a clip share their tokens."""
+        pairs = size.frames // 2
+        return self._runner(config, [(size.side // 32) ** 2 * size.images * max(1, pairs)], size.images, frames=pairs)
+
+    def _runner(
+        self, config: VllmConfig, budgets: list[int] | None = None, items: int = 0, frames: int | None = 0
+    ) -> EncoderRunner:
+        """budgets, items, frames: of its graphs, and the most of a batch; [], 0 and None leave it to vLLM.
+
+        Graphs of 0 frames are for images. There are none without `budgets`.
+        """
         dtype, manager = config.model_config.dtype, None
         if budgets is not None:
             compilation = config.compilation_config
             compilation.encoder_cudagraph_token_budgets = budgets
             compilation.encoder_cudagraph_max_vision_items_per_batch = items
+            compilation.encoder_cudagraph_max_frames_per_batch = frames
             manager = Graphs(config, self.device, dtype, self._model)
         width = config.model_config.get_inputs_embeds_size()
         runner = EncoderRunner(self._model, 1, width, EncoderCache(), dtype, self.device, manager)

@@ -1,6 +1,7 @@
 """`make engine-bench FLAGS=--towers` but for the GPU: vLLM's tower and its budgets, the server's, and float32."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from bench.engine.towers import measuring
 from servers import PYTHON
 
 SIZES = ["256x1", "128x4", "128x1"]
+SIMULATED = ["-m", "tests.engines.vllm.simulated_graphs"]
 TOWERS = ["vllm_eager", "vllm_graph", "vllm_exact", "vitwire"]
 
 
@@ -25,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def towers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: Path) -> Any:
-    monkeypatch.setattr(measuring, "THEIRS", [sys.executable, "-m", "tests.engines.vllm.simulated_graphs"])
+    monkeypatch.setattr(measuring, "THEIRS", SIMULATED)
     monkeypatch.setattr(measuring, "_SECONDS", 0.02)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
@@ -60,6 +62,30 @@ def test_towers_are_compared_with_float32_and_each_other(towers: Any) -> None:
     }
 
 
+def test_gpu_bench_shows_it_beside_graphs_of_exact_sizes() -> None:
+    """The same weights, pictures and clips. Only one of these sizes fits a default budget without padding."""
+    simulated = f"measuring.THEIRS = {SIMULATED}"
+    code = f"from bench.engine.towers import measuring; {simulated}; from bench import gpu; gpu.main()"
+    flags = ["--device", "cpu", "--tiny", "--towers", "Qwen3-VL-8B", "--sizes", "112,224,256", "--repeats", "3"]
+    folders = ("client", "gateway", "server", "tests/support", ".")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    command = [PYTHON, "-c", code, *flags, "--vllm", sys.executable]
+    document = json.loads(subprocess.check_output(command, env=environment).splitlines()[-1])
+    assert document["vllm_engine"]["engine"].startswith("vLLM 0.")
+    rows = {row.pop("load"): row for row in document["vllm"]}
+    assert list(rows) == ["224^2", "256^2", "8x224^2 clip", "16 x 224^2"]
+    for load, row in rows.items():
+        assert min(row["ours"], row["vllm_eager"], row["vllm_exact"], row["call_ours"]) > 0
+        assert row["exact_over_ours"] == pytest.approx(row["vllm_exact"] / row["ours"], abs=0.01)
+        assert 0 < row["error"] < 0.03
+        assert (row["vllm_graph"] is None) == (load != "256^2") == (row["aim"] is None)
+    assert rows["256^2"]["error_vllm"] == pytest.approx(rows["256^2"]["error"], rel=0.1)
+    left_out = "\n".join(document["left_out"])
+    assert "112^2 vllm: its processor would resize them" in left_out
+    assert "8x224 clip vllm_graph: vllm: RuntimeError: split_with_sizes" in left_out
+    assert "vllm_exact" not in left_out
+
+
 def test_rows_that_are_not_finite_are_counted(towers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each third replay of a graph has a NaN in one row; with two graphs in turns, each third picture of both."""
     monkeypatch.setenv("SIMULATED_NAN_EVERY", "3")
@@ -72,6 +98,6 @@ def test_rows_that_are_not_finite_are_counted(towers: Any, monkeypatch: pytest.M
 
 
 def test_a_side_that_cannot_start_ends_the_run(towers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "THEIRS", [sys.executable, "-c", "raise SystemExit('no vLLM here')"])
+    monkeypatch.setattr(measuring, "THEIRS", ["-c", "raise SystemExit('no vLLM here')"])
     document = towers("--sizes", "128x1", code=1)
     assert "no vLLM here" in document["error"]
