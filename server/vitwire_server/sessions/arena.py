@@ -47,7 +47,8 @@ class Arena:
 
     def offset_of(self, data: memoryview) -> int | None:
         """The offset of bytes in the arena; None if they lie elsewhere."""
-        offset: int = np.frombuffer(data, np.uint8).ctypes.data - self.address
+        address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]  # faster than `ctypes`
+        offset = address - self.address
         return offset if 0 <= offset <= self.size - len(data) else None
 
     def touch(self, nbytes: int) -> None:
