@@ -199,7 +199,7 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
     After each operation this thread waits for the interpreter, which serves requests meanwhile.
     """
-    torch._foreach_copy_(list(targets), list(sources), non_blocking=True)  # noqa: SLF001 - documented for optimisers
+    torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
 
 def pin(memory: memoryview) -> None:
