@@ -1,5 +1,6 @@
 """Requests of one message are read by the thread that sends them, and gRPC keeps nothing of those that end early."""
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -74,3 +75,25 @@ def test_a_call_that_is_not_accepted_is_cancelled_and_sent_again(ended: list[Any
     assert fake.methods.count("Encode") == 2
     assert [call.cancelled() for call in ended] == [True, False]
     assert not any(call._state.due for call in ended)
+
+
+def test_an_interrupt_ends_a_call_and_leaves_the_client_usable() -> None:
+    def wait(context: grpc.ServicerContext) -> None:
+        while context.is_active():
+            time.sleep(0.01)
+
+    fake = Fake()
+    with serving(fake) as running, Client(running.target) as client:
+        client.model()
+        fake.before = wait
+        interrupt = threading.Timer(0.3, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT))
+        interrupt.start()
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            client.encode([item()])
+        assert time.monotonic() - started < 5
+        fake.before = lambda _: None
+        assert len(client.encode([item()])) == 1
+        started = time.monotonic()
+        client.close()
+        assert time.monotonic() - started < 3
