@@ -37,3 +37,32 @@ def test_blocks_around_the_end_of_the_pinned_part(device: torch.device) -> None:
         download.wait()
         assert bool((download.tensors[0] == value + 1).all())
         held += [block, download]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_several_items_of_a_batch(device: torch.device, *, shared: bool) -> None:
+    memory = pinned(32 * MIB, 16 * MIB) if shared else None
+    streams = CudaStreams(device, memory)
+    groups = []
+    for sizes in ((1000, 300_000), (7,), (4096, 1, 65_537)):
+        blocks = [memory.allocate(size) if memory else memoryview(bytearray(size)) for size in sizes]
+        for number, block in enumerate(blocks):
+            block[:] = bytes([10 * len(sizes) + number]) * len(block)
+        groups.append([Pixels(block, DType.UINT8, (len(block),)) for block in blocks])
+    uploaded = streams.upload(groups)
+    assert [len(each) for each in uploaded] == [sum(one.nbytes for one in group) for group in groups]
+    with streams.computing():
+        rows = [
+            part + 1
+            for each, group in zip(uploaded, groups, strict=True)
+            for part in each.split([one.nbytes for one in group])
+        ]
+        checks = [torch.ones(3, dtype=torch.bool, device=device), torch.empty(0, dtype=torch.int64, device=device)]
+    download = streams.download(rows, checks)
+    download.wait()
+    *copies, finite, none = download.tensors
+    assert bool(finite.all())
+    assert not len(none)
+    for copy, one in zip(copies, [one for group in groups for one in group], strict=True):
+        assert bool((copy == one.data[0] + 1).all())
+        assert copy.numel() == one.nbytes

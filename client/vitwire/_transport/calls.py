@@ -10,6 +10,7 @@ import grpc
 from vitwire._delivery.answers import Answer
 from vitwire._delivery.nixl import ROOM_SECONDS
 from vitwire._transport import channel as grpc_channel
+from vitwire._transport import unary_streams
 from vitwire._transport.arrivals import merged
 from vitwire._transport.attempts import Attempts, Deadline
 from vitwire._transport.balancing import Replicas
@@ -114,10 +115,8 @@ class Transport:
                     part.transfer_bytes, stream=not part.one_message, routed=exchange.is_routed, again=again
                 ) as connection:
                     call = calls.add(self._start(connection.channel, exchange, metadata))
+                    acceptance = Acceptance(call, self._timers, accept_timeout)
                     try:
-                        if not self._accepted(call, accept_timeout):
-                            again = exchange.unanswered(connection)
-                            continue
                         for response in call:
                             if (result := exchange.feed(response)) is not None:
                                 yield result
@@ -126,8 +125,12 @@ class Transport:
                     except grpc.RpcError as error:
                         if exchange.is_complete:
                             return
+                        if acceptance.is_missing:
+                            again = exchange.unanswered(connection)
+                            continue
                         delay = exchange.failed(self.with_reason(error, exchange.attempts, metadata, part), connection)
                     finally:
+                        acceptance.close()
                         calls.drop(call)
             again = None
             if delay is None:
@@ -164,18 +167,6 @@ class Transport:
             return encode(part.request(), timeout=timeout, metadata=metadata)
         stream = channel.stream_stream(*grpc_channel.ENCODE_STREAM)
         return stream(part.uploads(), timeout=timeout, metadata=metadata)
-
-    def _accepted(self, call: StreamCall, timeout: float | None) -> bool:
-        """Wait until the server accepts or ends the call; if `timeout` passes first, cancel it: False."""
-        if timeout is None:
-            return True
-        accepted = False
-        timer = self._timers.start(timeout, call.cancel)
-        try:
-            call.initial_metadata()  # returns, perhaps empty, once the call has ended
-        finally:
-            accepted = self._timers.cancel(timer)
-        return accepted
 
 
 class Timers:
@@ -230,6 +221,27 @@ class Timers:
                 function()
 
 
+class Acceptance:
+    """Cancels a call that the server has neither accepted nor ended when a time has passed."""
+
+    def __init__(self, call: StreamCall, timers: Timers, timeout: float | None) -> None:
+        self.is_missing = False
+        self._call = call
+        self._timers = timers
+        self._timer = None if timeout is None else timers.start(timeout, self._check)
+
+    def close(self) -> None:
+        """The call has ended."""
+        if self._timer:
+            self._timers.cancel(self._timer)
+
+    def _check(self) -> None:
+        if not unary_streams.has_headers(self._call):
+            self.is_missing = True  # before the thread that reads the call sees its end
+            if not self._call.cancel():  # it has just ended
+                self.is_missing = False
+
+
 class Calls:
     """The calls of one request, which are cancelled together, including one that is being started."""
 
@@ -244,8 +256,9 @@ class Calls:
         return call
 
     def drop(self, call: StreamCall) -> None:
-        """Cancel and forget a call; a call that has ended is only forgotten."""
+        """Cancel and forget a call; a call that has ended is only forgotten. For the thread that reads it."""
         call.cancel()
+        unary_streams.drain(call)
         self._calls.remove(call)
 
     def cancel(self) -> None:

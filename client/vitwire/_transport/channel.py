@@ -15,6 +15,7 @@ import grpc.aio
 from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
 from vitwire._delivery.answers import Response
+from vitwire._transport import unary_streams
 from vitwire._transport.attempts import KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT
 from vitwire._transport.balancing import CONTENT_HEADER
 from vitwire._transport.diagnosis import Security
@@ -83,8 +84,6 @@ class StreamCall(Protocol):
 
     def __iter__(self) -> Iterator[Response]: ...
 
-    def initial_metadata(self) -> object: ...
-
     def trailing_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
 
     def cancel(self) -> object: ...
@@ -108,7 +107,7 @@ class Channels:
 
     def open(self, options: ChannelOptions) -> grpc.Channel:
         """A channel for threads."""
-        merged = self._merged(options)
+        merged = self._merged((*options, *unary_streams.OPTIONS))
         if self.credentials is None:
             return grpc.insecure_channel(self.target, merged)
         return grpc.secure_channel(self.target, self.credentials, merged)

@@ -31,7 +31,7 @@ class DType(Enum):
     @classmethod
     def of(cls, label: str) -> "DType":
         """The type named `label`. Raises KeyError for another name."""
-        return {member.label: member for member in cls}[label]
+        return cls[label.upper()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,12 +105,17 @@ class Answers:
         """No more items will come; an error ends the RPC."""
         self._outcomes.put_nowait(error)
 
+    @property
+    def are_over(self) -> bool:
+        """Whether `end` was called and all items are free."""
+        return self._ended and not self.items
+
     async def next(self) -> tuple[int, Accepted | Outcome] | None:
         """The next acceptance or outcome; None once `end` was called and all items are free.
 
         Raises the error given to `end`.
         """
-        while not self._ended or self.items:
+        while not self.are_over:
             outcome = await self._outcomes.get()
             if isinstance(outcome, Exception):
                 raise outcome

@@ -135,9 +135,12 @@ class Call:
         self._sending.give_back()
 
     def sent(self) -> None:
-        """The last message of the freed item was sent: its rows are not read any more."""
+        """The last message of the freed item was sent: its rows are not read any more.
+
+        After the last item the session is about to close, which releases it as well.
+        """
         item, self._sending = self._sending, None
-        if item:
+        if item and not self.answers.are_over:
             self._session.release(item.key)
 
     def close(self) -> int:

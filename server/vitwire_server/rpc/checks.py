@@ -21,6 +21,7 @@ DTYPES = {
 OUTPUTS: dict[int, DType] = {number: dtype for number, dtype in DTYPES.items() if dtype is not DType.UINT8}
 MODALITIES = {pb.MODALITY_IMAGE: Modality.IMAGE, pb.MODALITY_VIDEO: Modality.VIDEO}
 _MEMORY_KINDS = {pb.MEMORY_KIND_HOST: MemoryKind.HOST, pb.MEMORY_KIND_DEVICE: MemoryKind.DEVICE}
+_PRIORITIES = frozenset(pb.Priority.values())
 _MAX_CONTENT_ID = 512
 
 
@@ -39,7 +40,7 @@ def violations(*cases: tuple[str, str, object]) -> list[Violation]:
 
 def wrong_options(message: pb.EncodeRequest | pb.EncodeStreamOptions) -> Iterator[Violation]:
     """Priority and type of the rows to return."""
-    if message.priority not in pb.Priority.values():
+    if message.priority not in _PRIORITIES:
         yield Violation("priority", f"{message.priority} is not a Priority")
     if message.output_type not in OUTPUTS and message.output_type != pb.DATA_TYPE_UNSPECIFIED:
         yield Violation("output_type", "must be FLOAT32, FLOAT16 or BFLOAT16")

@@ -185,6 +185,8 @@ def _described(tensor: pb.Tensor) -> Pixels:
 
 def _keep_ratio(item: pb.Item) -> float:
     """The decimal that the client wrote, so that 0.7 of 10 tokens are 7; 1 is the same as 0: no pruning."""
+    if not item.keep_ratio:
+        return 0.0
     ratio = float(str(np.float32(item.keep_ratio)))
     return ratio if ratio < 1 else 0.0
 

@@ -2,8 +2,6 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -60,19 +58,32 @@ class ReceiveSlots:
 
     async def read(self, context: Stream[M, Any]) -> M:
         """The one message of an RPC. Raises Overloaded, DeadlineExceeded, or InvalidRequest if there is none."""
-        async with self._slot(caller_of(context)) as slot:
-            try:
-                async with asyncio.timeout(0.0 if slot.evicted else self._stall_seconds) as slot.limit:
-                    message = await read(context)
-            except TimeoutError:
-                raise self._too_slow(slot) from None
+        caller = caller_of(context)
+        slot = self._free(caller) or await self._granted(caller)
+        try:
+            async with asyncio.timeout(0.0 if slot.evicted else self._stall_seconds) as slot.limit:
+                message = await read(context)
+        except TimeoutError:
+            raise self._too_slow(slot) from None
+        finally:
+            self._give_back(slot)
         if message is None:
             await wait_for_cancellation()
             raise InvalidRequest([Violation("message", "is missing: the stream ended without one")])
         return message
 
-    @asynccontextmanager
-    async def _slot(self, caller: Caller) -> AsyncIterator[_Slot]:
+    def _free(self, caller: Caller) -> _Slot | None:
+        """A slot if nobody waits and one is free for this caller, as nearly always."""
+        if (
+            self._waiting
+            or len(self._held) >= self.slots
+            or self._slots_by_name()[caller.name] >= self._most_per_caller
+        ):
+            return None
+        self._held.append(slot := _Slot(caller, asyncio.get_running_loop().time()))
+        return slot
+
+    async def _granted(self, caller: Caller) -> _Slot:
         """A slot, once one is free for this caller. Raises Overloaded."""
         loop = asyncio.get_running_loop()
         granted: Granted = loop.create_future()
@@ -80,19 +91,26 @@ class ReceiveSlots:
         self._review()
         try:
             async with asyncio.timeout(_WAIT_SECONDS):
-                slot = await granted
-            yield slot
-        except TimeoutError:
-            reason = (
-                f"all {self.slots} receive slots, or the {self._most_per_caller} of this caller, were busy"
-                f" for {_WAIT_SECONDS:g} s"
-            )
-            raise Overloaded(reason, reason="bodies", retry_seconds=1.0) from None
-        finally:
+                return await granted
+        except BaseException as error:
             self._dequeue(caller, granted)
             if granted.done() and not granted.cancelled():
-                self._held.remove(granted.result())
-                self._review()
+                self._give_back(granted.result())
+            if isinstance(error, TimeoutError):
+                raise self._none_free() from None
+            raise
+
+    def _give_back(self, slot: _Slot) -> None:
+        self._held.remove(slot)
+        if self._waiting:
+            self._review()
+
+    def _none_free(self) -> Overloaded:
+        reason = (
+            f"all {self.slots} receive slots, or the {self._most_per_caller} of this caller, were busy"
+            f" for {_WAIT_SECONDS:g} s"
+        )
+        return Overloaded(reason, reason="bodies", retry_seconds=1.0)
 
     def _dequeue(self, caller: Caller, granted: Granted) -> None:
         """A request waits no longer; a second call does nothing."""

@@ -45,19 +45,30 @@ class Launch:
         except torch.AcceleratorError as error:
             raise DeviceLost(_first_line(error)) from None
         *rows, finite, kept = self.download.tensors
-        kept_of_each = torch.split(kept, [item.rows if item.keep_ratio else 0 for item in self.items])
-        finite_of_each = torch.split(finite, [item.footprint.rows for item in self.items])
         on_host = iter(rows)
         data = [memoryview(b"") if outgoing else _bytes(next(on_host)) for outgoing in self.outgoing]
         results = [
-            Embedding(own, item.output, (shape[0], shape[1]), tuple(tokens.tolist()), outgoing)
-            if bool(ok.all())
+            Embedding(own, item.output, (shape[0], shape[1]), tokens, outgoing)
+            if is_finite
             else _non_finite(item, self.dtype)
-            for item, own, shape, tokens, ok, outgoing in zip(
-                self.items, data, self.shapes, kept_of_each, finite_of_each, self.outgoing, strict=True
+            for item, own, shape, tokens, is_finite, outgoing in zip(
+                self.items, data, self.shapes, self._kept(kept), self._finite(finite), self.outgoing, strict=True
             )
         ]
         return Collected(results, Timings(self.stage_in, execute, time.perf_counter() - start, preparing))
+
+    def _kept(self, kept: Tensor) -> Sequence[tuple[int, ...]]:
+        """The tokens that pruning kept of each item; nearly all batches are without pruning."""
+        if not len(kept):
+            return [()] * len(self.items)
+        counts = [item.rows if item.keep_ratio else 0 for item in self.items]
+        return [tuple(tokens.tolist()) for tokens in kept.split(counts)]
+
+    def _finite(self, finite: Tensor) -> Sequence[bool]:
+        """Whether all rows of each item are finite; nearly always all of the batch are."""
+        if bool(finite.all()):
+            return [True] * len(self.items)
+        return [bool(rows.all()) for rows in finite.split([item.footprint.rows for item in self.items])]
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,9 +84,10 @@ class Intake:
         with self._changed:
             ticket.cancelled = True
             reason = "deadline" if ticket.is_expired(self._clock()) else "cancelled"
-            for _ in self._queue.remove(ticket):
+            for _ in (removed := self._queue.remove(ticket)):
                 self._monitor.item_dropped("queue", reason)
-            self._queue_changed()
+            if removed:  # else the request is over: most are
+                self._queue_changed()
 
     def close(self) -> None:
         """Accept no more; what waits still runs."""

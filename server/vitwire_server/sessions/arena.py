@@ -45,9 +45,10 @@ class Arena:
         """A new array over bytes of the arena."""
         return np.frombuffer(self._map, np.uint8, nbytes, offset)
 
-    def offset_of(self, data: memoryview) -> int | None:
+    def offset_of(self, data: memoryview | bytes | bytearray) -> int | None:
         """The offset of bytes in the arena; None if they lie elsewhere."""
-        offset: int = np.frombuffer(data, np.uint8).ctypes.data - self.address
+        address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]  # faster than `ctypes`
+        offset = address - self.address
         return offset if 0 <= offset <= self.size - len(data) else None
 
     def touch(self, nbytes: int) -> None:
@@ -107,6 +108,11 @@ class ArenaMemory:
                 finalize(block, self._dropped.append, (start, region)).atexit = False
                 return block.data
         raise Overloaded("the shared memory of the server's processes is full", reason="bytes", retry_seconds=1.0)
+
+    def is_kept(self, data: memoryview | bytes | bytearray) -> bool:
+        """Whether bytes lie among the first `kept` ones, which CUDA has pinned."""
+        offset = self.arena.offset_of(data)
+        return offset is not None and offset + len(data) <= self.kept
 
     @property
     def free(self) -> int:

@@ -166,10 +166,10 @@ def test_a_client_closes_after_an_interrupt_in_the_start_of_an_rpc(monkeypatch: 
         client = Client(running.target, timeout=20)
         client.model()
 
-        def interrupted(_: object) -> None:
+        def interrupted(*_: object) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("grpc._channel._run_channel_spin_thread", interrupted)
+        monkeypatch.setattr("grpc._channel._SingleThreadedRendezvous", interrupted)
         monkeypatch.setattr("vitwire._transport.calls._CLOSE_SECONDS", 0.1)
         with pytest.raises(KeyboardInterrupt):
             client.encode([item()])

@@ -12,8 +12,10 @@ class AdmissionMetrics:
     def __init__(self, series: Series) -> None:
         self._limit_items = series.gauge("queue_limit_items", "Maximum items admitted at a time")
         self._limit_bytes = series.gauge("queue_limit_bytes", "Maximum bytes admitted at a time")
-        self._items = series.gauge("admitted_items", "Items admitted and not yet answered")
-        self._bytes = series.gauge("admitted_bytes", "Bytes admitted and not yet answered")
+        self._admitted = 0, 0
+        # Functions, as `changed` is called far more often than a page is read.
+        series.gauge("admitted_items", "Items admitted and not yet answered").set_function(lambda: self._admitted[0])
+        series.gauge("admitted_bytes", "Bytes admitted and not yet answered").set_function(lambda: self._admitted[1])
         self.session_opened = series.counter("tickets_opened", "RPCs that opened a ticket").inc
         self.session_closed = series.counter("tickets_closed", "RPCs that closed their ticket").inc
 
@@ -23,9 +25,8 @@ class AdmissionMetrics:
         self._limit_bytes.set(nbytes)
 
     def changed(self, items: int, nbytes: int) -> None:
-        """Set what is admitted now."""
-        self._items.set(items)
-        self._bytes.set(nbytes)
+        """What is admitted now."""
+        self._admitted = items, nbytes
 
 
 class CacheMetrics:

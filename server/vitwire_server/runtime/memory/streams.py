@@ -29,6 +29,10 @@ class HostMemory(Protocol):
         """A block, free again when the last view of it is gone. Raises Overloaded."""
         ...
 
+    def is_kept(self, data: memoryview | bytes | bytearray) -> bool:
+        """Whether bytes lie in the part of it that is pinned."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Download:
@@ -110,7 +114,8 @@ class CudaStreams:
             ends.append(starts[-1] + sum(one.nbytes for one in group))
         sources = [[torch.frombuffer(one.data, dtype=torch.uint8) for one in group] for group in groups]
         with torch.cuda.stream(self._in):  # also sets the thread's device, to which pinned memory belongs
-            if all(source.is_pinned() for group in sources for source in group):
+            memory = self._memory
+            if memory and all(memory.is_kept(one.data) for group in groups for one in group):
                 uploaded = torch.empty(ends[-1], dtype=torch.uint8, device=self._device)
                 _place(sources, starts, uploaded)  # they stay where they are until the batch is collected
             else:
@@ -151,8 +156,8 @@ class CudaStreams:
         with torch.cuda.stream(self._out):
             host = [_host_tensor(tensor, self._memory) for tensor in rows]
             host += [_host_tensor(tensor, None) for tensor in checks]
-            for target, tensor in zip(host, [*rows, *checks], strict=True):
-                target.copy_(tensor, non_blocking=True)
+            _copy(host, [*rows, *checks])
+            for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in (*rows, *checks)}.values():
                 tensor.record_stream(self._out)
             copied.record(self._out)
 
@@ -182,12 +187,19 @@ def _host_tensor(tensor: Tensor, memory: HostMemory | None) -> Tensor:
 
 def _place(groups: Sequence[Sequence[Tensor]], starts: Sequence[int], target: Tensor) -> None:
     """Copy each group to its start; from pinned memory to a device without waiting."""
+    places: list[Tensor] = []
     for group, start in zip(groups, starts, strict=True):
-        at = start
-        for source in group:
-            end = at + source.numel()
-            target[at:end].copy_(source, non_blocking=True)
-            at = end
+        sizes = [source.numel() for source in group]
+        places += target[start : start + sum(sizes)].split(sizes)
+    _copy(places, [source for group in groups for source in group])
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source to its target as one operation of Python.
+
+    After each operation this thread waits for the interpreter, which serves requests meanwhile.
+    """
+    torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
 
 def pin(memory: memoryview) -> None:
