@@ -15,6 +15,7 @@ from triton import language as tl
 
 from vitwire_server.runtime.devices import architecture
 from vitwire_server.runtime.kernels.dependent import begin, end, is_dependent
+from vitwire_server.runtime.kernels.launching import Kernel
 from vitwire_server.runtime.kernels.operands import Division, Segments, attention_division, attention_tile
 
 _LOG2_E = 1.4426950408889634
@@ -95,7 +96,7 @@ def segment_attention(
         k.stride(0),
         v.stride(0),
         out.stride(0),
-        head_dim,
+        HEAD_DIM=head_dim,
         HEADS=heads,
         ROWS=tile.rows,
         KEYS=tile.keys,
@@ -112,6 +113,7 @@ def segment_attention(
     return out
 
 
+@Kernel
 @triton.jit(do_not_specialize=["slots"])
 def _map(ends_ptr, first_keys_ptr, last_keys_ptr, slots, tiles_ptr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
     tile = tl.program_id(0)
@@ -139,6 +141,7 @@ def _map(ends_ptr, first_keys_ptr, last_keys_ptr, slots, tiles_ptr, ROWS: tl.con
     tl.store(tiles_ptr + 4 * tile + 3, end)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["units"])
 def _attend(
     q_ptr,

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from triton import language as tl
 
 from vitwire_server.runtime.kernels.dependent import begin, end, is_dependent
-from vitwire_server.runtime.kernels.operands import Scaled
+from vitwire_server.runtime.kernels.launching import Kernel
+from vitwire_server.runtime.kernels.operands import Scaled, power_of_two
 from vitwire_server.runtime.kernels.quantise import empty_scaled, store_scaled, warps_of
 
 _MOST_WARPS = 4
@@ -63,21 +64,21 @@ def _launched(
     weight: Tensor = norm.weight  # type: ignore[assignment]
     shift = getattr(norm, "bias", None)
     summed = torch.empty_like(hidden) if added is not None else hidden
-    out, scales = normed if isinstance(normed, Scaled) else (normed, weight)
+    out, scales = normed if isinstance(normed, Scaled) else (normed, None)
     _add_norm[(rows,)](
         hidden,
-        hidden if added is None else added,
-        summed,
+        added,
+        summed if added is not None else None,
         out,
         scales,
         weight,
-        weight if shift is None else shift,
-        weight if bias is None else bias,
-        weight if ahead is None else ahead,
+        shift,
+        bias,
+        ahead,
         rows,
         epsilon(norm),
         COUNT=columns,
-        COLUMNS=triton.next_power_of_2(columns),
+        COLUMNS=power_of_two(columns),
         PARTS=0 if added is None else len(added) if added.dim() > 2 else 1,
         CENTRE=isinstance(norm, nn.LayerNorm),
         SHIFT=shift is not None,
@@ -97,6 +98,7 @@ def epsilon(norm: nn.Module) -> float:
     raise ValueError(f"{type(norm).__name__} has no epsilon")
 
 
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _add_norm(
     hidden_ptr,
