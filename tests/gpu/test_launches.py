@@ -167,6 +167,14 @@ def copies(device: torch.device) -> list[Tensor]:
     return [out, finite, interpolated(rows, indices, weights), *quantise(rows)]
 
 
+def test_launches_are_compiled_with_what_is_around_them(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("runs kernels")
+    rows = torch.randn(9, 64, dtype=BF16, device=device)
+    around = torch.compile(lambda rows: activate(rows + 1, "silu", gated=True), backend="aot_eager", fullgraph=True)
+    assert torch.equal(around(rows), activate(rows + 1, "silu", gated=True))
+
+
 @pytest.mark.parametrize("launch", [norms, activations, attention, copies])
 @torch.inference_mode()
 def test_kernels_are_looked_up(

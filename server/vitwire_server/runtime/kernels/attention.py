@@ -72,8 +72,7 @@ def segment_attention(
     """
     longest = segments.longest
     rows, heads, head_dim = q.shape
-    equal = segments.key_boundaries is None and rows == (len(segments.boundaries) - 1) * longest
-    if equal and longest > _DENSE:
+    if longest > _DENSE and segments.key_boundaries is None and rows == (len(segments.boundaries) - 1) * longest:
         # cuDNN is faster, even with a plan for each shape.
         query, key, value = (x.unflatten(0, (-1, longest)).transpose(1, 2) for x in (q, k, v))
         attended = functional.scaled_dot_product_attention(query, key, value, scale=scale)
@@ -83,14 +82,15 @@ def segment_attention(
     on, dependent = architecture(q.device), is_dependent(q.device)
     division = attention_division(rows, heads, longest, on)
     tile = attention_tile(division, head_dim, q.element_size(), on)
-    grid = (min(division.programs, len(tiles) * heads),) if division.programs else (len(tiles), heads)
+    count = tiles.shape[0]
+    grid = (min(division.programs, count * heads),) if division.programs else (count, heads)
     _attend[grid](
         q,
         k,
         v,
         out,
         tiles,
-        len(tiles) * heads,
+        count * heads,
         scale * _LOG2_E,
         q.stride(0),
         k.stride(0),

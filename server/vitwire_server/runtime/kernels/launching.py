@@ -7,15 +7,16 @@ several times as long as the launch: eager forwards of one image are bound by th
 from functools import partial
 from typing import Any
 
+import torch
 import triton
+from packaging.version import Version
 from torch import Tensor
 from triton.runtime import JITFunction, driver
 
-_RELEASES = (3, 6), (3, 9)
-"""The first and the last release of Triton whose compiled kernels take the arguments that are passed here."""
+_IS_KNOWN = Version("3.6") <= Version(triton.__version__) < Version("3.10")
+"""True for releases of Triton whose compiled kernels take the arguments that are passed here."""
 _ALIGNMENT = 16
 """Triton compiles pointers and integers that are multiples of it separately."""
-_IS_KNOWN = _RELEASES[0] <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= _RELEASES[1]
 
 
 class Kernel:
@@ -32,8 +33,10 @@ class Kernel:
         self._kernels: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
         """Compiled kernels and their constants, by all that Triton specialises on."""
 
-    def __getitem__(self, grid: tuple[int, ...]) -> partial[None]:
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:  # noqa: ANN401 - as above
         """The launch of `grid` programs."""
+        if torch.compiler.is_compiling():  # it knows Triton's launches
+            return self._function[grid]
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
@@ -64,7 +67,7 @@ def _kinds(arguments: tuple[object, ...]) -> list[object] | None:
                 return None
             kinds.append(each.dtype)
         elif type(each) is int:
-            kinds.append((each >> 31, each % _ALIGNMENT, each == 1))
+            kinds.append((each >> 31, each % _ALIGNMENT == 0, each == 1))
         elif each is None or type(each) is float:
             kinds.append(type(each))
         else:
