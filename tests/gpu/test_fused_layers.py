@@ -108,6 +108,21 @@ def test_the_norm_after_a_scaled_addition_is_one_kernel_with_it(
     assert alone == [True] + [False] * (len(rig.tower.blocks) - 1)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("between", [lambda rows: rows, lambda rows: rows * 2, lambda rows: rows[:1]])
+def test_a_norm_computed_ahead_is_taken_for_the_same_rows_only(
+    between: Callable[[Tensor], Tensor], dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device
+) -> None:
+    first, second, *_ = blocks = Rig.of(checkpoints("internvl"), dtype, device, sizes=(), fused=False).tower.blocks
+    rows = torch.randn(2, 24, first.lambda_1.shape[0], generator=torch.Generator().manual_seed(3)).to(device, dtype)
+    expected = second(between(first(rows)))
+    assert fuse(blocks, None) == len(blocks)
+    for _ in range(2):
+        got = second(between(first(rows)))
+        error = norm_error(got.float().cpu().numpy(), expected.float().cpu().numpy())
+        assert error <= ROUNDINGS * max(1e-6, torch.finfo(dtype).eps)
+
+
 def attention_of(tower: Tower, dtype: torch.dtype, device: torch.device) -> Selection:
     """The attention backend of a tower of packed patches, which it uses from now on."""
     heads, resampler = tower.attention_heads, tower.resampler_heads

@@ -249,7 +249,7 @@ class Parts:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """True if both are the same rows, which `one` keeps alive."""
+    """True if both are the same rows, which `one` keeps alive. No tower writes to rows between its layers."""
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
