@@ -184,7 +184,7 @@ class Products:
 
     def _tile(self, hidden: Tensor, rows: Tensor, linear: nn.Linear, norm: nn.Module) -> Tile | None:
         weight = linear.weight
-        if len(rows) > _SPLIT_ROWS or not self._tunes(rows, weight) or not is_dependent(rows.device):
+        if not self._tunes(rows, weight) or len(rows) > _SPLIT_ROWS or not is_dependent(rows.device):
             return None
         size = _Size(len(rows), *_sides(weight), rows.dtype, _epilogue(linear.bias, gelu=False))
         if size not in self._tiles:
