@@ -119,7 +119,7 @@ tier-kernel: $(READY)
 	TRITON_INTERPRET=1 VITWIRE_GPU_TEST_DEVICE=cpu PYTHONPATH=$(GPU_PATH):.tools/triton \
 		$(BIN)/python -m pytest -c tests/gpu/pytest.ini $(foreach name,kernels fusion fused_layers products float8 preparation,tests/gpu/test_$(name).py) $(FLAGS)
 	VITWIRE_GPU_TEST_DEVICE=cpu PYTHONPATH=$(GPU_PATH):.tools/triton TRITON_CACHE_DIR=.tools/triton-cache \
-		$(BIN)/python -m pytest -c tests/gpu/pytest.ini tests/gpu/test_architectures.py $(FLAGS)
+		$(BIN)/python -m pytest -c tests/gpu/pytest.ini tests/gpu/test_architectures.py tests/gpu/test_launches.py $(FLAGS)
 
 kind-gpu:
 	PYTHONPATH=$(GPU_PATH) $(GPU_PYTHON) bench/gpu.py $(FLAGS)

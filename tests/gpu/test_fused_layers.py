@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -18,8 +19,10 @@ from triton import TritonError
 from reference import norm_error
 from rigs import Rig, draw_grids, rows_of
 from vitwire_server.runtime.attention.selection import Selection, select
+from vitwire_server.runtime.fused import parts
 from vitwire_server.runtime.fused.fusing import fuse, fuse_tower
 from vitwire_server.runtime.fused.layers import Layer, PackedLayer, Shared, TileLayer
+from vitwire_server.runtime.kernels.norms import add_norm
 from vitwire_server.runtime.products.tuned import Products
 from vitwire_server.towers.tower import Tower
 
@@ -82,6 +85,42 @@ def test_a_fused_tower_gives_the_rows_of_the_stock_one(
     assert all(calls), "the tower calls each of its fused layers"
     errors = [norm_error(own, expected) for own, expected in zip(fused, stock, strict=True)]
     assert np.mean(errors) <= ROUNDINGS * max(1e-6, torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("model_type", ["internvl", "radio", "dinov3_vit"])
+def test_the_norm_after_a_scaled_addition_is_one_kernel_with_it(
+    model_type: str,
+    dtype: torch.dtype,
+    checkpoints: Callable[[str], Path],
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig.of(checkpoints(model_type), dtype, device, sizes=(), fused=False)
+    assert fuse_tower(rig.tower, None) == len(rig.tower.blocks) > 1
+    alone: list[bool] = []
+
+    def counting(hidden: Tensor, added: Tensor | None, *rest: Any, **named: Any) -> Any:
+        alone.append(added is None)
+        return add_norm(hidden, added, *rest, **named)
+
+    monkeypatch.setattr(parts, "add_norm", counting)
+    rows_of(rig.engine.launch(rig.items(draw_grids(rig, 1, 1)), None).collect())
+    assert alone == [True] + [False] * (len(rig.tower.blocks) - 1)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("between", [lambda rows: rows, lambda rows: rows * 2, lambda rows: rows[:1]])
+def test_a_norm_computed_ahead_is_taken_for_the_same_rows_only(
+    between: Callable[[Tensor], Tensor], dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device
+) -> None:
+    first, second, *_ = blocks = Rig.of(checkpoints("internvl"), dtype, device, sizes=(), fused=False).tower.blocks
+    rows = torch.randn(2, 24, first.lambda_1.shape[0], generator=torch.Generator().manual_seed(3)).to(device, dtype)
+    expected = second(between(first(rows)))
+    assert fuse(blocks, None) == len(blocks)
+    for _ in range(2):
+        got = second(between(first(rows)))
+        error = norm_error(got.float().cpu().numpy(), expected.float().cpu().numpy())
+        assert error <= ROUNDINGS * max(1e-6, torch.finfo(dtype).eps)
 
 
 def attention_of(tower: Tower, dtype: torch.dtype, device: torch.device) -> Selection:

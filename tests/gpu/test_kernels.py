@@ -148,6 +148,13 @@ def test_norm_of_a_sum(columns: int, added: bool, device: torch.device, dtype: t
             once = hidden.float() + more.float() + norm.bias.float()
             assert torch.equal(ahead, once.to(dtype)), "rounded once"
             assert torch.equal(normed_too, normed)
+            scaled, _ = add_norm(hidden, more, each, factor=norm.bias)
+            assert distance(scaled, hidden.float() + norm.bias.float() * more.float()) <= limit(dtype)
+            scaled, _ = add_norm(
+                hidden, more.float().expand(3, -1, -1).contiguous(), each, bias=norm.bias, factor=rms.weight
+            )
+            sums = 3 * more.float() + norm.bias.float()
+            assert distance(scaled, hidden.float() + rms.weight.float() * sums) <= limit(dtype)
         assert distance(normed, each(expected.float()) if dtype is torch.float32 else each(expected)) <= 2 * limit(
             dtype
         )

@@ -91,8 +91,8 @@ class Layer(ABC):
         if self._first:
             self._shared.clear()
         hidden, qkv = self.parts.heads(rows.contiguous())  # one tile from a convolution has its columns first
-        attended = attend(qkv.view(len(hidden), 3, self._heads, -1))
-        return self.parts.end(hidden, attended.reshape(len(hidden), -1))
+        count = rows.shape[0]
+        return self.parts.end(hidden, attend(qkv.view(count, 3, self._heads, -1)).reshape(count, -1))
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys with their norms, and values, `(count, heads, head_dim)` each."""

@@ -103,6 +103,9 @@ OF_BLOCKS = tuple(
 class ExactHeads:
     """Queries, keys and values in the tower's dtype: one product, whose weight the stock modules' become views of."""
 
+    _entered: tuple[Tensor, Tensor] | None = None
+    """As in Float8Heads."""
+
     def __init__(self, form: Form, stock: nn.Module, products: Products) -> None:
         """Raises ValueError, AttributeError."""
         attention = stock.get_submodule(form.attention)
@@ -114,8 +117,15 @@ class ExactHeads:
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """See `Parts.heads`."""
-        hidden, normed = add_norm(hidden, None, self._norm, overlapping=True)
-        return hidden, self._products.linear(normed, *self._qkv)
+        entered, self._entered = self._entered, None
+        if not entered or not _is_same(entered[0], hidden):
+            entered = add_norm(hidden, None, self._norm, overlapping=True)
+        return entered[0], self._products.linear(entered[1], *self._qkv)
+
+    def enter(self, hidden: Tensor, added: Tensor, factor: Tensor) -> Tensor:
+        """`hidden + factor * added`, which the next call is given: one kernel computes it and its norm."""
+        self._entered = add_norm(hidden, added, self._norm, factor=factor, overlapping=True)
+        return self._entered[0]
 
 
 class Float8Heads:
@@ -146,8 +156,12 @@ class ExactEnd:
     """The output projection of attention and the MLP, in the tower's dtype.
 
     Tanh GELU is fused into the product before it; other activations are a separate kernel. Gate and up projection are
-    one product: the stock modules' weights become views of its weight.
+    one product: the stock modules' weights become views of its weight. With factors, it ends with the first norm of the
+    layer after it.
     """
+
+    following: ExactHeads | None = None
+    """Of the layer after this one."""
 
     def __init__(self, form: Form, stock: nn.Module, products: Products) -> None:
         """Raises ValueError, AttributeError."""
@@ -163,12 +177,13 @@ class ExactEnd:
         """See `Parts.end`."""
         output, last, products = self._output, self._last, self._products
         if not self._factors:
-            hidden, normed = products.add_norm(hidden, attended, output, self._norm, last.bias)
+            hidden, normed = products.add_norm(hidden, attended, output, self._norm, ahead=last.bias)
             return products.add(hidden, self._activated(normed), last.weight)
-        added = products.linear(attended, output.weight, output.bias)
-        hidden, normed = add_norm(torch.addcmul(hidden, added, self._factors[0]), None, self._norm)
+        first, second = self._factors
+        hidden, normed = products.add_norm(hidden, attended, output, self._norm, factor=first)
         added = products.linear(self._activated(normed), last.weight, last.bias)
-        return torch.addcmul(hidden, added, self._factors[1])
+        following = self.following
+        return following.enter(hidden, added, second) if following else torch.addcmul(hidden, added, second)
 
     def _activated(self, rows: Tensor) -> Tensor:
         """Normalised rows to the input of the MLP's last layer."""
@@ -216,7 +231,7 @@ class Parts:
         self.columns: int = getattr(attention, form.output).out_features
         """Of a row."""
         self.factors = _factors_of(form, stock)
-        """`(hidden,)` or `(1,)` each, of what attention and the MLP add; or none."""
+        """`(hidden,)` each, of what attention and the MLP add; or none."""
         layers, _, last = _mlp_of(form, stock)
         reduced = _in_float8([getattr(attention, name) for name in form.projections]), _in_float8([*layers, last])
         self.heads = Float8Heads(form, stock) if reduced[0] else ExactHeads(form, stock, products)
@@ -225,9 +240,17 @@ class Parts:
         """From `hidden` and what was attended `(rows, heads * head_dim)` to the layer's output."""
 
     def precede(self, following: "Parts") -> None:
-        """Compute the first norm of the layer after this one, where both are in float8."""
-        if isinstance(self.end, Float8End) and isinstance(following.heads, Float8Heads):
-            self.end.following = following.heads
+        """Compute the first norm of the layer after this one, if both are in float8 or this one has factors."""
+        end, heads = self.end, following.heads
+        if isinstance(end, Float8End):
+            end.following = heads if isinstance(heads, Float8Heads) else None
+        elif self.factors:
+            end.following = heads if isinstance(heads, ExactHeads) else None
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """True if both are the same rows, which `one` keeps alive. No tower writes to rows between its layers."""
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
 def _in_float8(layers: Sequence[nn.Module]) -> bool:
@@ -239,7 +262,8 @@ def _in_float8(layers: Sequence[nn.Module]) -> bool:
 
 
 def _factors_of(form: Form, stock: nn.Module) -> list[Tensor]:
-    return [form.squash(attrgetter(path)(stock)) for path in form.factors]
+    like: Tensor = stock.get_submodule(form.norms[0]).weight  # type: ignore[assignment]
+    return [form.squash(attrgetter(path)(stock)).expand_as(like).contiguous() for path in form.factors]
 
 
 def _mlp_of(form: Form, stock: nn.Module) -> tuple[list[Any], str, Any]:

@@ -15,6 +15,7 @@ from triton import language as tl
 
 from vitwire_server.runtime.devices import architecture
 from vitwire_server.runtime.kernels.dependent import begin, end, is_dependent
+from vitwire_server.runtime.kernels.launching import Kernel
 from vitwire_server.runtime.kernels.operands import Division, Segments, attention_division, attention_tile
 
 _LOG2_E = 1.4426950408889634
@@ -71,8 +72,7 @@ def segment_attention(
     """
     longest = segments.longest
     rows, heads, head_dim = q.shape
-    equal = segments.key_boundaries is None and rows == (len(segments.boundaries) - 1) * longest
-    if equal and longest > _DENSE:
+    if longest > _DENSE and segments.key_boundaries is None and rows == (len(segments.boundaries) - 1) * longest:
         # cuDNN is faster, even with a plan for each shape.
         query, key, value = (x.unflatten(0, (-1, longest)).transpose(1, 2) for x in (q, k, v))
         attended = functional.scaled_dot_product_attention(query, key, value, scale=scale)
@@ -82,20 +82,21 @@ def segment_attention(
     on, dependent = architecture(q.device), is_dependent(q.device)
     division = attention_division(rows, heads, longest, on)
     tile = attention_tile(division, head_dim, q.element_size(), on)
-    grid = (min(division.programs, len(tiles) * heads),) if division.programs else (len(tiles), heads)
+    count = tiles.shape[0]
+    grid = (min(division.programs, count * heads),) if division.programs else (count, heads)
     _attend[grid](
         q,
         k,
         v,
         out,
         tiles,
-        len(tiles) * heads,
+        count * heads,
         scale * _LOG2_E,
         q.stride(0),
         k.stride(0),
         v.stride(0),
         out.stride(0),
-        head_dim,
+        HEAD_DIM=head_dim,
         HEADS=heads,
         ROWS=tile.rows,
         KEYS=tile.keys,
@@ -112,6 +113,7 @@ def segment_attention(
     return out
 
 
+@Kernel
 @triton.jit(do_not_specialize=["slots"])
 def _map(ends_ptr, first_keys_ptr, last_keys_ptr, slots, tiles_ptr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
     tile = tl.program_id(0)
@@ -139,6 +141,7 @@ def _map(ends_ptr, first_keys_ptr, last_keys_ptr, slots, tiles_ptr, ROWS: tl.con
     tl.store(tiles_ptr + 4 * tile + 3, end)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["units"])
 def _attend(
     q_ptr,

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from triton import language as tl
 
 from vitwire_server.runtime.kernels.dependent import begin, end, is_dependent
-from vitwire_server.runtime.kernels.operands import Scaled
+from vitwire_server.runtime.kernels.launching import Kernel
+from vitwire_server.runtime.kernels.operands import Scaled, power_of_two
 from vitwire_server.runtime.kernels.quantise import empty_scaled, store_scaled, warps_of
 
 _MOST_WARPS = 4
@@ -23,6 +24,7 @@ def add_norm(
     ahead: Tensor | None = None,
     *,
     bias: Tensor | None = None,
+    factor: Tensor | None = None,
     overlapping: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`hidden + added`, rounded to their dtype, and its norm; `(rows, columns)` each, contiguous.
@@ -30,13 +32,14 @@ def add_norm(
     `norm` is an `nn.LayerNorm`, or an RMS norm with `weight` and `eps`. Without `added`, the first result is `hidden`
     itself. `added` may be partial sums in float32, `(parts, rows, columns)`, and lack the `bias (columns,)` of their
     layer. `ahead (columns,)`, the bias of the next layer, is added to the first result only, before rounding.
+    `factor (columns,)` multiplies what is added, with `bias` and without `ahead`.
     `overlapping` launches the kernel while the one before it runs, where the device can.
     """
     normed, dependent = torch.empty_like(hidden), overlapping and is_dependent(hidden.device)
     options: Any = {"num_warps": min(_MOST_WARPS, warps_of(*hidden.shape)), "DEPENDENT": dependent}
     if dependent:
         options["launch_pdl"] = True
-    return _launched(hidden, added, norm, normed, ahead, bias, options), normed
+    return _launched(hidden, added, norm, normed, (bias, factor, ahead), options), normed
 
 
 def add_norm_quantise(
@@ -45,7 +48,7 @@ def add_norm_quantise(
     """As `add_norm`, with the normed rows in float8."""
     normed = empty_scaled(hidden, hidden.shape[1])
     options = {"num_warps": warps_of(*hidden.shape), "DEPENDENT": False}
-    return _launched(hidden, added, norm, normed, ahead, None, options), normed
+    return _launched(hidden, added, norm, normed, (None, None, ahead), options), normed
 
 
 def _launched(
@@ -53,35 +56,37 @@ def _launched(
     added: Tensor | None,
     norm: nn.Module,
     normed: Tensor | Scaled,
-    ahead: Tensor | None,
-    bias: Tensor | None,
+    by_column: tuple[Tensor | None, Tensor | None, Tensor | None],
     options: Mapping[str, Any],
 ) -> Tensor:
-    """Fill `normed`; returns the sum."""
-    assert added is not None or (ahead is None and bias is None)
+    """Fill `normed`; returns the sum. `by_column` are `bias`, `factor` and `ahead`."""
+    bias, factor, ahead = by_column
+    assert added is not None or bias is factor is ahead is None
     rows, columns = hidden.shape
     weight: Tensor = norm.weight  # type: ignore[assignment]
     shift = getattr(norm, "bias", None)
     summed = torch.empty_like(hidden) if added is not None else hidden
-    out, scales = normed if isinstance(normed, Scaled) else (normed, weight)
+    out, scales = normed if isinstance(normed, Scaled) else (normed, None)
     _add_norm[(rows,)](
         hidden,
-        hidden if added is None else added,
-        summed,
+        added,
+        summed if added is not None else None,
         out,
         scales,
         weight,
-        weight if shift is None else shift,
-        weight if bias is None else bias,
-        weight if ahead is None else ahead,
+        shift,
+        bias,
+        factor,
+        ahead,
         rows,
         epsilon(norm),
         COUNT=columns,
-        COLUMNS=triton.next_power_of_2(columns),
+        COLUMNS=power_of_two(columns),
         PARTS=0 if added is None else len(added) if added.dim() > 2 else 1,
         CENTRE=isinstance(norm, nn.LayerNorm),
         SHIFT=shift is not None,
         BIAS=bias is not None,
+        FACTOR=factor is not None,
         AHEAD=ahead is not None,
         FLOAT8=isinstance(normed, Scaled),
         **options,
@@ -97,6 +102,30 @@ def epsilon(norm: nn.Module) -> float:
     raise ValueError(f"{type(norm).__name__} has no epsilon")
 
 
+@triton.jit
+def _added(
+    added_ptr,
+    bias_ptr,
+    factor_ptr,
+    stride,
+    column,
+    there,
+    PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    FACTOR: tl.constexpr,
+):
+    """What is added to one row; the parts of it are `stride` values apart."""
+    added = tl.load(added_ptr + column, mask=there, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        added += tl.load(added_ptr + part * stride + column, mask=there, other=0.0).to(tl.float32)
+    if BIAS:
+        added += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)
+    if FACTOR:
+        added *= tl.load(factor_ptr + column, mask=there, other=0.0).to(tl.float32)
+    return added
+
+
+@Kernel
 @triton.jit(do_not_specialize=["rows"])
 def _add_norm(
     hidden_ptr,
@@ -107,6 +136,7 @@ def _add_norm(
     weight_ptr,
     shift_ptr,
     bias_ptr,
+    factor_ptr,
     ahead_ptr,
     rows,
     epsilon,
@@ -116,6 +146,7 @@ def _add_norm(
     CENTRE: tl.constexpr,
     SHIFT: tl.constexpr,
     BIAS: tl.constexpr,
+    FACTOR: tl.constexpr,
     AHEAD: tl.constexpr,
     FLOAT8: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -127,11 +158,9 @@ def _add_norm(
     begin(DEPENDENT)
     values = tl.load(hidden_ptr + at, mask=there, other=0.0).to(tl.float32)
     if PARTS:
-        for part in tl.static_range(PARTS):
-            own = part * rows.to(tl.int64) * COUNT + at
-            values += tl.load(added_ptr + own, mask=there, other=0.0).to(tl.float32)
-        if BIAS:
-            values += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)
+        added_ptr += row * COUNT
+        stride = rows.to(tl.int64) * COUNT
+        values += _added(added_ptr, bias_ptr, factor_ptr, stride, column, there, PARTS, BIAS, FACTOR)
     end(DEPENDENT)
     if PARTS:
         summed = values

@@ -61,6 +61,11 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]
 Returns rows like `q`; those behind the last boundary are undefined."""
 
 
+def power_of_two(least: int) -> int:
+    """The smallest power of two from `least` on; Triton's function takes microseconds."""
+    return 1 << (least - 1).bit_length()
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
     """The tile that one program of the attention kernel works on at a time."""

@@ -5,7 +5,8 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from vitwire_server.runtime.kernels.operands import FLOAT8, LARGEST, SMALLEST, Scaled
+from vitwire_server.runtime.kernels.launching import Kernel
+from vitwire_server.runtime.kernels.operands import FLOAT8, LARGEST, SMALLEST, Scaled, power_of_two
 from vitwire_server.runtime.kernels.rowwise import KINDS, activation
 
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
@@ -20,7 +21,7 @@ def quantise(rows: Tensor) -> Scaled:
     count, columns = rows.shape
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out = empty_scaled(rows, columns)
-    width = triton.next_power_of_2(columns)
+    width = power_of_two(columns)
     _quantise[(count,)](rows, rows.stride(0), *out, COUNT=columns, COLUMNS=width, num_warps=warps_of(count, columns))
     return out
 
@@ -37,8 +38,8 @@ def activate_quantise(values: Tensor, kind: str, *, gated: bool = False) -> Scal
         KIND=KINDS[kind],
         GATED=gated,
         COUNT=out_columns,
-        HEAD=(head := triton.next_power_of_2(out_columns + 1) // 2),
-        TAIL=triton.next_power_of_2(out_columns - head) if out_columns > head else 0,
+        HEAD=(head := power_of_two(out_columns + 1) // 2),
+        TAIL=power_of_two(out_columns - head) if out_columns > head else 0,
         num_warps=warps_of(rows, out_columns),
     )
     return out
@@ -71,6 +72,7 @@ def store_scaled(values, out_ptr, scales_ptr, row, column, there, COUNT: tl.cons
     tl.store(out_ptr + row * COUNT + column, (values * (1 / scale)).to(out_ptr.dtype.element_ty), mask=there)
 
 
+@Kernel
 @triton.jit
 def _quantise(in_ptr, stride, out_ptr, scales_ptr, COUNT: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -90,6 +92,7 @@ def _activated(in_ptr, column, there, COUNT: tl.constexpr, KIND: tl.constexpr, G
     return y
 
 
+@Kernel
 @triton.jit
 def _activate_quantise(
     in_ptr,

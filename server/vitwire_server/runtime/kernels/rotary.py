@@ -6,6 +6,8 @@ from torch import Tensor
 from triton import language as tl
 
 from vitwire_server.runtime.kernels.dependent import begin, end, is_dependent
+from vitwire_server.runtime.kernels.launching import Kernel
+from vitwire_server.runtime.kernels.operands import power_of_two
 
 
 def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, *, contain: bool = False) -> None:
@@ -24,8 +26,8 @@ def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, *, contain: bool = False) -> N
         3 * heads * head_dim,
         HEADS=heads,
         HALF=head_dim // 2,
-        LINES=triton.next_power_of_2(2 * heads),
-        COLUMNS=triton.next_power_of_2(head_dim // 2),
+        LINES=power_of_two(2 * heads),
+        COLUMNS=power_of_two(head_dim // 2),
         CONTAIN=contain,
         DEPENDENT=dependent,
         num_warps=4,
@@ -42,6 +44,7 @@ def rotate_reference(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned.to(qkv.dtype), qkv[:, 2:]), dim=1)
 
 
+@Kernel
 @triton.jit
 def _rotate(
     qkv_ptr,

@@ -5,6 +5,9 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
+from vitwire_server.runtime.kernels.launching import Kernel
+from vitwire_server.runtime.kernels.operands import power_of_two
+
 KINDS = {"gelu_pytorch_tanh": 0, "gelu": 1, "quick_gelu": 2, "silu": 3}
 """Names of activations in transformers' configurations."""
 _BLOCK, _COLUMNS = 1024, 2048
@@ -18,7 +21,7 @@ def activate(values: Tensor, kind: str, *, gated: bool = False) -> Tensor:
     rows, columns = values.shape
     out_columns = columns // 2 if gated else columns
     out = values.new_empty((rows, out_columns)) if gated else values
-    _activate[rows, triton.cdiv(out_columns, _BLOCK)](
+    _activate[rows, -(-out_columns // _BLOCK)](
         values, out, columns, out_columns, KIND=KINDS[kind], GATED=gated, BLOCK=_BLOCK, num_warps=4
     )
     return out
@@ -47,6 +50,7 @@ def activation(x, KIND: tl.constexpr) -> tl.tensor:
     return y
 
 
+@Kernel
 @triton.jit
 def _activate(
     in_ptr,
@@ -81,6 +85,7 @@ def copy_checked(rows: Tensor, out: Tensor, finite: Tensor) -> None:
         )  # fmt: skip
 
 
+@Kernel
 @triton.jit
 def _copy_checked(rows_ptr, out_ptr, finite_ptr, width, row_stride, out_stride, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -115,13 +120,14 @@ def contain(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         v.stride(0),
         HEADS=heads,
         HEAD_DIM=head_dim,
-        LINES=triton.next_power_of_2(heads),
-        COLUMNS=triton.next_power_of_2(head_dim),
+        LINES=power_of_two(heads),
+        COLUMNS=power_of_two(head_dim),
         num_warps=4,
     )
     return keys, values
 
 
+@Kernel
 @triton.jit
 def _contain(
     k_ptr,
@@ -158,11 +164,12 @@ def interpolated(table: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
     columns = table.shape[1]
     out = torch.empty((patches, columns), dtype=table.dtype, device=table.device)
     _interpolated[(patches,)](
-        table, indices, weights, out, columns, TAPS=taps, COLUMNS=triton.next_power_of_2(columns), num_warps=4
+        table, indices, weights, out, columns, TAPS=taps, COLUMNS=power_of_two(columns), num_warps=4
     )
     return out
 
 
+@Kernel
 @triton.jit
 def _interpolated(table_ptr, indices_ptr, weights_ptr, out_ptr, columns, TAPS: tl.constexpr, COLUMNS: tl.constexpr):
     patch = tl.program_id(0).to(tl.int64)

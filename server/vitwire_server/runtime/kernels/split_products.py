@@ -14,6 +14,7 @@ from triton import language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vitwire_server.runtime.kernels.dependent import begin, end, is_dependent
+from vitwire_server.runtime.kernels.launching import Kernel
 
 _ALIGNMENT = 16
 """Bytes to which the copy engine needs rows to be aligned."""
@@ -81,6 +82,7 @@ def partial_sums(rows: Tensor, weight: Tensor, tile: Tile) -> Tensor:
     return parts
 
 
+@Kernel
 @triton.jit(do_not_specialize=["count", "steps"])
 def _partial_sums(
     rows,

@@ -88,14 +88,22 @@ class Products:
         return hidden
 
     def add_norm(
-        self, hidden: Tensor, rows: Tensor, linear: nn.Linear, norm: nn.Module, ahead: Tensor | None
+        self,
+        hidden: Tensor,
+        rows: Tensor,
+        linear: nn.Linear,
+        norm: nn.Module,
+        *,
+        ahead: Tensor | None = None,
+        factor: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`hidden` with the linear layer of `rows` added, and its norm; as `norms.add_norm`."""
         tile = self._tile(hidden, rows, linear, norm)
         if tile is None:
-            return add_norm(hidden, self.linear(rows, linear.weight, linear.bias), norm, ahead, overlapping=True)
-        parts = partial_sums(rows, linear.weight, tile)
-        return add_norm(hidden, parts, norm, ahead, bias=linear.bias, overlapping=True)
+            added, bias = self.linear(rows, linear.weight, linear.bias), None
+        else:
+            added, bias = partial_sums(rows, linear.weight, tile), linear.bias
+        return add_norm(hidden, added, norm, ahead, bias=bias, factor=factor, overlapping=True)
 
     def _run(self, algorithm: Algorithm, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         assert self._library is not None
@@ -176,7 +184,7 @@ class Products:
 
     def _tile(self, hidden: Tensor, rows: Tensor, linear: nn.Linear, norm: nn.Module) -> Tile | None:
         weight = linear.weight
-        if len(rows) > _SPLIT_ROWS or not self._tunes(rows, weight) or not is_dependent(rows.device):
+        if not self._tunes(rows, weight) or len(rows) > _SPLIT_ROWS or not is_dependent(rows.device):
             return None
         size = _Size(len(rows), *_sides(weight), rows.dtype, _epilogue(linear.bias, gelu=False))
         if size not in self._tiles:

@@ -1,0 +1,75 @@
+"""Launches of Triton kernels that cost the host little.
+
+Triton binds and classifies the arguments of each launch and formats them as the key of a compiled kernel, which takes
+several times as long as the launch: eager forwards of one image are bound by that. Here the key is looked up as it is.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from packaging.version import Version
+from torch import Tensor
+from triton.runtime import JITFunction, driver
+
+_IS_KNOWN = Version("3.6") <= Version(triton.__version__) < Version("3.10")
+"""True for releases of Triton whose compiled kernels take the arguments that are passed here."""
+_ALIGNMENT = 16
+"""Triton compiles pointers and integers that are multiples of it separately."""
+
+
+class Kernel:
+    """A kernel, launched as Triton's: `kernel[grid](*arguments, **constants)`.
+
+    Constants and the compiler's options are passed by name, other arguments by position. Triton itself launches what it
+    has to compile, pointers that are not aligned, and kernels in its interpreter. Its launch hooks are not called.
+    """
+
+    def __init__(self, function: Any) -> None:  # noqa: ANN401 - Triton has no types
+        """`function` is decorated by `triton.jit`; its constants come last."""
+        self._function = function
+        self._is_compiled = _IS_KNOWN and isinstance(function, JITFunction)
+        self._kernels: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
+        """Compiled kernels and their constants, by all that Triton specialises on."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:  # noqa: ANN401 - as above
+        """The launch of `grid` programs."""
+        if torch.compiler.is_compiling():  # it knows Triton's launches
+            return self._function[grid]
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
+        kinds = _kinds(arguments) if self._is_compiled else None
+        if kinds is None:
+            self._function[grid](*arguments, **constants)
+            return
+        active = driver.active
+        device = active.get_current_device()
+        key = (device, *kinds, *constants, *constants.values())
+        if (found := self._kernels.get(key)) is None:
+            values = tuple(constants[name] for name in self._function.arg_names[len(arguments) :])
+            self._kernels[key] = self._function[grid](*arguments, **constants), values
+            return
+        kernel, values = found
+        stream, programs = active.get_current_stream(device), (*grid, 1, 1)[:3]
+        kernel.run(
+            *programs, stream, kernel.function, kernel.packed_metadata, None, None, None, *arguments, *values
+        )  # fmt: skip
+
+
+def _kinds(arguments: tuple[object, ...]) -> list[object] | None:
+    """What Triton specialises on, of each argument; None if one is not of the usual kinds."""
+    kinds: list[object] = []
+    for each in arguments:
+        if isinstance(each, Tensor):
+            if each.data_ptr() % _ALIGNMENT or not each.is_cuda:
+                return None
+            kinds.append(each.dtype)
+        elif type(each) is int:
+            kinds.append((each >> 31, each % _ALIGNMENT == 0, each == 1))
+        elif each is None or type(each) is float:
+            kinds.append(type(each))
+        else:
+            return None
+    return kinds
