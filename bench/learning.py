@@ -33,7 +33,7 @@ from vitwire_server.core.reports import Outcome
 from vitwire_server.fitting.ladders import Proposal
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.process.loading import LoadedModel, load_model
-from vitwire_server.runtime.graphs import GraphSet
+from vitwire_server.runtime.graphs import Graph
 from vitwire_server.runtime.ladders import learning
 from vitwire_server.runtime.ladders.calibration import sample_items
 from vitwire_server.runtime.ladders.learning import LadderLearner
@@ -47,8 +47,8 @@ SHRUNK = 0.96
 SWITCH_SECONDS = 0.0005
 """As the server sets it."""
 TITLES = {"latency": "latency that clients see, ms", "steps": "steps of the changes, ms", "changes": "changes"}
-KINDS = ((GraphSet, "warmed_up"), (GraphSet, "add"), (LiveCapture, "_timed"), (LiveCapture, "keep"))
-"""Methods that are timed by name, as the kinds of steps."""
+KINDS = ((LiveCapture, "_record"), (LiveCapture, "timed"), (LiveCapture, "keep"), (Graph, "warm_up"))
+"""Methods that are timed by name, as the kinds of steps. The first runs on another thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ class Watched:
     def seconds_until_due(self) -> float:
         return self.learner.seconds_until_due()
 
-    def step(self) -> Planner | None:
+    def step(self, *, idle: bool) -> Planner | None:
         start = time.perf_counter()
-        planner = self.learner.step()
+        planner = self.learner.step(idle=idle)
         self.calls.append(time.perf_counter() - start)
         if planner is None and self.learner._change is None:
             self.idle.set()
