@@ -263,8 +263,8 @@ def loaded(folder: Path, options: argparse.Namespace, metrics: Metrics) -> Loade
 def main() -> None:
     options = _parser().parse_args()
     sys.setswitchinterval(SWITCH_SECONDS)
-    learning._FIT_EVERY = 1 << 60  # changes begin when this says so,
-    learning.gain = lambda *_: 0.1  # and end with the new budgets in use
+    # Changes begin when this says so, and end with the new budgets in use.
+    vars(learning).update(_FIT_EVERY=1 << 60, gain=lambda *_: 0.1)
     named = {name: getattr(options, name) for name in ("model", "tiny", "graphs", "images", "seconds")}
     device = torch.cuda.get_device_name() if options.device.startswith("cuda") else "cpu"
     report, metrics = Report("learning", options.out, {**named, "device": device}), Metrics()

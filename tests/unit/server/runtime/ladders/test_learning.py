@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,9 @@ from vitwire_server.runtime.graphs import SimulatedRecorder
 from vitwire_server.runtime.ladders import learning
 from vitwire_server.runtime.ladders.learning import LadderLearner
 from vitwire_server.runtime.ladders.live_capture import LiveCapture
+from vitwire_server.runtime.recording import is_recording
 from vitwire_server.scheduling.planner import Bounds, Planner
+from vitwire_server.towers.tower import Metadata
 
 DEFAULT = (160, 320, 640)
 MOST = DEFAULT[-1]
@@ -126,6 +129,32 @@ def test_it_follows_the_loads_and_a_restart_begins_there(
     again = Learning(checkpoints("qwen2_vl"), tmp_path, made.rig.tower.device)
     assert again.sizes() == made.sizes()
     assert again.plan(200, 1024) == 1024, "it knows these loads"
+
+
+def test_a_restart_tunes_what_was_learned(
+    made: Learning, checkpoints: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products are tuned in forwards that are recorded and not only captured: here, those of all learned budgets."""
+    recorded: list[tuple[int, bool]] = []
+    of_rig = Rig.of
+
+    def of(*arguments: Any, **named: Any) -> Rig:
+        rig = of_rig(*arguments, **named)
+        forward = rig.tower.forward
+
+        def seen(pixels: torch.Tensor, metadata: Metadata) -> torch.Tensor:
+            recorded.append((len(pixels) // 4, is_recording()))
+            return forward(pixels, metadata)
+
+        rig.tower.forward = seen  # type: ignore[method-assign]
+        return rig
+
+    assert made.plan(96, 1024) <= 512
+    monkeypatch.setattr(Rig, "of", of)
+    again = Learning(checkpoints("qwen2_vl"), tmp_path, made.rig.tower.device)
+    assert again.sizes() == made.sizes() == [96, 320, 640]
+    assert {(size, True) for size in again.sizes()} <= set(recorded)
+    assert not [size for size, recording in recorded if recording and size not in again.sizes()]
 
 
 @pytest.mark.parametrize("idle", [True, False])
