@@ -43,10 +43,9 @@ class LiveCapture:
     grown: int = 0
     """Bytes that it grew by."""
     _needs_warm_up: bool = False
-    _worker: ThreadPoolExecutor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._worker = ThreadPoolExecutor(1, "capturing", _begin, (self.tower,))
+    _begun: bool = False
+    """Whether the other thread is ready to capture."""
+    _worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "capturing"))
 
     def capture(self, budget: Budget) -> Generator[float, None, None]:
         """Capture a budget on another thread. Yields until it is done, at last its seconds. Raises CaptureFailed.
@@ -112,6 +111,9 @@ class LiveCapture:
         start = time.perf_counter()
         before = self.recorder.nbytes
         with self._failing(budget), torch.inference_mode():
+            if not self._begun:
+                _begin(self.tower)
+                self._begun = True
             graph = self.graphs.reserved(budget)
             if self.tower.device.type == "cuda":
                 torch.cuda.current_stream(self.tower.device).synchronize()  # metadata is written on another stream
@@ -143,7 +145,6 @@ def _begin(tower: Tower) -> None:
     """Begin a thread that captures: the handles of libraries cannot be made during a capture."""
     if tower.device.type == "cuda":
         torch.cuda.set_device(tower.device)
-        with torch.inference_mode():
-            some = torch.ones(_SOME, _SOME, dtype=tower.dtype, device=tower.device)
-            torch.addmm(some[0], some, some)
+        some = torch.ones(_SOME, _SOME, dtype=tower.dtype, device=tower.device)
+        torch.addmm(some[0], some, some)
         torch.cuda.current_stream(tower.device).synchronize()
