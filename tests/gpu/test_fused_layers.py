@@ -1,6 +1,7 @@
 """Layers of other forms than Qwen's, fused, against stock ones; `make kernel-test` runs them on a CPU."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,20 @@ def test_the_mask_is_added_to_scores(
     got = layer(rows.clone(), mask)
     assert norm_error(got.float().cpu().numpy(), expected.float().cpu().numpy()) <= max(1e-5, torch.finfo(dtype).eps)
     assert norm_error(whole[1].float().cpu().numpy(), expected[1].float().cpu().numpy()) > 0.01
+
+
+def test_threads_do_not_share_values_of_a_forward() -> None:
+    """One thread captures while another runs eager forwards."""
+    shared, source = Shared(Products()), object()
+    assert shared.of(source, lambda: "captured") == "captured"
+
+    def forward() -> tuple[str, Products]:
+        shared.clear()
+        return shared.of(source, lambda: "eager"), shared.products
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(forward).result() == ("eager", shared.products)
+    assert shared.of(source, lambda: "made again") == "captured"
 
 
 @torch.inference_mode()
