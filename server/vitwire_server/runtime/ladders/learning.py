@@ -28,8 +28,8 @@ _POLL_SECONDS = 0.002
 """Between two looks at a capture on the other thread, or for an idle engine."""
 _LONGEST_REPLAY = 0.008
 """Predicted seconds of a replay that is timed at most: a request may arrive just then."""
-_PATIENCE = 1.0
-"""Seconds to wait for an idle engine, to time one budget."""
+_PATIENCE = 2.0
+"""Seconds of a change to wait for an idle engine, to time budgets."""
 _MOST_FAILURES = 3
 """Failed changes after which the ladder stays as it is: each may cost a memory pool, see CudaRecorder."""
 
@@ -41,6 +41,8 @@ class Change:
     proposal: Proposal
     began: float
     captured: int = 0
+    waited: float = 0.0
+    """Seconds for an idle engine."""
     spent: float = 0.0
     """Seconds of the engine thread."""
     longest: float = 0.0
@@ -188,13 +190,13 @@ class LadderLearner:
         for budget in sorted(set(ladder) - set(planner.ladder), reverse=True):
             yield from self._capture.capture(budget)
             change.captured += 1
-            seconds = yield from self._timed(budget, budget)
+            seconds = yield from self._timed(budget, budget, change)
             if seconds is None:
                 continue
             if budget == all_segments[budget.tokens]:
                 measured[budget.tokens] = seconds
             else:
-                others = yield from self._timed(budget, all_segments[budget.tokens])
+                others = yield from self._timed(budget, all_segments[budget.tokens], change)
                 saved[budget] = max(0.0, (others or 0.0) - seconds)
         costs = replace(planner.costs, measured=MappingProxyType(measured), saved=MappingProxyType(saved))
         if planner.costs.measured:
@@ -204,7 +206,7 @@ class LadderLearner:
         self._planner = planner.changed(worthwhile(ladder, costs) if change.gain > 0 else planner.ladder, costs)
         return self._planner
 
-    def _timed(self, budget: Budget, on: Budget) -> Generator[float, None, float | None]:
+    def _timed(self, budget: Budget, on: Budget, change: Change) -> Generator[float, None, float | None]:
         """The device's seconds for a full batch of `budget` on the graph of `on`.
 
         None on the host, if it would hold the device too long, or if the engine is not idle in time.
@@ -213,11 +215,14 @@ class LadderLearner:
         if predicted > _LONGEST_REPLAY or not self._capture.times:
             return None
         taken: list[float] = []
-        until = self._clock() + _PATIENCE
-        while len(taken) < REPLAYS and self._clock() < until:
+        while len(taken) < REPLAYS and change.waited < _PATIENCE:
             if self._idle:
                 taken.append(self._capture.timed(budget, on))
-            yield 0.0
+                yield 0.0
+            else:
+                start = self._clock()
+                yield 0.0
+                change.waited += self._clock() - start
         return min(taken[1:], default=None)  # the first replay also uploads the graph
 
     def _give_up(self, error: CaptureFailed) -> None:
