@@ -54,7 +54,7 @@ def test_a_fused_tower_gives_the_rows_of_the_stock_one(
     tower: PackedTower, attention: Selection, device: torch.device
 ) -> None:
     streams = CudaStreams(device) if device.type == "cuda" else HostStreams()
-    recorder = CudaRecorder(streams.compute) if isinstance(streams, CudaStreams) else SimulatedRecorder()
+    recorder = CudaRecorder(streams.compute.device) if isinstance(streams, CudaStreams) else SimulatedRecorder()
     batch = items(tower, GRIDS, draw(tower, GRIDS))
     budget = tower.budget(160, max_items=8, max_frames=16)
 

@@ -90,9 +90,8 @@ def _bytes_per_token(tower: Tower) -> int:
 
 
 def recorder_of(mode: str, streams: Streams) -> Recorder:
-    """Records on a separate stream, so that batches run meanwhile."""
     if mode == "cuda" and isinstance(streams, CudaStreams):
-        return CudaRecorder(torch.cuda.Stream(streams.compute.device))
+        return CudaRecorder(streams.compute.device)
     return SimulatedRecorder()
 
 

@@ -39,11 +39,13 @@ class SimulatedRecorder:
 
 
 class CudaRecorder:
-    """CUDA graphs that share a memory pool. They may be replayed on any stream, one after another."""
+    """CUDA graphs that share a memory pool, captured on a separate stream, so that batches can run meanwhile.
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        """Captures on `stream`: one without batches, if they are to run during `capture` on another thread."""
-        self._stream = stream
+    They may be replayed on any stream, one after another.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._pools = [self._pool]
         self._invalidated: list[torch.cuda.CUDAGraph] = []
