@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -63,6 +64,31 @@ def test_batches_run_on_between_the_parts_of_a_capture(rig: Rig, yardstick: Yard
     for on in (new, own, new):
         running.append(rig.engine.launch(rig.items(GRIDS, seed=len(running)), on))
     assert not any(wrong(rig, yardstick, each, seed) for seed, each in enumerate(running))
+
+
+def test_batches_do_not_wait_for_a_capture(rig: Rig, yardstick: Yardstick) -> None:
+    """It has begun, and does not end before they are answered."""
+    begun, answered = Event(), Event()
+
+    class Slow(SimulatedRecorder):
+        def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
+            begun.set()
+            assert answered.wait(60)
+            return rig.recorder.capture(forward)
+
+    new = budget(TOKENS)
+    parts = live(rig, Slow()).capture(new)
+    assert next(parts) == 0
+    assert begun.wait(60)
+    for seed in range(3):
+        items = rig.items(GRIDS, seed=seed)
+        assert not wrong(rig, yardstick, rig.engine.launch(items, rig.holding(items)), seed)
+        assert not wrong(rig, yardstick, rig.engine.launch(items, None), seed)
+        assert next(parts) == 0
+    assert new not in set(rig.graphs.ladder)
+    answered.set()
+    finish(parts)
+    assert not wrong(rig, yardstick, rig.engine.launch(rig.items(GRIDS), new), 0)
 
 
 def test_a_failed_capture_leaves_the_graphs_as_they_were(rig: Rig, yardstick: Yardstick) -> None:
