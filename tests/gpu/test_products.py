@@ -19,6 +19,8 @@ from vitwire_server.runtime.graphs import CudaRecorder
 from vitwire_server.runtime.kernels.norms import add_norm
 from vitwire_server.runtime.kernels.split_products import TILES, Tile, partial_sums
 from vitwire_server.runtime.products.choices import Choices
+from vitwire_server.runtime.products.cublaslt import Epilogue
+from vitwire_server.runtime.products.quack_tiles import quack_on
 from vitwire_server.runtime.products.tuned import Products
 
 HOPPER = (9, 0)
@@ -106,6 +108,33 @@ def test_recorded_products_are_those_of_torch(
         for got, want in zip(recorded, expected, strict=True):
             assert distance(got, want) <= 2 * torch.finfo(torch.bfloat16).eps
         assert len(list(tmp_path.glob("vitwire-products-*.json"))) == 1
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("count", [1025, 3136])
+@pytest.mark.parametrize("columns", [3456, 4304])
+@pytest.mark.parametrize("epilogue", [Epilogue.BIAS, Epilogue.BIAS_TANH_GELU])
+def test_quack_computes_products(
+    epilogue: Epilogue, columns: int, count: int, dtype: torch.dtype, cuda: torch.device
+) -> None:
+    pytest.importorskip("quack")
+    quack = quack_on(cuda)
+    if quack is None:
+        pytest.skip("needs Hopper")
+    rows, weight = (torch.randn(each, 1152, device=cuda, dtype=dtype) for each in (count, columns))
+    bias = 30 * torch.randn(columns, device=cuda, dtype=dtype)
+    exact = functional.linear(rows.float(), weight.float(), bias.float())
+    if epilogue is Epilogue.BIAS_TANH_GELU:
+        exact = functional.gelu(exact, approximate="tanh")
+    plans = quack.plans(count, weight, epilogue)
+    assert len(plans) == 2
+    for plan in plans:
+        out = torch.full((count, columns), torch.nan, device=cuda, dtype=dtype)
+        plan.run(rows, weight, bias, out)
+        assert distance(out, exact) <= torch.finfo(dtype).eps
+    assert not quack.plans(196, weight, epilogue)
+    assert not quack.plans(count, weight.t().contiguous(), epilogue)
 
 
 class Merging(nn.Module):

@@ -18,10 +18,10 @@ class Choices:
     made: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, device: torch.device, library: int) -> "Choices":
-        """The choices that were kept for a device of this kind; none if the file cannot be read."""
+    def of(cls, device: torch.device, *libraries: str) -> "Choices":
+        """The choices kept for a device of this kind and these versions; none if the file cannot be read."""
         name = "".join(c if c.isalnum() else "-" for c in torch.cuda.get_device_name(device))
-        versions = f"{library}-{torch.__version__}-{triton.__version__}"
+        versions = "-".join((*libraries, torch.__version__, triton.__version__))
         return cls.read(Path(triton.knobs.cache.dir) / f"vitwire-products-{name}-{versions}.json")
 
     @classmethod

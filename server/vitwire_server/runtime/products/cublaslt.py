@@ -51,6 +51,16 @@ class Algorithm:
     state: bytes
     """cuBLASLt's identifier of the algorithm; valid for this version of the library on this device."""
     accumulates: bool
+    library: "CublasLt"
+
+    @property
+    def name(self) -> str:
+        """For the file of choices."""
+        return self.state.hex()
+
+    def run(self, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Compute `out` on the current stream; all are contiguous. Raises CublasLtError."""
+        self.library.run(self, rows, weight, bias, out)
 
 
 class CublasLt:
@@ -94,10 +104,10 @@ class CublasLt:
             self._layout(kind, columns, rows),
         )
         states = self._proposed(operation, layouts)
-        return [Algorithm(operation, layouts, state, accumulates) for state in states]
+        return [Algorithm(operation, layouts, state, accumulates, self) for state in states]
 
     def run(self, algorithm: Algorithm, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """Compute `out` on the current stream; all are contiguous. Raises CublasLtError."""
+        """See Algorithm."""
         if bias is not None:
             self._set(algorithm.operation, _BIAS_POINTER, c_void_p(bias.data_ptr()))
         weights, inputs, outputs = algorithm.layouts

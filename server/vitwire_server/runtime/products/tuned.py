@@ -1,14 +1,13 @@
 """The products of a tower's blocks, each in the way that was fastest for its number of rows.
 
-While a forward is recorded, the algorithms that cuBLASLt proposes are timed on the weights of all blocks, which are
-more than the device's cache holds, against what torch would take; the fastest one that is as accurate is kept, also on
-disk. Eager forwards take torch's. Used on the engine thread.
+While a forward is recorded, the algorithms that cuBLASLt proposes, and quack's kernels if it is installed, are timed on
+the weights of all blocks, which are more than the device's cache holds, against what torch would take; the fastest one
+that is as accurate is kept, also on disk. Eager forwards take torch's. Used on the engine thread.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +19,14 @@ from vitwire_server.runtime.kernels.norms import add_norm
 from vitwire_server.runtime.kernels.split_products import TILES, Tile, partial_sums
 from vitwire_server.runtime.products.choices import Choices
 from vitwire_server.runtime.products.cublaslt import Algorithm, CublasLt, CublasLtError, Epilogue
+from vitwire_server.runtime.products.quack_tiles import Plan, Quack, quack_on
+from vitwire_server.runtime.products.trials import cold_seconds, exact_product, relative_error
 from vitwire_server.runtime.recording import is_recording
 
 _log = logging.getLogger(__name__)
 _TUNED = (torch.bfloat16, torch.float16)
 _SPLIT_ROWS = 512
 """Rows up to which a product may be split: with more, there are enough tiles."""
-_COLD_BYTES = 100_000_000
-"""Weights that a timing goes through: more than the cache of any device of today."""
-_CHECKED_ROWS = 256
-_REPEATS = 3
 _LEAST_GAIN = 0.98
 _MOST_ERROR = 1.1
 """Accepted error, relative to that of torch's product."""
@@ -59,9 +56,10 @@ class Products:
 
     _weights: dict[tuple[int, ...], list[Tensor]] = field(default_factory=dict)
     """By shape."""
-    _algorithms: dict[_Size, Algorithm | None] = field(default_factory=dict)
+    _algorithms: dict[_Size, Algorithm | Plan | None] = field(default_factory=dict)
     _tiles: dict[_Size, Tile | None] = field(default_factory=dict)
     _library: CublasLt | None = None
+    _quack: Quack | None = None
     _choices: Choices | None = None
     _unavailable: bool = False
 
@@ -76,7 +74,7 @@ class Products:
         if algorithm is None:
             return _linear(rows, weight, bias, gelu=gelu)
         out = rows.new_empty(len(rows), len(weight))
-        self._run(algorithm, rows, weight, bias, out)
+        algorithm.run(rows, weight, bias, out)
         return out
 
     def add(self, hidden: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
@@ -84,7 +82,7 @@ class Products:
         algorithm = self._algorithm(rows, weight, Epilogue.NONE, accumulates=True)
         if algorithm is None:
             return hidden.addmm_(rows, weight.t())
-        self._run(algorithm, rows, weight, None, hidden)
+        algorithm.run(rows, weight, None, hidden)
         return hidden
 
     def add_norm(
@@ -105,10 +103,6 @@ class Products:
             added, bias = partial_sums(rows, linear.weight, tile), linear.bias
         return add_norm(hidden, added, norm, ahead, bias=bias, factor=factor, overlapping=True)
 
-    def _run(self, algorithm: Algorithm, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        assert self._library is not None
-        self._library.run(algorithm, rows, weight, bias, out)
-
     def _tunes(self, rows: Tensor, weight: Tensor) -> bool:
         """Whether this product may be tuned."""
         return (
@@ -123,7 +117,7 @@ class Products:
 
     def _algorithm(
         self, rows: Tensor, weight: Tensor, epilogue: Epilogue, *, accumulates: bool = False
-    ) -> Algorithm | None:
+    ) -> Algorithm | Plan | None:
         if not self._tunes(rows, weight):
             return None
         size = _Size(len(rows), *_sides(weight), rows.dtype, epilogue, accumulates)
@@ -137,30 +131,47 @@ class Products:
         """Whether the choice was made before, so that nothing is to be timed."""
         return self._choices is not None and self._choices.get(name) is not None
 
-    def _chosen(self, size: _Size, device: torch.device) -> Algorithm | None:
+    def _chosen(self, size: _Size, device: torch.device) -> Algorithm | Plan | None:
+        weights = self._weights[size.columns, size.depth]
         try:
-            self._library = self._library or CublasLt(device)
-            self._choices = self._choices or Choices.of(device, self._library.version)
-            weights = self._weights[size.columns, size.depth]
+            if self._library is None:
+                self._library = CublasLt(device)
+                self._quack = _quack(device)
             proposals = self._library.proposals(size.rows, weights[0], size.epilogue, accumulates=size.accumulates)
         except (OSError, CublasLtError) as error:
             _log.warning("products take torch's algorithms: %s", error)
             self._unavailable = self._library is None
             return None
+        if self._choices is None:
+            others = (f"quack{self._quack.version}",) if self._quack else ()
+            self._choices = Choices.of(device, str(self._library.version), *others)
         known = self._choices.get(size.name)
+        ways: list[Algorithm | Plan] = [*proposals, *self._plans(size, weights[0])]
         if known is not None:
-            return next((each for each in proposals if each.state.hex() == known), None)
-        fastest = self._fastest(size, proposals, weights, device)
-        self._choices.put(size.name, fastest.state.hex() if fastest else "")
+            return next((each for each in ways if each.name == known), None)
+        fastest = self._fastest(size, ways, weights, device)
+        self._choices.put(size.name, fastest.name if fastest else "")
         return fastest
 
+    def _plans(self, size: _Size, weight: Tensor) -> list[Plan]:
+        if self._quack is None or size.accumulates:
+            return []
+        try:
+            return self._quack.plans(size.rows, weight, size.epilogue)
+        except Exception as error:  # noqa: BLE001 - another package's compiler may fail in any way
+            _log.warning("quack's products are not used: %s", error)
+            self._quack = None
+            return []
+
     def _fastest(
-        self, size: _Size, proposals: Sequence[Algorithm], weights: Sequence[Tensor], device: torch.device
-    ) -> Algorithm | None:
+        self, size: _Size, proposals: Sequence[Algorithm | Plan], weights: Sequence[Tensor], device: torch.device
+    ) -> Algorithm | Plan | None:
         """The fastest of `proposals`; None if torch's product is as fast."""
         generator = torch.Generator(device).manual_seed(0)
         rows = torch.randn(size.rows, size.depth, generator=generator, device=device, dtype=size.dtype)
-        bias = None if size.epilogue is Epilogue.NONE else weights[0].new_zeros(size.columns)
+        bias = None
+        if size.epilogue is not Epilogue.NONE:
+            bias = torch.randn(size.columns, generator=generator, device=device, dtype=size.dtype)
         out = rows.new_zeros(size.rows, size.columns)
         gelu = size.epilogue is Epilogue.BIAS_TANH_GELU
 
@@ -170,16 +181,16 @@ class Products:
             else:
                 _linear(rows, weight, bias, gelu=gelu)
 
-        exact = _exact(rows, weights[0], gelu=gelu)
-        most = _MOST_ERROR * _error(_linear(rows, weights[0], bias, gelu=gelu), exact)
-        best, least = None, _LEAST_GAIN * _seconds(torch_way, weights)
+        exact = exact_product(rows, weights[0], bias, gelu=gelu)
+        most = _MOST_ERROR * relative_error(_linear(rows, weights[0], bias, gelu=gelu), exact)
+        best, least = None, _LEAST_GAIN * cold_seconds(torch_way, weights)
         for proposal in proposals:
             try:
-                self._run(proposal, rows, weights[0], bias, out.zero_())
-                if not _error(out, exact) <= most:
+                proposal.run(rows, weights[0], bias, out.zero_())
+                if not relative_error(out, exact) <= most:
                     continue
-                taken = _seconds(lambda weight, own=proposal: self._run(own, rows, weight, bias, out), weights)  # type: ignore[misc]
-            except RuntimeError as error:
+                taken = cold_seconds(lambda weight, own=proposal: own.run(rows, weight, bias, out), weights)  # type: ignore[misc]
+            except Exception as error:  # noqa: BLE001 - quack may fail in any way
                 _log.debug("%s: an algorithm failed: %s", size.name, error)
                 continue
             if taken < least:
@@ -217,22 +228,30 @@ class Products:
         def whole(weight: Tensor) -> None:
             add_norm(hidden, self.linear(sample, weight, linear.bias), norm, overlapping=True)
 
-        exact = _exact(sample, linear.weight, gelu=False)
-        most = _MOST_ERROR * _error(_linear(sample, linear.weight, None, gelu=False), exact)
-        best, least = "", _LEAST_GAIN * _seconds(whole, weights)
+        exact = exact_product(sample, linear.weight, None, gelu=False)
+        most = _MOST_ERROR * relative_error(_linear(sample, linear.weight, None, gelu=False), exact)
+        best, least = "", _LEAST_GAIN * cold_seconds(whole, weights)
         for index, tile in fitting.items():
-            if not _error(partial_sums(sample, linear.weight, tile).sum(0), exact) <= most:
+            if not relative_error(partial_sums(sample, linear.weight, tile).sum(0), exact) <= most:
                 continue
 
             def split(weight: Tensor, tile: Tile = tile) -> None:
                 add_norm(hidden, partial_sums(sample, weight, tile), norm, bias=linear.bias, overlapping=True)
 
             split(linear.weight)
-            taken = _seconds(split, weights)
+            taken = cold_seconds(split, weights)
             if taken < least:
                 best, least = index, taken
         self._choices.put(name, best)
         return fitting.get(best)
+
+
+def _quack(device: torch.device) -> Quack | None:
+    try:
+        return quack_on(device)
+    except Exception as error:  # noqa: BLE001 - another package, which may differ in any way
+        _log.warning("quack's products are not used: %s", error)
+        return None
 
 
 def _with_norm(size: _Size) -> str:
@@ -257,37 +276,3 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, *, gelu: bool) ->
         # cuBLAS applies the bias and tanh GELU to its float32 sums.
         return torch._addmm_activation(bias, rows, weight.t(), use_gelu=True)  # noqa: SLF001
     return functional.linear(rows, weight, bias)
-
-
-def _exact(rows: Tensor, weight: Tensor, *, gelu: bool) -> Tensor:
-    """The product of the first rows in float32."""
-    sums = rows[:_CHECKED_ROWS].float() @ weight.float().t()
-    return functional.gelu(sums, approximate="tanh") if gelu else sums
-
-
-def _error(got: Tensor, exact: Tensor) -> float:
-    return float((got[: len(exact)].float() - exact).norm() / exact.norm())
-
-
-def _seconds(run: Callable[[Tensor], object], weights: Sequence[Tensor]) -> float:
-    """Median seconds of `run` in a graph of calls on different weights, which the cache does not hold."""
-    count = max(1, min(len(weights), -(-_COLD_BYTES // weights[0].nbytes)))
-    run(weights[0])
-    stream = torch.cuda.Stream(weights[0].device)
-    stream.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_REPEATS + 1)]
-    torch.cuda.synchronize(weights[0].device)
-    with torch.cuda.stream(stream):
-        graph.capture_begin()
-        try:
-            for weight in weights[:count]:
-                run(weight)
-        finally:
-            graph.capture_end()
-        for before, after in events:
-            before.record()
-            graph.replay()
-            after.record()
-    stream.synchronize()
-    return float(median(before.elapsed_time(after) for before, after in events[1:])) / 1e3 / count

@@ -1,0 +1,118 @@
+"""Products by quack's kernels for Hopper, with the bias and tanh GELU in their epilogue.
+
+quack comes with flash attention 4. From about 3000 rows on its kernels are faster than cuBLAS for products with more
+columns than inputs. Used on the engine thread.
+"""
+
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from vitwire_server.runtime.products.cublaslt import Epilogue
+
+_HOPPER = 9
+_LEAST_ROWS = 1024
+"""cuBLASLt is faster with fewer rows."""
+_ALIGNED = 8
+"""Columns and inputs must be a multiple of this many values, 16 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterTile:
+    """A tile of the result; the programs of a cluster share their inputs."""
+
+    rows: int
+    columns: int
+    cluster: tuple[int, int]
+
+    def __str__(self) -> str:
+        """For the file of choices."""
+        return "quack {}x{} {}x{}".format(self.rows, self.columns, *self.cluster)
+
+
+TILES = ClusterTile(128, 192, (2, 1)), ClusterTile(192, 128, (1, 2))
+"""One of them was within 2 % of the best of 22 for the products of Qwen3-VL-8B from 3136 to 6272 rows (H100)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A compiled kernel for products of one size."""
+
+    name: str
+    launch: Any
+
+    def run(self, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Compute `out` on the current stream; all are contiguous."""
+        assert bias is not None
+        self.launch.run(rows, weight.mT, out={"D": out}, bias=bias[None])
+
+
+class Quack:
+    """The installed quack."""
+
+    def __init__(self) -> None:
+        """Raises ImportError, or whatever a version that differs raises."""
+        frontend = import_module("quack.epilogue.frontend")
+        cache: Any = import_module("quack.cache")
+        cache.CACHE_DIR = cache.CACHE_DIR or str(Path(triton.knobs.cache.dir) / "quack")
+        bias = import_module("quack.epilogue.ops").RowVecLoad
+        self.version = version("quack-kernels")
+        self._config = import_module("quack.gemm_config").GemmConfig
+        gelu = _Gelu(import_module("quack.activation").gelu_tanh_approx, self.version)
+
+        def plain(acc: Any, bias: Any) -> dict[str, Any]:  # noqa: ANN401 - quack traces it
+            return {"D": acc + bias}
+
+        def activated(acc: Any, bias: Any) -> dict[str, Any]:  # noqa: ANN401 - quack traces it
+            return {"D": gelu(acc + bias)}
+
+        self._kernels = {
+            epilogue: frontend.gemm_epilogue(ops={"bias": bias("bias")})(traced)
+            for epilogue, traced in ((Epilogue.BIAS, plain), (Epilogue.BIAS_TANH_GELU, activated))
+        }
+
+    def plans(self, rows: int, weight: Tensor, epilogue: Epilogue) -> list[Plan]:
+        """Compiled kernels for `rows` by `weight (columns, depth)`; none if others are faster."""
+        kernel = self._kernels.get(epilogue)
+        columns, depth = weight.shape
+        if kernel is None or rows < _LEAST_ROWS or columns % _ALIGNED or depth % _ALIGNED or columns <= depth:
+            return []
+        sample, out, bias = weight.new_empty(rows, depth), weight.new_empty(rows, columns), weight.new_empty(1, columns)
+        return [
+            Plan(str(tile), kernel.plan(sample, weight.mT, out={"D": out}, config=self._configured(tile), bias=bias))
+            for tile in TILES
+        ]
+
+    def _configured(self, tile: ClusterTile) -> Any:  # noqa: ANN401 - of a package without types
+        tall, wide = tile.cluster
+        sizes = {"tile_m": tile.rows, "tile_n": tile.columns, "cluster_m": tall, "cluster_n": wide}
+        return self._config(**sizes, pingpong=True, is_dynamic_persistent=False, device_capacity=_HOPPER)
+
+
+class _Gelu:
+    """quack's tanh GELU, under a name for its cache: quack cannot fingerprint it with cutlass-dsl 4.8."""
+
+    def __init__(self, function: Any, release: str) -> None:  # noqa: ANN401 - of a package without types
+        self._function, self._release = function, release
+
+    def __call__(self, value: Any) -> Any:  # noqa: ANN401 - quack traces it
+        return self._function(value)
+
+    def __quack_semantic_key__(self) -> tuple[str, str]:
+        return "tanh gelu", self._release
+
+
+def quack_on(device: torch.device) -> Quack | None:
+    """quack, if it is installed and has kernels for this device. Raises whatever a version that differs raises."""
+    if torch.cuda.get_device_capability(device)[0] != _HOPPER:
+        return None
+    try:
+        return Quack()
+    except ImportError:
+        return None
