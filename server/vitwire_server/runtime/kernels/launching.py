@@ -23,7 +23,7 @@ class Kernel:
     """A kernel, launched as Triton's: `kernel[grid](*arguments, **constants)`.
 
     Constants and the compiler's options are passed by name, other arguments by position. Triton itself launches what it
-    has to compile, pointers that are not aligned, and kernels in its interpreter. Its launch hooks are not called.
+    has to compile, and kernels in its interpreter. Its launch hooks are not called.
     """
 
     def __init__(self, function: Any) -> None:  # noqa: ANN401 - Triton has no types
@@ -63,9 +63,9 @@ def _kinds(arguments: tuple[object, ...]) -> list[object] | None:
     kinds: list[object] = []
     for each in arguments:
         if isinstance(each, Tensor):
-            if each.data_ptr() % _ALIGNMENT or not each.is_cuda:
+            if not each.is_cuda:
                 return None
-            kinds.append(each.dtype)
+            kinds.append((each.dtype, each.data_ptr() % _ALIGNMENT == 0))
         elif type(each) is int:
             kinds.append((each >> 31, each % _ALIGNMENT == 0, each == 1))
         elif each is None or type(each) is float:
