@@ -87,7 +87,7 @@ def test_recorded_products_are_those_of_torch(
             products.linear(rows, linear.weight, None),
             products.linear(rows, linear.weight, linear.bias, gelu=True),
             products.add(hidden.clone(), rows, linear.weight),
-            *products.add_norm(hidden, rows, linear, norm, norm.bias),
+            *products.add_norm(hidden, rows, linear, norm, ahead=norm.bias),
         ]
 
     expected = [each.clone() for each in results(Products())]
