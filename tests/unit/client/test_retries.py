@@ -123,7 +123,6 @@ async def test_a_dead_port_is_named_within_a_short_timeout(make: Call) -> None:
     ("target", "reason"),
     [
         ("ipv4:localhost:5", "dns:///name:port"),
-        ("ipv4:127.0.0.1", "no port"),
         ("http://localhost:5", "is a URL"),
         ("127.0.0.1:99999", "'99999' is not a port"),
         ("localhost:http2", "'http2' is not a port"),
