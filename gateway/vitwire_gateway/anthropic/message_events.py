@@ -47,6 +47,8 @@ class MessageEvents:
 
     def texts(self, content: bytes) -> list[bytes]:
         """The data of the events that end in these bytes of the engine's stream. Raises ApiError for a longer one."""
+        if self._is_over:
+            return []
         first, *rest = content.split(b"\n")
         self._line += first
         found = []
@@ -74,12 +76,12 @@ class MessageEvents:
         return _joined([*self._closed(), error_message_of(error.status, error.message)])
 
     def _of(self, text: bytes) -> Iterator[Json]:
-        if text == b"[DONE]":
-            self._is_over = True
-            yield from self._stopped()
-            yield {"type": "message_stop"}
-            return
         try:
+            if text == b"[DONE]":
+                yield from self._stopped()
+                yield {"type": "message_stop"}
+                self._is_over = True
+                return
             chunk = json.loads(text)
             if "error" in chunk:
                 self._is_over = True

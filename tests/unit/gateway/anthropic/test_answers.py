@@ -54,12 +54,22 @@ def test_nothing_follows_an_error_or_the_end() -> None:
     whole = MessageEvents(100)
     fed(whole, chunk(content="a") + b"data: [DONE]\n\n")
     assert (fed(whole, chunk(content="b")), whole.ended()) == (b"", b"")
+    assert (whole.texts(event({"large": "a" * 200})), whole.texts(b"a" * 200)) == ([], [])
 
 
 def test_an_answer_without_counts_ends_all_the_same() -> None:
     events = read(fed(MessageEvents(100), b": comment\n\n" + chunk(content="a") + b"data: [DONE]\n\n"))
     assert [each["type"] for each in events[-3:]] == ["content_block_stop", "message_delta", "message_stop"]
     assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def test_text_that_is_none_beside_a_call_is_refused() -> None:
+    events = MessageEvents(1000)
+    call = {"index": 0, "id": "t", "function": {"name": "f", "arguments": "{}"}}
+    fed(events, chunk(tool_calls=[call]) + chunk(content=["a"]))
+    with pytest.raises(ApiError, match="cannot be translated"):
+        fed(events, b"data: [DONE]\n\n")
+    assert [each["type"] for each in read(events.ended())] == ["error"]
 
 
 def test_deep_arguments_of_a_call_are_passed_on() -> None:
