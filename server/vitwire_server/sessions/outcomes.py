@@ -73,8 +73,8 @@ class Mailbox:
     def _run(self) -> None:
         with self._lock:
             calls, self._calls = self._calls, []
-        for call in calls[1:]:
-            self._loop.call_soon(call)  # one that fails ends no other
+            for call in calls[1:]:  # before another thread can post the next one
+                self._loop.call_soon(call)  # one that fails ends no other
         calls[0]()  # a turn of the loop earlier
 
 

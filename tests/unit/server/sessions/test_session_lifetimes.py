@@ -6,6 +6,8 @@ import random
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 
@@ -109,6 +111,28 @@ def test_a_call_that_fails_does_not_lose_the_others_of_its_turn() -> None:
         mailbox.post(fail)
         mailbox.post(came.set)
         await came.wait()
+
+    run(test)
+
+
+def test_calls_run_in_order_if_one_is_posted_while_others_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        mailbox, ran, loop, done = Mailbox(), list[int](), asyncio.get_running_loop(), asyncio.Event()
+        sender = Thread(target=mailbox.post, args=(lambda: (ran.append(2), done.set()),))
+
+        def slowly(call: Callable[[], None]) -> asyncio.Handle:
+            """Leaves time for another thread."""
+            sender.start()
+            sender.join(0.2)
+            return loop.call_soon(call)
+
+        slow = SimpleNamespace(call_soon=slowly, call_soon_threadsafe=loop.call_soon_threadsafe)
+        monkeypatch.setattr(mailbox, "_loop", slow)
+        mailbox.post(lambda: ran.append(0))
+        mailbox.post(lambda: ran.append(1))
+        await asyncio.wait_for(done.wait(), 10)
+        await asyncio.sleep(0.05)
+        assert ran == [0, 1, 2]
 
     run(test)
 
