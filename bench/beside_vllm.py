@@ -17,7 +17,7 @@ from bench.engine.towers.sides import Row, Side, checked
 AIM = 1.5
 """vLLM's time over ours."""
 MISSING = (
-    "vLLM is not installed there: `pip install vllm==0.33.0` in an environment of its own, and name its interpreter, "
+    "vLLM is not installed there: `pip install vllm==0.33.0` in a separate environment, and name its interpreter, "
     "--vllm vllm/bin/python, or for this interpreter a folder of packages"
 )
 _FIND = "import sys, importlib.util; sys.exit(not importlib.util.find_spec('vllm'))"

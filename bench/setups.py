@@ -79,7 +79,7 @@ def count_of(devices: str) -> int:
 
 
 def scaling(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rates of setups of several devices, relative to those of one device with as many requests in flight a device."""
+    """Rates with several devices relative to one device, at the same number of requests in flight per device."""
     same = ("model", "rpc_processes", "delivery", "driver", "size", "pixels")
 
     def place(row: dict[str, Any]) -> tuple[Any, ...]:

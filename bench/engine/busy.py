@@ -55,7 +55,7 @@ class Busy:
                 self.note(line, time.monotonic())
 
     def note(self, line: str, at: float) -> None:
-        """A line of nvidia-smi; what is no sample is passed over, as of a device that does not report it."""
+        """A line of nvidia-smi. Lines without a sample, as from a device that reports none, are skipped."""
         index, _, percent = (each.strip() for each in line.partition(","))
         if index.isdecimal() and percent.isdecimal():
             self._samples.append((at, int(index), int(percent) / 100))

@@ -93,7 +93,7 @@ class Seat:
         self._lost = ""
 
     def send(self, message: Any) -> None:
-        """Failures are those of the answer."""
+        """Raises what the answer raises."""
         try:
             self._pipe.send(message)
         except OSError as error:

@@ -244,7 +244,7 @@ def test_a_process_that_ends_fails_and_others_go_on() -> None:
 
 
 def test_a_process_that_does_not_answer_is_given_up() -> None:
-    """A late answer is not taken for that of the next question."""
+    """A late answer is not taken for the answer to the next question."""
     with seated(0, 1) as seats:
         with pytest.raises(SeatFailed, match="no answer after"):
             ask(seats, ["hang", 2], 0.2)

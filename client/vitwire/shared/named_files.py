@@ -8,18 +8,22 @@ from pathlib import Path
 import grpc
 
 
+class UnusableFile(ValueError):
+    """A file that cannot be used; the message begins with the flag and the file."""
+
+
 @contextmanager
 def naming(flag: str, file: Path) -> Iterator[None]:
-    """Errors in the block become ValueError with the flag and the file."""
+    """Errors in the block become UnusableFile."""
     try:
         yield
     except ssl.SSLError as error:
         what = "not the certificate's unencrypted key in PEM" if flag.endswith("key") else "no certificates in PEM"
-        raise ValueError(f"{flag} {file}: {what}: {error}") from error
+        raise UnusableFile(f"{flag} {file}: {what}: {error}") from error
     except OSError as error:
-        raise ValueError(f"{flag} {file}: {error.strerror or error}") from error
+        raise UnusableFile(f"{flag} {file}: {error.strerror or error}") from error
     except ValueError as error:
-        raise ValueError(f"{flag} {file}: {error}") from error
+        raise UnusableFile(f"{flag} {file}: {error}") from error
 
 
 def trusting(flag: str, file: Path) -> ssl.SSLContext:

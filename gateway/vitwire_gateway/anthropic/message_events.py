@@ -61,7 +61,7 @@ class MessageEvents:
         return found
 
     def following(self, text: bytes) -> bytes:
-        """The events that follow from the data of one. Raises ApiError for what is no event."""
+        """The events that follow from the data of one. Raises ApiError if it is not an event."""
         return b"" if self._is_over else _joined(self._of(text))
 
     def ended(self) -> bytes:
@@ -189,7 +189,7 @@ def _is_json(text: str) -> bool:
 def shortened(text: bytes) -> bytes:
     """The data of a streamed event, with only the fields that are translated.
 
-    Raises ApiError for what is no event, and for too many values in these fields.
+    Raises ApiError if it is not an event, or has too many values in these fields.
     """
     try:
         event = json.loads(text)

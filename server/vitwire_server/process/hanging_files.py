@@ -7,6 +7,7 @@ from contextlib import suppress
 from threading import Thread
 from typing import TypeVar
 
+from vitwire.shared.named_files import UnusableFile
 from vitwire_server.config.settings import UsageError
 
 _log = logging.getLogger(__name__)
@@ -51,9 +52,10 @@ async def read_at_start(flags: str, read: Callable[[], T]) -> T:
             return await in_daemon_thread(read, "reading")
     except TimeoutError:
         raise UsageError(f"{flags}: no answer from the file system for {_SILENT_SECONDS:g} s") from None
+    except UnusableFile as error:  # it names its flag
+        raise UsageError(str(error)) from error
     except (OSError, ValueError) as error:
-        text = str(error)
-        raise UsageError(text if text.startswith("--") else f"{flags}: {text}") from error
+        raise UsageError(f"{flags}: {error}") from error
 
 
 async def refresh_for_ever(flags: str, refresh: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from vitwire_server.runtime.kernels.norms import add_norm
 from vitwire_server.runtime.kernels.split_products import TILES, Tile, partial_sums
 from vitwire_server.runtime.products.choices import Choices
 from vitwire_server.runtime.products.cublaslt import Algorithm, CublasLt, CublasLtError, Epilogue
-from vitwire_server.runtime.products.quack_tiles import Plan, Quack, quack_on
+from vitwire_server.runtime.products.quack_tiles import NAME, Plan, Quack, quack_on
 from vitwire_server.runtime.products.trials import cold_seconds, exact_product, relative_error
 from vitwire_server.runtime.recording import is_recording
 
@@ -139,10 +139,12 @@ class Products:
             self._unavailable = self._library is None
             return None
         if self._choices is None:
-            others = (f"quack{self._quack.version}",) if self._quack else ()
+            others = (f"{NAME}{self._quack.version}",) if self._quack else ()
             self._choices = Choices.of(device, str(self._library.version), *others)
         known = self._choices.get(size.name)
-        ways: list[Algorithm | Plan] = [*proposals, *self._plans(size, weights[0])]
+        ways: list[Algorithm | Plan] = [*proposals]
+        if known is None or known.startswith(NAME):  # else nothing is compiled for it
+            ways += self._plans(size, weights[0])
         if known is not None:
             return next((each for each in ways if each.name == known), None)
         fastest = self._fastest(size, ways, weights, device)
