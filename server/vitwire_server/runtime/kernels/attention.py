@@ -167,34 +167,26 @@ def _attend(
     DEPENDENT: tl.constexpr,
 ):
     begin(DEPENDENT)
+    pointers = (q_ptr, k_ptr, v_ptr, out_ptr)
+    strides = (q_row, k_row, v_row, out_row)
     if TURNS:
         for unit in range(tl.program_id(0), units, tl.num_programs(0)):
-            _tile(
-                q_ptr, k_ptr, v_ptr, out_ptr, tiles_ptr, unit // HEADS, unit % HEADS, scale, q_row, k_row, v_row,
-                out_row, HEAD_DIM, ROWS, KEYS, WHOLE, REST, SPARE, FEW,
-            )  # fmt: skip
+            tile, head = unit // HEADS, unit % HEADS
+            _tile(pointers, strides, tiles_ptr, tile, head, scale, HEAD_DIM, ROWS, KEYS, WHOLE, REST, SPARE, FEW)
     else:
-        _tile(
-            q_ptr, k_ptr, v_ptr, out_ptr, tiles_ptr, tl.program_id(0), tl.program_id(1), scale, q_row, k_row, v_row,
-            out_row, HEAD_DIM, ROWS, KEYS, WHOLE, REST, SPARE, FEW,
-        )  # fmt: skip
+        tile, head = tl.program_id(0), tl.program_id(1)
+        _tile(pointers, strides, tiles_ptr, tile, head, scale, HEAD_DIM, ROWS, KEYS, WHOLE, REST, SPARE, FEW)
     end(DEPENDENT)
 
 
 @triton.jit
 def _tile(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
+    pointers,
+    strides,
     tiles_ptr,
     number,
     head,
     scale,
-    q_row,
-    k_row,
-    v_row,
-    out_row,
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -203,7 +195,9 @@ def _tile(
     SPARE: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """Attention of the rows of one tile, unless it is unused."""
+    """Attention of the rows of one tile and one head, unless the tile is unused."""
+    q_ptr, k_ptr, v_ptr, out_ptr = pointers
+    q_row, k_row, v_row, out_row = strides
     tile = tiles_ptr + 4 * number
     first = tl.load(tile)
     edge = tl.load(tile + 1)
@@ -224,30 +218,21 @@ def _tile(
             q_rest = tl.load(q_ptr + at[:, None] * q_row + (WHOLE + more)[None, :], mask=wanted, other=0.0)
         else:
             q_rest = q
+        q = (q, q_rest)
         top = tl.full([ROWS], -float("inf"), tl.float32)
         weight = tl.zeros([ROWS], tl.float32)
         out = tl.zeros([ROWS, WHOLE], tl.float32)
-        out_rest = tl.zeros([ROWS, SPARE], tl.float32)
+        state = (top, weight, out, tl.zeros([ROWS, SPARE], tl.float32))
         full = start + (last - start) // KEYS * KEYS
         most = tl.where(last - full > FEW, last, full)
-        top, weight, out, out_rest = _keys(
-            top, weight, out, out_rest, q, q_rest, k_ptr, v_ptr, start, full, last, scale, k_row, v_row,
-            HEAD_DIM, KEYS, WHOLE, REST, SPARE, False,
-        )  # fmt: skip
-        top, weight, out, out_rest = _keys(
-            top, weight, out, out_rest, q, q_rest, k_ptr, v_ptr, full, most, last, scale, k_row, v_row,
-            HEAD_DIM, KEYS, WHOLE, REST, SPARE, True,
-        )  # fmt: skip
+        state = _keys(state, q, k_ptr, v_ptr, start, full, scale, k_row, v_row, HEAD_DIM, KEYS, WHOLE, REST, False)
+        state = _keys(state, q, k_ptr, v_ptr, full, most, scale, k_row, v_row, HEAD_DIM, KEYS, WHOLE, REST, True)
         if FEW:
-            top, weight, out, out_rest = _keys(
-                top, weight, out, out_rest, q, q_rest, k_ptr, v_ptr, most, last, last, scale, k_row, v_row,
-                HEAD_DIM, FEW, WHOLE, REST, SPARE, True,
-            )  # fmt: skip
+            state = _keys(state, q, k_ptr, v_ptr, most, last, scale, k_row, v_row, HEAD_DIM, FEW, WHOLE, REST, True)
+        _, weight, out, out_rest = state
         out_ptr += head * HEAD_DIM
-        values = out / weight[:, None]
-        tl.store(
-            out_ptr + at[:, None] * out_row + columns[None, :], values.to(out_ptr.dtype.element_ty), inside[:, None]
-        )
+        values = (out / weight[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at[:, None] * out_row + columns[None, :], values, inside[:, None])
         if REST:
             values = (out_rest / weight[:, None]).to(out_ptr.dtype.element_ty)
             spare = tl.arange(0, SPARE)
@@ -257,17 +242,12 @@ def _tile(
 
 @triton.jit
 def _keys(
-    top,
-    weight,
-    out,
-    out_rest,
-    q,
-    q_rest,
+    state,
+    queries,
     k_ptr,
     v_ptr,
     start,
     stop,
-    end,
     scale,
     k_row,
     v_row,
@@ -275,16 +255,17 @@ def _keys(
     KEYS: tl.constexpr,
     WHOLE: tl.constexpr,
     REST: tl.constexpr,
-    SPARE: tl.constexpr,
     LAST: tl.constexpr,
 ):
-    """Process keys from `start` to `stop`; only the last, partial block has keys beyond the segment."""
+    """Process keys from `start` to `stop`; only the last, partial block has keys beyond `stop`."""
+    top, weight, out, out_rest = state
+    q, q_rest = queries
     columns = tl.arange(0, WHOLE)
-    spare = tl.arange(0, SPARE)
+    spare = tl.arange(0, out_rest.shape[1])
     for block in tl.range(start, stop, KEYS, num_stages=1 if LAST else None):
         keys = block + tl.arange(0, KEYS)
         at = keys.to(tl.int64)
-        inside = keys < end
+        inside = keys < stop
         k_at = k_ptr + at[:, None] * k_row + columns[None, :]
         v_at = v_ptr + at[:, None] * v_row + columns[None, :]
         if LAST:

@@ -63,8 +63,6 @@ def _launched(
     bias, factor, ahead = by_column
     assert added is not None or bias is factor is ahead is None
     rows, columns = hidden.shape
-    weight: Tensor = norm.weight  # type: ignore[assignment]
-    shift = getattr(norm, "bias", None)
     summed = torch.empty_like(hidden) if added is not None else hidden
     out, scales = normed if isinstance(normed, Scaled) else (normed, None)
     _add_norm[(rows,)](
@@ -73,22 +71,16 @@ def _launched(
         summed if added is not None else None,
         out,
         scales,
-        weight,
-        shift,
+        norm.weight,
+        getattr(norm, "bias", None),
         bias,
         factor,
         ahead,
-        rows,
         epsilon(norm),
         COUNT=columns,
         COLUMNS=power_of_two(columns),
         PARTS=0 if added is None else len(added) if added.dim() > 2 else 1,
         CENTRE=isinstance(norm, nn.LayerNorm),
-        SHIFT=shift is not None,
-        BIAS=bias is not None,
-        FACTOR=factor is not None,
-        AHEAD=ahead is not None,
-        FLOAT8=isinstance(normed, Scaled),
         **options,
     )
     return summed
@@ -103,30 +95,16 @@ def epsilon(norm: nn.Module) -> float:
 
 
 @triton.jit
-def _added(
-    added_ptr,
-    bias_ptr,
-    factor_ptr,
-    stride,
-    column,
-    there,
-    PARTS: tl.constexpr,
-    BIAS: tl.constexpr,
-    FACTOR: tl.constexpr,
-):
-    """What is added to one row; the parts of it are `stride` values apart."""
-    added = tl.load(added_ptr + column, mask=there, other=0.0).to(tl.float32)
+def _total(parts_ptr, stride, column, there, PARTS: tl.constexpr):
+    """The sum of one row's parts, which are `stride` values apart."""
+    total = tl.load(parts_ptr + column, mask=there, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        added += tl.load(added_ptr + part * stride + column, mask=there, other=0.0).to(tl.float32)
-    if BIAS:
-        added += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)
-    if FACTOR:
-        added *= tl.load(factor_ptr + column, mask=there, other=0.0).to(tl.float32)
-    return added
+        total += tl.load(parts_ptr + part * stride + column, mask=there, other=0.0).to(tl.float32)
+    return total
 
 
 @Kernel
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def _add_norm(
     hidden_ptr,
     added_ptr,
@@ -138,17 +116,11 @@ def _add_norm(
     bias_ptr,
     factor_ptr,
     ahead_ptr,
-    rows,
     epsilon,
     COUNT: tl.constexpr,
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
     CENTRE: tl.constexpr,
-    SHIFT: tl.constexpr,
-    BIAS: tl.constexpr,
-    FACTOR: tl.constexpr,
-    AHEAD: tl.constexpr,
-    FLOAT8: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     column = tl.arange(0, COLUMNS)
@@ -158,13 +130,17 @@ def _add_norm(
     begin(DEPENDENT)
     values = tl.load(hidden_ptr + at, mask=there, other=0.0).to(tl.float32)
     if PARTS:
-        added_ptr += row * COUNT
-        stride = rows.to(tl.int64) * COUNT
-        values += _added(added_ptr, bias_ptr, factor_ptr, stride, column, there, PARTS, BIAS, FACTOR)
+        stride = tl.num_programs(0).to(tl.int64) * COUNT
+        added = _total(added_ptr + row * COUNT, stride, column, there, PARTS)
+        if bias_ptr is not None:
+            added += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)
+        if factor_ptr is not None:
+            added *= tl.load(factor_ptr + column, mask=there, other=0.0).to(tl.float32)
+        values += added
     end(DEPENDENT)
     if PARTS:
         summed = values
-        if AHEAD:
+        if ahead_ptr is not None:
             summed += tl.load(ahead_ptr + column, mask=there, other=0.0).to(tl.float32)
         tl.store(summed_ptr + at, summed.to(summed_ptr.dtype.element_ty), mask=there)
         values = values.to(summed_ptr.dtype.element_ty).to(tl.float32)
@@ -173,13 +149,13 @@ def _add_norm(
         values = tl.where(there, values - mean, 0.0)
     scaled = values * tl.rsqrt(tl.sum(values * values, 0) / COUNT + epsilon)
     weight = tl.load(weight_ptr + column, mask=there, other=0.0).to(tl.float32)
-    if not CENTRE and not FLOAT8:
+    if not CENTRE and scales_ptr is None:
         # The models' RMS norms round before scaling.
         scaled = scaled.to(normed_ptr.dtype.element_ty).to(tl.float32)
     scaled *= weight
-    if SHIFT:
+    if shift_ptr is not None:
         scaled += tl.load(shift_ptr + column, mask=there, other=0.0).to(tl.float32)
-    if FLOAT8:
+    if scales_ptr is not None:
         store_scaled(scaled, normed_ptr, scales_ptr, row, column, there, COUNT)
     else:
         tl.store(normed_ptr + at, scaled.to(normed_ptr.dtype.element_ty), mask=there)

@@ -1,5 +1,7 @@
 """Rotary positions of queries and keys."""
 
+from math import gcd
+
 import torch
 import triton
 from torch import Tensor
@@ -7,30 +9,34 @@ from triton import language as tl
 
 from vitwire_server.runtime.kernels.dependent import begin, end, is_dependent
 from vitwire_server.runtime.kernels.launching import Kernel
-from vitwire_server.runtime.kernels.operands import power_of_two
+
+_VECTORS, _WARPS = 256, 8
+"""Of a program: each thread has one vector of queries, of keys and of values."""
+_WIDEST = 8
+"""Numbers of a vector, at most."""
 
 
 def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, *, contain: bool = False) -> None:
     """Rotate queries and keys of `qkv (rows, 3, heads, head_dim)` in place, in float32, rounding once.
 
     `cos` and `sin (rows, head_dim)` are float32; column `i` of a head is paired with `i + head_dim / 2` (Su et al.,
-    arXiv 2104.09864, in the layout of GPT-NeoX). `qkv` must be contiguous. `contain` also applies
-    `rowwise.contain`.
+    arXiv 2104.09864, in the layout of GPT-NeoX). `qkv` must be contiguous. `contain` keeps NaN and infinity in their
+    segment, as `rowwise.contain` does.
     """
     rows, _, heads, head_dim = qkv.shape
-    dependent = is_dependent(qkv.device)
-    _rotate[(rows,)](
+    dependent, vector = is_dependent(qkv.device), gcd(head_dim // 2, _WIDEST)
+    _rotate[(triton.cdiv(rows * heads, _VECTORS * vector // head_dim),)](
         qkv,
         cos,
         sin,
-        3 * heads * head_dim,
+        rows * heads,
         HEADS=heads,
-        HALF=head_dim // 2,
-        LINES=power_of_two(2 * heads),
-        COLUMNS=power_of_two(head_dim // 2),
+        HEAD_DIM=head_dim,
+        VECTORS=_VECTORS,
+        VECTOR=vector,
         CONTAIN=contain,
         DEPENDENT=dependent,
-        num_warps=4,
+        num_warps=_WARPS,
         **({"launch_pdl": True} if dependent else {}),
     )
 
@@ -45,47 +51,50 @@ def rotate_reference(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @Kernel
-@triton.jit
+@triton.jit(do_not_specialize=["heads"])
 def _rotate(
     qkv_ptr,
     cos_ptr,
     sin_ptr,
-    row_stride,
+    heads,
     HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    LINES: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VECTORS: tl.constexpr,
+    VECTOR: tl.constexpr,
     CONTAIN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    line = tl.arange(0, LINES)
-    column = tl.arange(0, COLUMNS)
-    angle = row * (2 * HALF) + column
-    turned = column < HALF
+    """The whole heads, of any rows, that `VECTORS` vectors hold."""
+    plane = HEADS * HEAD_DIM
+    each = HEAD_DIM // VECTOR
+    vector = tl.arange(0, VECTORS)[:, None]
+    head = tl.program_id(0) * (VECTORS // each) + vector // each
+    there = (vector // each < VECTORS // each) & (head < heads)
+    row = (head // HEADS).to(tl.int64)
+    start = vector % each * VECTOR
+    number = tl.arange(0, VECTOR)[None, :]
+    column = start + number
+    at = qkv_ptr + row * (3 * plane) + head % HEADS * HEAD_DIM
+    paired = at + (vector + each // 2) % each * VECTOR + number
+    at += column
     begin(DEPENDENT)
-    cos_one = tl.load(cos_ptr + angle, mask=turned)[None, :]
-    cos_two = tl.load(cos_ptr + angle + HALF, mask=turned)[None, :]
-    sin_one = tl.load(sin_ptr + angle, mask=turned)[None, :]
-    sin_two = tl.load(sin_ptr + angle + HALF, mask=turned)[None, :]
-    there = (line < 2 * HEADS)[:, None] & turned[None, :]
-    at = qkv_ptr + row * row_stride + line[:, None] * (2 * HALF) + column[None, :]
-    one = tl.load(at, mask=there).to(tl.float32)
-    two = tl.load(at + HALF, mask=there).to(tl.float32)
-    end(DEPENDENT)
-    first = one * cos_one - two * sin_one
-    second = two * cos_two + one * sin_two
+    q = tl.load(at, mask=there).to(tl.float32)
+    k = tl.load(at + plane, mask=there).to(tl.float32)
+    q_paired = tl.load(paired, mask=there).to(tl.float32)
+    k_paired = tl.load(paired + plane, mask=there).to(tl.float32)
+    cos = tl.load(cos_ptr + row * HEAD_DIM + column, mask=there)
+    sin = tl.load(sin_ptr + row * HEAD_DIM + column, mask=there)
     if CONTAIN:
-        keys = there & (line >= HEADS)[:, None]  # the value is as far after its key as the key is after its query
-        value = at + HEADS * 2 * HALF
-        value_one = tl.load(value, mask=keys, other=0.0).to(tl.float32)
-        value_two = tl.load(value + HALF, mask=keys, other=0.0).to(tl.float32)
-        lost_one = (tl.abs(value_one) < float("inf")) == 0
-        lost_two = (tl.abs(value_two) < float("inf")) == 0
-        tl.store(value, tl.zeros_like(value_one).to(qkv_ptr.dtype.element_ty), mask=keys & lost_one)
-        tl.store(value + HALF, tl.zeros_like(value_two).to(qkv_ptr.dtype.element_ty), mask=keys & lost_two)
-        lost = (tl.max((lost_one | lost_two).to(tl.int32), 1) > 0)[:, None]
-        first = tl.where(lost, float("nan"), first)
-        second = tl.where(lost, float("nan"), second)
-    tl.store(at, first.to(qkv_ptr.dtype.element_ty), mask=there)
-    tl.store(at + HALF, second.to(qkv_ptr.dtype.element_ty), mask=there)
+        v = tl.load(at + 2 * plane, mask=there, other=0.0)
+    end(DEPENDENT)
+    tl.debug_barrier()  # other threads have read what this one overwrites
+    sin = tl.where(start < HEAD_DIM // 2, -sin, sin)
+    q = q * cos + q_paired * sin
+    k = k * cos + k_paired * sin
+    if CONTAIN:
+        finite = tl.abs(v.to(tl.float32)) < float("inf")
+        lost = tl.max((finite == 0).to(tl.int32), 1, keep_dims=True) > 0
+        tl.store(at + 2 * plane, tl.where(finite, v, 0.0).to(qkv_ptr.dtype.element_ty), mask=there & lost)
+        k = tl.where(lost, float("nan"), k)
+    tl.store(at, q.to(qkv_ptr.dtype.element_ty), mask=there)
+    tl.store(at + plane, k.to(qkv_ptr.dtype.element_ty), mask=there)
