@@ -1,12 +1,14 @@
 """Rotary positions of queries and keys."""
 
+from functools import lru_cache
+
 import torch
 import triton
 from torch import Tensor
 from triton import language as tl
 
-from vitwire_server.runtime.kernels.dependent import begin, end, is_dependent
-from vitwire_server.runtime.kernels.launching import Kernel
+from vitwire_server.runtime.kernels.dependent import begin, constants_of, end, is_dependent
+from vitwire_server.runtime.kernels.launching import Bound, Kernel
 from vitwire_server.runtime.kernels.operands import power_of_two
 
 
@@ -18,20 +20,20 @@ def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, *, contain: bool = False) -> N
     `rowwise.contain`.
     """
     rows, _, heads, head_dim = qkv.shape
-    dependent = is_dependent(qkv.device)
-    _rotate[(rows,)](
-        qkv,
-        cos,
-        sin,
-        3 * heads * head_dim,
+    launch = _bound(heads, head_dim, contain, is_dependent(qkv.device))
+    launch((rows,), qkv, cos, sin, 3 * heads * head_dim)
+
+
+@lru_cache
+def _bound(heads: int, head_dim: int, contain: bool, dependent: bool) -> Bound:
+    return _rotate.bound(
         HEADS=heads,
         HALF=head_dim // 2,
         LINES=power_of_two(2 * heads),
         COLUMNS=power_of_two(head_dim // 2),
         CONTAIN=contain,
-        DEPENDENT=dependent,
         num_warps=4,
-        **({"launch_pdl": True} if dependent else {}),
+        **constants_of(dependent),
     )
 
 
