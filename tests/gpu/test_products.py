@@ -16,7 +16,7 @@ from tests.gpu.test_kernels import distance, interpreted
 
 from vitwire_server.runtime.fused.surroundings import hasten_mergers
 from vitwire_server.runtime.graphs import CudaRecorder
-from vitwire_server.runtime.kernels.norms import add_norm
+from vitwire_server.runtime.kernels.norms import Norm, add_norm
 from vitwire_server.runtime.kernels.split_products import TILES, Tile, partial_sums
 from vitwire_server.runtime.products.choices import Choices
 from vitwire_server.runtime.products.cublaslt import Epilogue
@@ -60,7 +60,7 @@ def test_parts_add_up_to_the_product(
     parts = partial_sums(rows, linear.weight, tile)
     assert parts.shape == (tile.splits, count, columns)
     assert distance(parts.sum(0), rows.float() @ linear.weight.float().t()) <= 1e-5
-    summed, normed = add_norm(hidden, parts, norm, norm.bias, bias=linear.bias, overlapping=True)
+    summed, normed = add_norm(hidden, parts, Norm.of(norm), norm.bias, bias=linear.bias, overlapping=True)
     exact = hidden.float() + functional.linear(rows.float(), linear.weight.float(), linear.bias.float())
     eps = torch.finfo(dtype).eps
     assert distance(summed, exact + norm.bias.float()) <= max(1e-6, eps)
@@ -87,7 +87,7 @@ def test_recorded_products_are_those_of_torch(
             products.linear(rows, linear.weight, None),
             products.linear(rows, linear.weight, linear.bias, gelu=True),
             products.add(hidden.clone(), rows, linear.weight),
-            *products.add_norm(hidden, rows, linear, norm, ahead=norm.bias),
+            *products.add_norm(hidden, rows, (linear.weight, linear.bias), Norm.of(norm), ahead=norm.bias),
         ]
 
     expected = [each.clone() for each in results(Products())]
