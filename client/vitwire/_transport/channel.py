@@ -14,7 +14,6 @@ import grpc
 import grpc.aio
 from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
-from vitwire._delivery.answers import Response
 from vitwire._transport import unary_streams
 from vitwire._transport.attempts import KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT
 from vitwire._transport.balancing import CONTENT_HEADER
@@ -82,7 +81,7 @@ HEALTH_OPTIONS = _COMMON_OPTIONS
 class StreamCall(Protocol):
     """An RPC with a response stream; gRPC's own class is private."""
 
-    def __iter__(self) -> Iterator[Response]: ...
+    def __iter__(self) -> Iterator[bytes]: ...
 
     def trailing_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
 
