@@ -191,21 +191,16 @@ def checked_target(target: str | None) -> str:
     if scheme == "dns":
         authority, slash, name = rest.rpartition("/") if rest.startswith("//") else ("", "", rest)
         return f"dns:{authority}{slash}{_checked_name(target, name)}"
-    if scheme in ("unix", "unix-abstract", "xds") or rest.startswith("/"):
+    if scheme in ("unix", "unix-abstract", "vsock", "xds") or rest.startswith("/"):
         return target
     return _checked_name(target, target)
 
 
 def _checked_address(target: str, scheme: str, address: str) -> str:
     host, port = _divided(address)
-    try:
-        if scheme == "ipv4":
-            IPv4Address(host)
-        else:
-            IPv6Address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
+    if not (_is_ipv4(host) if scheme == "ipv4" else _is_ipv6(host)):
         wrong = f"{host!r} is not an {scheme} address; for a name use dns:///name:port"
-        raise ValueError(f"target {target!r}: {wrong}") from None
+        raise ValueError(f"target {target!r}: {wrong}")
     return _with_port(target, host, port)
 
 
@@ -213,15 +208,32 @@ def _checked_name(target: str, address: str) -> str:
     host, port = _divided(address)
     if not host:
         raise ValueError(f"target {target!r} has no host; {_FORMS}")
+    if not set("[]:").isdisjoint(host) and not _is_ipv6(host):
+        raise ValueError(f"target {target!r}: {host!r} is neither a name nor an IPv6 address in brackets")
     return _with_port(target, host, port)
 
 
 def _divided(address: str) -> tuple[str, str | None]:
-    """Host and port; an IPv6 address gets brackets."""
-    with suppress(ValueError):
-        return f"[{IPv6Address(address)}]", None
+    """Host and port. By gRPC's rules an IPv6 address without brackets has no port; it gets brackets."""
+    if _is_ipv6(f"[{address}]"):
+        return f"[{address}]", None
     host, colon, port = address.rpartition(":")
     return (host, port) if colon and not port.endswith("]") else (address, None)
+
+
+def _is_ipv4(host: str) -> bool:
+    with suppress(ValueError):
+        IPv4Address(host)
+        return True
+    return False
+
+
+def _is_ipv6(host: str) -> bool:
+    """True for an IPv6 address in brackets."""
+    with suppress(ValueError):
+        IPv6Address(host[1:-1])
+        return host[0] + host[-1] == "[]"
+    return False
 
 
 def _with_port(target: str, host: str, port: str | None) -> str:
