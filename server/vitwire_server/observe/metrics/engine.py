@@ -4,14 +4,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 
 from vitwire_server.core.budgets import Budget
 from vitwire_server.core.errors import NonFinite
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import ModelCard, Place
 from vitwire_server.core.plans import Fallback
-from vitwire_server.core.reports import BatchReport, Encoded, Path, Refit
+from vitwire_server.core.reports import BatchReport, Encoded, Path, Refit, Waiting
 from vitwire_server.observe.metrics.series import Series
 
 _ITEMS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -50,16 +50,12 @@ class EngineMetrics:
     def __init__(self, series: Series, memory: MemoryMetrics) -> None:
         self._memory = memory
         counter, gauge, histogram = series.counter, series.gauge, series.histogram
-        self._queue: tuple[float, ...] = (0, 0, 0, 0)
-        for position, (name, text) in enumerate(
-            (
-                ("items", "Items waiting in the queue"),
-                ("bytes", "Bytes of pixels waiting in the queue"),
-                ("tokens", "Tokens of the items waiting in the queue"),
-                ("seconds", "Predicted time to encode the waiting items"),
-            )
-        ):
-            gauge(f"queue_{name}", text).set_function(partial(self._waiting, position))
+        self._queue = (
+            gauge("queue_items", "Items waiting in the queue"),
+            gauge("queue_bytes", "Bytes of pixels waiting in the queue"),
+            gauge("queue_tokens", "Tokens of the items waiting in the queue"),
+            gauge("queue_seconds", "Predicted time to encode the waiting items"),
+        )
         self._expired = counter(
             "expired", "Items whose deadline passed, or could not be met, by stage", stage=("admission", "queue")
         )
@@ -117,13 +113,14 @@ class EngineMetrics:
         dropped = self._expired if reason == "deadline" else self._cancelled
         dropped.labels(stage).inc()
 
-    def queue_changed(self, items: int, nbytes: int, tokens: int, seconds: float) -> None:
-        """What the queue holds now, and the seconds that it is predicted to take."""
-        self._queue = items, nbytes, tokens, seconds
+    def watch_queue(self, waiting: Callable[[], Waiting]) -> None:
+        """Ask what waits whenever a page is read: the queue changes far more often."""
 
-    def _waiting(self, position: int) -> float:
-        """A figure of `queue_changed`, which is called far more often than a page is read."""
-        return self._queue[position]
+        def figure(position: int) -> Callable[[], float]:
+            return lambda: waiting()[position]
+
+        for position, shown in enumerate(self._queue):
+            shown.set_function(figure(position))
 
     def heartbeat(self) -> None:
         """The engine thread made progress."""
