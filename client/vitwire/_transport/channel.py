@@ -142,16 +142,14 @@ GET_MODEL: Method[pb.GetModelRequest, pb.GetModelResponse | Malformed] = Method(
 
 
 # HealthCheckRequest is one string and HealthCheckResponse one enum, both field 1, as in the wrapper types.
-def _health_request(service: str) -> bytes:
-    return StringValue(value=service).SerializeToString()
-
-
 def _health_status(raw: bytes) -> int:
     message = read_plain(Int32Value, raw)
     return 0 if isinstance(message, Malformed) else message.value
 
 
-HEALTH: Method[str, int] = Method("/grpc.health.v1.Health/Check", _health_request, _health_status)
+HEALTH: Method[str, int] = Method(
+    "/grpc.health.v1.Health/Check", lambda service: StringValue(value=service).SerializeToString(), _health_status
+)
 HEALTH_STATUS = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
 
 
@@ -198,7 +196,7 @@ def checked_target(target: str | None) -> str:
 
 def _checked_address(target: str, scheme: str, address: str) -> str:
     host, port = _divided(address)
-    if not (_is_ipv4(host) if scheme == "ipv4" else _is_ipv6(host)):
+    if not (_is(IPv4Address, host) if scheme == "ipv4" else _is_ipv6(host)):
         wrong = f"{host!r} is not an {scheme} address; for a name use dns:///name:port"
         raise ValueError(f"target {target!r}: {wrong}")
     return _with_port(target, host, port)
@@ -221,28 +219,20 @@ def _divided(address: str) -> tuple[str, str | None]:
     return (host, port) if colon and not port.endswith("]") else (address, None)
 
 
-def _is_ipv4(host: str) -> bool:
+def _is(kind: type[IPv4Address | IPv6Address], host: str) -> bool:
     with suppress(ValueError):
-        IPv4Address(host)
-        return True
+        return bool(kind(host))
     return False
 
 
 def _is_ipv6(host: str) -> bool:
     """True for an IPv6 address in brackets."""
-    with suppress(ValueError):
-        IPv6Address(host[1:-1])
-        return host[0] + host[-1] == "[]"
-    return False
+    return host[:1] + host[-1:] == "[]" and _is(IPv6Address, host[1:-1])
 
 
 def _with_port(target: str, host: str, port: str | None) -> str:
     if port is None:
         return f"{host}:{PORT}"
-    _check_port(target, port)
-    return f"{host}:{port}"
-
-
-def _check_port(target: str, port: str) -> None:
     if not (port.isascii() and port.isdigit() and 1 <= int(port) <= _MAX_PORT):
         raise ValueError(f"target {target!r}: {port!r} is not a port between 1 and {_MAX_PORT}")
+    return f"{host}:{port}"
