@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Iterator
 from uuid import uuid4
 
-from vitwire_gateway.anthropic.answers import (
+from vitwire_gateway.anthropic.message_parts import (
     BROKEN,
     encoded,
     error_message_of,

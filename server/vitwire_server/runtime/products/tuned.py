@@ -133,7 +133,7 @@ class Products:
         try:
             if self._library is None:
                 self._library = CublasLt(device)
-                self._quack = _quack(device)
+                self._quack = quack_on(device)
             proposals = self._library.proposals(size.rows, weights[0], size.epilogue, accumulates=size.accumulates)
         except (OSError, CublasLtError) as error:
             _log.warning("products take torch's algorithms: %s", error)
@@ -144,23 +144,13 @@ class Products:
             self._choices = Choices.of(device, str(self._library.version), *others)
         known = self._choices.get(size.name)
         ways: list[Algorithm | Plan] = [*proposals]
-        if known is None or known.startswith(NAME):  # else nothing is compiled for it
-            ways += self._plans(size, weights[0])
+        if self._quack and (known is None or known.startswith(NAME)):
+            ways += self._quack.plans(size.rows, weights[0], size.epilogue)  # compiles
         if known is not None:
             return next((each for each in ways if each.name == known), None)
         fastest = self._fastest(size, ways, weights, device)
         self._choices.put(size.name, fastest.name if fastest else "")
         return fastest
-
-    def _plans(self, size: _Size, weight: Tensor) -> list[Plan]:
-        if self._quack is None or size.accumulates:
-            return []
-        try:
-            return self._quack.plans(size.rows, weight, size.epilogue)
-        except Exception as error:  # noqa: BLE001 - another package's compiler may fail in any way
-            _log.warning("quack's products are not used: %s", error)
-            self._quack = None
-            return []
 
     def _fastest(
         self, size: _Size, proposals: Sequence[Algorithm | Plan], weights: Sequence[Tensor], device: torch.device
@@ -241,14 +231,6 @@ class Products:
                 best, least = index, taken
         self._choices.put(name, best)
         return fitting.get(best)
-
-
-def _quack(device: torch.device) -> Quack | None:
-    try:
-        return quack_on(device)
-    except Exception as error:  # noqa: BLE001 - another package, which may differ in any way
-        _log.warning("quack's products are not used: %s", error)
-        return None
 
 
 def _sides(weight: Tensor) -> tuple[int, int]:
