@@ -78,7 +78,7 @@ class Bench:
                     self._measure(setup, server, driver, delivery)
                 if self._options.kill and len(server.processes) > 1:
                     self._kill(setup, server)
-        except RuntimeError as error:  # the server did not start, or a process was not restarted
+        except (RuntimeError, DriverFailed) as error:  # a server or client did not start, or was not restarted
             self._report.skip(str(setup), str(error)[-1000:])
 
     def _flags(self, setup: Setup) -> list[str] | None:

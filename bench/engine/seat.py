@@ -6,8 +6,8 @@ From JPEG files, clients are in a second process for each engine, and a `vitwire
 import asyncio
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing import get_context
@@ -114,13 +114,30 @@ class Seat:
             raise SeatFailed(answer.error)
         return answer
 
+    def hang_up(self) -> None:
+        """The process ends, unless it is stuck."""
+        self._pipe.close()
+
     def close(self) -> None:
         """End the process and its descendants, by force if it takes long."""
-        self._pipe.close()
+        self.hang_up()
         self._process.join(0 if self._lost else _STOP_SECONDS)
         if self._process.is_alive() and self._process.pid:
             faults.kill(self._process.pid)
             self._process.join()
+
+
+@contextmanager
+def seated(places: Iterable[EnginePlace | ClientPlace]) -> Iterator[list[Seat]]:
+    """A process for each; all end at the same time."""
+    seats = [Seat(place) for place in places]
+    try:
+        yield seats
+    finally:
+        for seat in seats:
+            seat.hang_up()
+        for seat in seats:
+            seat.close()
 
 
 def ask(seats: Sequence[Seat], messages: Sequence[Any], seconds: float) -> list[Any]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from bench.engine.encoders import Encoders, environment, starting, written
 from bench.engine.equal_p99 import Point
 from bench.engine.limits import Clock
 from bench.engine.loads import Load, Size
-from bench.engine.seat import BESIDE, OVER, ClientPlace, EnginePlace, Seat, SeatFailed, Share, answers_of, ask
+from bench.engine.seat import BESIDE, OVER, ClientPlace, EnginePlace, Seat, SeatFailed, Share, answers_of, ask, seated
 from bench.engine.splits import Group, Split, grouped, shares
 from bench.report import Report
 
@@ -37,12 +38,15 @@ _WARM_UP = 16
 
 @dataclass(frozen=True, slots=True)
 class Crew:
-    """The processes of a group of setups."""
+    """The processes of a group of setups, as far as they started."""
 
     engines: Sequence[Seat]
     clients: Sequence[Seat]
     """Of each engine; the engines themselves if requests do not go by HTTP."""
     encoders: Encoders | None
+
+    def has(self, split: Split) -> bool:
+        return len(self.engines) >= split.engines and bool(self.encoders or not split.encoders)
 
 
 class Sweep:
@@ -82,15 +86,14 @@ class Sweep:
                 devices = ["cpu" if options.tiny else f"cuda:{index}" for index in group.encoder_devices]
                 flags = options.server_flags.split()
                 target, server = stack.enter_context(starting(model, devices, flags, environment(options)))
-            engines = [Seat(self._place(index, model, target)) for index in range(group.engines)]
-            for seat in engines:
-                stack.callback(seat.close)
+            places = [self._place(index, model, target) for index in range(group.engines)]
+            engines = stack.enter_context(seated(places))
             described = [self._began(index, seat) for index, seat in enumerate(engines)]
-            clients = engines
+            described = list(takewhile(bool, described))  # an engine is used with all before it
+            clients = engines = engines[: len(described)]
             if options.source == "jpeg":
-                clients = [Seat(ClientPlace(index, each.get("urls", {}))) for index, each in enumerate(described)]
-                for seat in clients:
-                    stack.callback(seat.close)
+                of_each = [ClientPlace(index, each["urls"]) for index, each in enumerate(described)]
+                clients = stack.enter_context(seated(of_each))
                 answers_of(clients, _SECONDS)
             encoders = self._ready(server) if server else None
             self._report.add(
@@ -109,7 +112,7 @@ class Sweep:
         return EnginePlace(index, device, model, target, arguments, options.source == "jpeg", environment(options))
 
     def _began(self, index: int, seat: Seat) -> Row:
-        """An engine's description; empty if it did not start, and then setups without it are still measured."""
+        """An engine's description; empty if it did not start."""
         try:
             described: Row = seat.answer(self._start_seconds())
         except SeatFailed as error:
@@ -135,7 +138,10 @@ class Sweep:
 
     def _measure(self, language: str, group: Group, crew: Crew, busy: Busy) -> None:
         """Setups take turns at each load."""
-        splits = [split for split in group.splits if crew.encoders or not split.encoders]
+        for split in group.splits:
+            if not crew.has(split):
+                self._report.skip(f"{language} {split}", "some of it did not start")
+        splits = [split for split in group.splits if crew.has(split)]
         for size in self._options.sizes:
             for load in (None, *self._options.loads):
                 for split in splits:
