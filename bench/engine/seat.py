@@ -42,7 +42,8 @@ class EnginePlace:
     """Of the encoders; empty without any."""
     arguments: Mapping[str, Any]
     """Of vLLM."""
-    jpeg: bool
+    sources: Sequence[str]
+    """Of `SOURCES`: what requests come from."""
     environment: Sequence[str]
     """Prefix of commands that run what the encoders run."""
 
@@ -193,14 +194,13 @@ async def _engine(place: EnginePlace, stack: AsyncExitStack) -> tuple[dict[str, 
     engine = vllm_engine.start(place.arguments, place.device)
     stack.callback(engine.shutdown)
     described: dict[str, Any] = {**vllm_engine.described(), "engine_start_s": round(time.monotonic() - began, 1)}
-    if place.jpeg:
+    if "jpeg" in place.sources:
         modes = ["reference"] if place.target else []
         started = Fronts.of([engine], place.model, place.target, place.environment, modes)
         fronts = await stack.enter_async_context(started)
         described["urls"] = {"local": fronts.urls[0]} | {mode: fronts.routers[mode][0] for mode in modes}
-        return described, _Worker(place.index, {}, texts=[Text(engine)])
     worker = _Worker(place.index, {"local": Local(engine)}, texts=[Text(engine)])
-    if place.target:
+    if place.target and "patches" in place.sources:
         worker.client = await stack.enter_async_context(AsyncClient(place.target, affinity=True))
         sender = await Sender.start(place.target)
         stack.callback(sender.close)
