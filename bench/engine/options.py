@@ -92,7 +92,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     add("--itl", action="store_true", help="times between tokens of generations beside the last load, too")
     alone = "also encoder and engine alone, and what N engines and k encoders give by these rates"
     add("--alone", action="store_true", help=alone)
-    jpeg = "patches: made before TTFT begins; jpeg: files in requests by HTTP, to vLLM or to vitwire router"
+    jpeg = "patches: made before TTFT begins; jpeg: files by HTTP, to vLLM or to vitwire router; --setups take both"
     add("--from", dest="sources", type=_list(str), default="patches", help=jpeg)
     faults = f"also an encoder that fails under the last load, behind a router: of {', '.join(FAULTS)}"
     add("--failures", type=_list(str), default=[], help=faults)

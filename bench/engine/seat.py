@@ -119,10 +119,10 @@ class Seat:
         """The process ends, unless it is stuck."""
         self._pipe.close()
 
-    def close(self) -> None:
-        """End the process and its descendants, by force if it takes long."""
+    def close(self, seconds: float) -> None:
+        """End the process and its descendants, by force if it takes longer than this."""
         self.hang_up()
-        self._process.join(0 if self._lost else _STOP_SECONDS)
+        self._process.join(0 if self._lost else max(0.0, seconds))
         if self._process.is_alive() and self._process.pid:
             faults.kill(self._process.pid)
             self._process.join()
@@ -135,10 +135,11 @@ def seated(places: Iterable[EnginePlace | ClientPlace]) -> Iterator[list[Seat]]:
     try:
         yield seats
     finally:
+        end = time.monotonic() + _STOP_SECONDS
         for seat in seats:
             seat.hang_up()
         for seat in seats:
-            seat.close()
+            seat.close(end - time.monotonic())
 
 
 def ask(seats: Sequence[Seat], messages: Sequence[Any], seconds: float) -> list[Any]:

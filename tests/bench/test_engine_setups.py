@@ -251,9 +251,8 @@ def test_a_process_that_does_not_answer_is_given_up() -> None:
         assert ask(seats[1:], [4], 60) == [4]
 
 
-def test_a_process_that_does_not_end_is_killed_with_its_descendants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seat, "_STOP_SECONDS", 0.2)
+def test_a_process_that_does_not_end_is_killed_with_its_descendants() -> None:
     stuck = Seat(ClientPlace(9, {}))
     child = psutil.Process(stuck.answer(60)["child"])
-    stuck.close()
+    stuck.close(0.2)
     assert child.wait(60) is not None or not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
