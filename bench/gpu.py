@@ -59,6 +59,8 @@ def main() -> None:
     options = options_of()
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(f"gpu-bench: torch {torch.__version__} sees no CUDA device; try --device cpu --tiny")
+    if options.device == "cuda":
+        torch.set_num_threads(1)  # as the server: it copies into pinned memory
     bench = Bench(torch.device("cuda:0" if options.device == "cuda" else options.device), options)
     for name in dict.fromkeys(name for given in options.towers for name in _GROUPS.get(given, (given,))):
         bench.run(name)
