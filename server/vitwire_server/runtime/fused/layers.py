@@ -41,17 +41,18 @@ class Shared:
 
     def __init__(self) -> None:
         self.products = Products()
-        self._made: dict[int, Any] = {}
+        self._made: dict[int | tuple[int, ...], Any] = {}
 
     def clear(self) -> None:
         """Start a new forward: the same tensors may have new values."""
         self._made.clear()
 
     def of(self, source: object, make: Callable[[], Made]) -> Made:
-        """The value `make` returned for this source, which must stay alive during the forward."""
-        if id(source) not in self._made:
-            self._made[id(source)] = make()
-        made: Made = self._made[id(source)]
+        """The value `make` returned for this source, a shape or an object that stays alive during the forward."""
+        key = source if isinstance(source, tuple) else id(source)
+        if key not in self._made:
+            self._made[key] = make()
+        made: Made = self._made[key]
         return made
 
 
@@ -171,7 +172,7 @@ class TileLayer(Layer):
             segments = Segments(ends, tokens)
             return segments, segment_tiles(segments, tiles * tokens, heads)
 
-        return self._shared.of(self._shared, made)
+        return self._shared.of((tiles, tokens), made)
 
     def compared(self, stock: nn.Module, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
         """See Layer."""
