@@ -1,6 +1,7 @@
 """Layers of other forms than Qwen's, fused, against stock ones; `make kernel-test` runs them on a CPU."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -195,9 +196,9 @@ def test_a_layer_does_not_write_to_its_input(
     tower = Rig.of(checkpoints(model_type), dtype, device, sizes=(), fused=False).tower
     stock = tower.blocks[0]
     if tower.segmented:
-        layer: Layer = PackedLayer(stock, attention_of(tower, dtype, device), Shared(), first=True)
+        layer: Layer = PackedLayer(stock, attention_of(tower, dtype, device), Shared(Products()), first=True)
     else:
-        layer = TileLayer(stock, Shared(), first=True)
+        layer = TileLayer(stock, Shared(Products()), first=True)
     rows = torch.randn(2, 24, layer.parts.columns, generator=torch.Generator().manual_seed(3)).to(device, dtype)
     before = rows.clone()
     assert layer.compared(stock, rows)
@@ -223,7 +224,7 @@ def test_the_mask_is_added_to_scores(
 ) -> None:
     tower = Rig.of(checkpoints("idefics3"), dtype, device, sizes=(), fused=False).tower
     stock: Any = tower.blocks[0]
-    layer = TileLayer(stock, Shared(), first=True)
+    layer = TileLayer(stock, Shared(Products()), first=True)
     rows = torch.randn(2, 16, layer.parts.columns, generator=torch.Generator().manual_seed(3)).to(device, dtype)
     mask = torch.zeros(2, 1, 1, 16, device=device, dtype=dtype)
     mask[1, ..., 10:] = -torch.inf
@@ -234,11 +235,25 @@ def test_the_mask_is_added_to_scores(
     assert norm_error(whole[1].float().cpu().numpy(), expected[1].float().cpu().numpy()) > 0.01
 
 
+def test_threads_do_not_share_values_of_a_forward() -> None:
+    """One thread captures while another runs eager forwards."""
+    shared, source = Shared(Products()), object()
+    assert shared.of(source, lambda: "captured") == "captured"
+
+    def forward() -> tuple[str, Products]:
+        shared.clear()
+        return shared.of(source, lambda: "eager"), shared.products
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(forward).result() == ("eager", shared.products)
+    assert shared.of(source, lambda: "made again") == "captured"
+
+
 @torch.inference_mode()
 def test_rows_may_lie_in_columns(dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device) -> None:
     """As those of one tile do after a convolution."""
     tower = Rig.of(checkpoints("llava_onevision"), dtype, device, sizes=(), fused=False).tower
-    layer = TileLayer(tower.blocks[0], Shared(), first=True)
+    layer = TileLayer(tower.blocks[0], Shared(Products()), first=True)
     rows = torch.randn(1, layer.parts.columns, 16, generator=torch.Generator().manual_seed(3)).to(device, dtype)
     got, expected = layer(rows.transpose(1, 2)), layer(rows.transpose(1, 2).contiguous())
     torch.testing.assert_close(got, expected, rtol=0, atol=0)

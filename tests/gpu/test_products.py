@@ -99,7 +99,7 @@ def test_recorded_products_are_those_of_torch(
             for target, each in zip(into, results(products), strict=True):
                 target.copy_(each)
 
-        replay = CudaRecorder(torch.cuda.Stream(cuda)).record(forward)
+        replay = CudaRecorder(cuda).record(forward)
         for target in recorded:
             target.fill_(torch.nan)
         torch.cuda.synchronize()
@@ -167,7 +167,7 @@ def test_mergers_beside_the_blocks(count: int, cuda: torch.device) -> None:
     def forward() -> None:
         out.copy_(model(rows))
 
-    replay = CudaRecorder(torch.cuda.Stream(cuda)).record(forward)
+    replay = CudaRecorder(cuda).record(forward)
     for given, want in zip(plain, expected, strict=True):
         rows.copy_(given)
         replay()

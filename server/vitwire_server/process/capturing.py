@@ -90,7 +90,9 @@ def _bytes_per_token(tower: Tower) -> int:
 
 
 def recorder_of(mode: str, streams: Streams) -> Recorder:
-    return CudaRecorder(streams.compute) if mode == "cuda" and isinstance(streams, CudaStreams) else SimulatedRecorder()
+    if mode == "cuda" and isinstance(streams, CudaStreams):
+        return CudaRecorder(streams.compute.device)
+    return SimulatedRecorder()
 
 
 def capture_ladder(tower: Tower, ladder: Ladder, recorder: Recorder, metrics: Metrics) -> tuple[GraphSet, int]:

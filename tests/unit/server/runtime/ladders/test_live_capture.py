@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.runner import Running
 from vitwire_server.runtime.graphs import Graph, Recorder, SimulatedRecorder
 from vitwire_server.runtime.ladders.live_capture import CaptureFailed, LiveCapture
+from vitwire_server.towers.tower import Metadata
 
 MODEL_TYPE = "qwen3_vl"
 BF16 = torch.bfloat16
@@ -44,7 +46,7 @@ def budget(tokens: int) -> Budget:
     return Budget(tokens, min(tokens, 8), 8, 4 * tokens)
 
 
-def finish(parts: Iterator[None]) -> None:
+def finish(parts: Iterator[float]) -> None:
     for _ in parts:
         pass
 
@@ -62,6 +64,31 @@ def test_batches_run_on_between_the_parts_of_a_capture(rig: Rig, yardstick: Yard
     for on in (new, own, new):
         running.append(rig.engine.launch(rig.items(GRIDS, seed=len(running)), on))
     assert not any(wrong(rig, yardstick, each, seed) for seed, each in enumerate(running))
+
+
+def test_batches_do_not_wait_for_a_capture(rig: Rig, yardstick: Yardstick) -> None:
+    """It has begun, and does not end before they are answered."""
+    begun, answered = Event(), Event()
+
+    class Slow(SimulatedRecorder):
+        def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
+            begun.set()
+            assert answered.wait(60)
+            return rig.recorder.capture(forward)
+
+    new = budget(TOKENS)
+    parts = live(rig, Slow()).capture(new)
+    assert next(parts) == 0
+    assert begun.wait(60)
+    for seed in range(3):
+        items = rig.items(GRIDS, seed=seed)
+        assert not wrong(rig, yardstick, rig.engine.launch(items, rig.holding(items)), seed)
+        assert not wrong(rig, yardstick, rig.engine.launch(items, None), seed)
+        assert next(parts) == 0
+    assert new not in set(rig.graphs.ladder)
+    answered.set()
+    finish(parts)
+    assert not wrong(rig, yardstick, rig.engine.launch(rig.items(GRIDS), new), 0)
 
 
 def test_a_failed_capture_leaves_the_graphs_as_they_were(rig: Rig, yardstick: Yardstick) -> None:
@@ -82,6 +109,43 @@ def test_a_failed_capture_leaves_the_graphs_as_they_were(rig: Rig, yardstick: Ya
     capture.give_up(before)
     assert rig.graphs.ladder == before
     assert max(yardstick.errors(rig, rig.run(rig.items(GRIDS)), GRIDS)) < RIGHT
+
+
+def test_a_capture_that_needs_an_eager_forward_gets_one(rig: Rig, yardstick: Yardstick) -> None:
+    """As with kernels that cannot be loaded during a capture: the next capture begins with a forward."""
+
+    class Lazy(SimulatedRecorder):
+        forwards = captures = 0
+
+        def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
+            self.captures += 1
+            if self.captures > self.forwards:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return rig.recorder.capture(forward)
+
+    recorder, stock = Lazy(), rig.tower.forward
+
+    def forward(pixels: torch.Tensor, metadata: Metadata) -> torch.Tensor:
+        recorder.forwards += 2 - recorder.forwards % 2
+        return stock(pixels, metadata)
+
+    capture, new = live(rig, recorder), budget(TOKENS)
+    rig.tower.forward = forward  # type: ignore[method-assign]
+    finish(capture.capture(new))
+    assert (recorder.forwards, recorder.captures) == (2, 2)
+    finish(capture.capture(budget(90)))
+    assert (recorder.forwards, recorder.captures) == (4, 3)
+    running = rig.engine.launch(rig.items(GRIDS), new)
+    assert not wrong(rig, yardstick, running, 0)
+
+
+def test_an_error_of_another_kind_is_a_failed_capture(rig: Rig) -> None:
+    class Broken(SimulatedRecorder):
+        def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
+            raise KeyError("of a compiler")
+
+    with pytest.raises(CaptureFailed, match="of a compiler"):
+        finish(live(rig, Broken()).capture(budget(90)))
 
 
 def test_a_budget_larger_than_the_static_buffers_is_refused(rig: Rig) -> None:
@@ -106,6 +170,6 @@ def test_memory_is_flat_over_twenty_changes(rig: Rig, yardstick: Yardstick) -> N
             assert not wrong(rig, yardstick, rig.engine.launch(items, rig.holding(items)), change)
         if device.type == "cuda":
             reserved.append(torch.cuda.memory_reserved(device))
-    gc.collect()
+    capture._worker.submit(gc.collect).result()  # graphs are freed there
     assert sum(graph() is not None for graph in graphs) == 3
     assert not reserved or reserved[-1] <= reserved[10] + SEGMENT, reserved

@@ -1,0 +1,22 @@
+"""`python bench/learning.py` reports a change with clients before, during and after it. No time is judged."""
+
+from pathlib import Path
+
+import pytest
+
+from benches import last_line
+
+
+@pytest.mark.matrix
+def test_learning_bench(tmp_path: Path) -> None:
+    flags = ("--tiny", "--device", "cpu", "--graphs", "simulated", "--max-budget-tokens", "128", "--images", "8")
+    document = last_line(
+        "bench/learning.py", *flags, "--clients", "2", "--seconds", "1", "--out", str(tmp_path / "out")
+    )
+    assert [(row["clients"], row["when"], row["failed"]) for row in document["latency"]] == [
+        (2, when, 0) for when in ("before", "during", "after")
+    ]
+    assert {row["step"] for row in document["steps"]} == {"record", "keep"}
+    (change,) = document["changes"]
+    assert change["finished"]
+    assert change["engine_s"] < change["over_s"]
