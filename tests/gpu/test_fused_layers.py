@@ -98,15 +98,25 @@ def test_the_norm_after_a_scaled_addition_is_one_kernel_with_it(
 ) -> None:
     rig = Rig.of(checkpoints(model_type), dtype, device, sizes=(), fused=False)
     assert fuse_tower(rig.tower, None) == len(rig.tower.blocks) > 1
-    alone: list[bool] = []
-
-    def counting(hidden: Tensor, added: Tensor | None, *rest: Any, **named: Any) -> Any:
-        alone.append(added is None)
-        return add_norm(hidden, added, *rest, **named)
-
-    monkeypatch.setattr(parts, "add_norm", counting)
+    alone = norms_alone(monkeypatch)
     rows_of(rig.engine.launch(rig.items(draw_grids(rig, 1, 1)), None).collect())
     assert alone == [True] + [False] * (len(rig.tower.blocks) - 1)
+
+
+@torch.inference_mode()
+def test_a_forward_on_another_thread_leaves_the_norms_computed_ahead(
+    checkpoints: Callable[[str], Path], dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread captures while another runs eager forwards."""
+    first, second, *_ = blocks = Rig.of(checkpoints("internvl"), dtype, device, sizes=(), fused=False).tower.blocks
+    rows = torch.randn(2, 24, first.lambda_1.shape[0], generator=torch.Generator().manual_seed(3)).to(device, dtype)
+    assert fuse(blocks, None) == len(blocks)
+    between = first(rows)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(torch.inference_mode()(lambda: second(first(2 * rows)))).result()
+    alone = norms_alone(monkeypatch)
+    second(between)
+    assert alone == [False] * len(alone)
 
 
 @torch.inference_mode()
@@ -122,6 +132,18 @@ def test_a_norm_computed_ahead_is_taken_for_the_same_rows_only(
         got = second(between(first(rows)))
         error = norm_error(got.float().cpu().numpy(), expected.float().cpu().numpy())
         assert error <= ROUNDINGS * max(1e-6, torch.finfo(dtype).eps)
+
+
+def norms_alone(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Gets whether a norm is computed without an addition, for each norm from now on."""
+    alone: list[bool] = []
+
+    def counting(hidden: Tensor, added: Tensor | None, *rest: Any, **named: Any) -> Any:
+        alone.append(added is None)
+        return add_norm(hidden, added, *rest, **named)
+
+    monkeypatch.setattr(parts, "add_norm", counting)
+    return alone
 
 
 def attention_of(tower: Tower, dtype: torch.dtype, device: torch.device) -> Selection:

@@ -8,5 +8,6 @@ from tests.unit.server.runtime.ladders.test_live_capture import (  # noqa: F401 
     test_batches_do_not_wait_for_a_capture,
     test_batches_run_on_between_the_parts_of_a_capture,
     test_memory_is_flat_over_twenty_changes,
+    test_memory_is_freed_after_a_capture,
     yardstick,
 )

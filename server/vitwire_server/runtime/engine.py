@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, repeat
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -123,6 +124,8 @@ class Engine:
         self._streams = streams
         self._outbox = outbox
         self._recipes = recipes or {}
+        self.capturing = Lock()
+        """Held while another thread captures: torch's allocator does not free its cache meanwhile."""
 
     @torch.inference_mode()
     def launch(self, items: Sequence[Item], budget: Budget | None) -> Running:
@@ -141,7 +144,8 @@ class Engine:
         except (RuntimeError, ValueError) as error:
             return Failed(items, EncodeFailed(f"the forward failed: {_first_line(error)}"))
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+            with self.capturing:
+                torch.cuda.empty_cache()
         if len(items) == 1 and budget is None:
             return Failed(items, OutOfMemory("the device does not have enough memory for this item"))
         return Separately([self.launch([item], None) for item in items])

@@ -117,7 +117,8 @@ class LiveCapture:
             graph = self.graphs.reserved(budget)
             if self.tower.device.type == "cuda":
                 torch.cuda.current_stream(self.tower.device).synchronize()  # metadata is written on another stream
-            graph.capture(self.recorder)
+            with self.engine.capturing:
+                graph.capture(self.recorder)
         self.grown += self.recorder.nbytes - before
         return graph, time.perf_counter() - start
 

@@ -1,6 +1,7 @@
 """Captures between batches, on a real engine. tests/gpu runs the same on a GPU."""
 
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,6 +90,35 @@ def test_batches_do_not_wait_for_a_capture(rig: Rig, yardstick: Yardstick) -> No
     answered.set()
     finish(parts)
     assert not wrong(rig, yardstick, rig.engine.launch(rig.items(GRIDS), new), 0)
+
+
+def test_memory_is_freed_after_a_capture(rig: Rig, yardstick: Yardstick, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's allocator keeps its cache while a graph is captured: a batch without memory waits for the end."""
+    begun, steps = Event(), list[str]()
+
+    class Slow(SimulatedRecorder):
+        def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
+            begun.set()
+            time.sleep(0.3)
+            steps.append("captured")
+            return rig.recorder.capture(forward)
+
+    stock, lacking = rig.engine._forward, [torch.OutOfMemoryError("CUDA out of memory.")]
+
+    def forward(pixels: torch.Tensor, metadata: Metadata) -> torch.Tensor:
+        if lacking:
+            raise lacking.pop()
+        return stock(pixels, metadata)
+
+    monkeypatch.setattr(rig.engine, "_forward", forward)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: steps.append("freed"))
+    parts = live(rig, Slow()).capture(budget(TOKENS))
+    next(parts)
+    assert begun.wait(60)
+    assert not wrong(rig, yardstick, rig.engine.launch(rig.items(GRIDS), None), 0)
+    assert steps == ["captured", "freed"]
+    finish(parts)
 
 
 def test_a_failed_capture_leaves_the_graphs_as_they_were(rig: Rig, yardstick: Yardstick) -> None:
