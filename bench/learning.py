@@ -2,17 +2,19 @@
 
 A published tower with random weights is served by engine, scheduler and learner in this process. Each client sends one
 image after the other, in the sizes of `sizes.py`. All budgets but the largest are replaced by slightly smaller ones,
-which is more than what a fit proposes. The last line of stdout is one JSON document.
+which is more than what a fit proposes: once with captures on another thread, as a server makes them, and once with
+captures between batches, for comparison. The last line of stdout is one JSON document.
 """
 
 import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import median
@@ -59,6 +61,18 @@ class Call:
     began: float
     seconds: float
     failed: bool
+
+
+class Between(Executor):
+    """Captures on the engine thread, and so between batches."""
+
+    def submit(self, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> "Future[Any]":
+        done: Future[Any] = Future()
+        try:
+            done.set_result(call(*arguments, **named))
+        except Exception as error:  # noqa: BLE001 - it belongs to the caller
+            done.set_exception(error)
+        return done
 
 
 @dataclass(slots=True)
@@ -132,6 +146,8 @@ class Bench:
     def __init__(self, model: LoadedModel, metrics: Metrics, report: Report, options: argparse.Namespace) -> None:
         assert model.learner, "budgets learn"
         self.watched = Watched(model.learner)
+        self.ways: dict[str, Executor] = {"on another thread": model.learner._capture._worker, "between": Between()}
+        """Where captures run."""
         self.scheduler = Scheduler(model.engine, model.planner, metrics.engine, learner=self.watched)
         grids = [grid for request in trace(options.images, seed=1) for grid in request][: options.images]
         self.items = sample_items(model.tower, grids)
@@ -144,9 +160,11 @@ class Bench:
         self.scheduler.intake.close()
         self._engine.join()
 
-    def run(self, count: int) -> None:
+    def run(self, count: int, way: str) -> None:
         """Clients before, during and after a change."""
         clients, watched = Clients(self.scheduler, self.items, count), self.watched
+        watched.learner._capture._worker = self.ways[way]
+        key = {"clients": count, "captures": way}
         time.sleep(1)  # caches of metadata, and of the allocator
         with timed_kinds() as kinds:
             marks = [time.monotonic()]
@@ -159,17 +177,15 @@ class Bench:
             time.sleep(self._options.seconds)
             marks.append(time.monotonic())
             clients.stop()
-        self._latencies(count, clients.calls, marks)
-        self._steps(count, kinds)
-        spent = sum(watched.calls)
-        row = {
-            "clients": count,
+        self._latencies(key, clients.calls, marks)
+        self._steps(key, kinds)
+        row = key | {
             "finished": finished,
-            "engine_s": round(spent, 2),
+            "engine_s": round(sum(watched.calls), 2),
             "over_s": round(marks[2] - marks[1], 1),
         }
-        longest = round(1e3 * max(watched.calls), 1)
-        self._report.add("changes", row | {"steps": len(watched.calls), "longest_step_ms": longest})
+        row |= {"steps": len(watched.calls), "longest_step_ms": round(1e3 * max(watched.calls), 1)}
+        self._report.add("changes", row)
 
     def _sizes(self) -> list[int]:
         """Of all budgets in use but the largest, slightly smaller ones."""
@@ -177,7 +193,7 @@ class Bench:
         *smaller, largest = sorted({budget.tokens for budget in self.scheduler.intake.planner.ladder})
         return sorted({*(demands.budget(max(1, int(SHRUNK * size))).tokens for size in smaller), largest})
 
-    def _latencies(self, count: int, calls: Sequence[Call], marks: Sequence[float]) -> None:
+    def _latencies(self, key: dict[str, Any], calls: Sequence[Call], marks: Sequence[float]) -> None:
         names = ("before", "during", "after")
         steady: dict[int, list[float]] = {}
         for call in calls:
@@ -190,8 +206,8 @@ class Bench:
             later = [call.seconds - max(steady[call.image]) for call in own if call.image in steady]
             self._report.add(
                 "latency",
-                {
-                    "clients": count,
+                key
+                | {
                     "when": name,
                     "calls": len(own),
                     "failed": sum(call.failed for call in own),
@@ -204,11 +220,11 @@ class Bench:
                 },
             )
 
-    def _steps(self, count: int, kinds: dict[str, list[float]]) -> None:
+    def _steps(self, key: dict[str, Any], kinds: dict[str, list[float]]) -> None:
         for kind, seconds in kinds.items():
+            row = {"step": kind, "count": len(seconds)}
             ordered = sorted(seconds)
-            row = {"clients": count, "step": kind, "count": len(ordered)}
-            self._report.add("steps", row | {"p50": _ms(ordered, 0.5), "longest": _ms(ordered, 1.0)})
+            self._report.add("steps", key | row | {"p50": _ms(ordered, 0.5), "longest": _ms(ordered, 1.0)})
 
 
 @contextmanager
@@ -273,8 +289,8 @@ def main() -> None:
         bench = Bench(loaded(Path(folder), options, metrics), metrics, report, options)
         report.note("loaded_seconds", round(time.perf_counter() - start, 1))
         try:
-            for count in options.clients:
-                bench.run(count)
+            for count, way in product(options.clients, bench.ways):
+                bench.run(count, way)
         finally:
             bench.stop()
     report.end(TITLES)

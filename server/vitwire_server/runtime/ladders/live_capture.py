@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -45,7 +45,7 @@ class LiveCapture:
     _needs_warm_up: bool = False
     _begun: bool = False
     """Whether the other thread is ready to capture."""
-    _worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "capturing"))
+    _worker: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "capturing"))
 
     def capture(self, budget: Budget) -> Generator[float, None, None]:
         """Capture a budget on another thread. Yields until it is done, at last its seconds. Raises CaptureFailed.
