@@ -126,6 +126,8 @@ class Engine:
         self._recipes = recipes or {}
         self.capturing = Lock()
         """Held while another thread captures: torch's allocator does not free its cache meanwhile."""
+        self.launching = Lock()
+        """Held while a batch is launched, for which a capture pauses."""
 
     @torch.inference_mode()
     def launch(self, items: Sequence[Item], budget: Budget | None) -> Running:
@@ -135,7 +137,8 @@ class Engine:
         does not fit fails with OutOfMemory.
         """
         try:
-            return self._launch(items, budget)
+            with self.launching:
+                return self._launch(items, budget)
         except torch.OutOfMemoryError:
             pass  # retry outside of this block: the traceback keeps the forward's tensors alive
         except torch.AcceleratorError as error:

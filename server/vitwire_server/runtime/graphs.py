@@ -73,12 +73,12 @@ class CudaRecorder:
         """Return the replay of a forward, which does not run, while batches are in flight. Raises RuntimeError.
 
         Unlike `torch.cuda.graph`, neither waits for the device nor frees cached memory, which batches go on using.
-        Other threads may use the device and run forwards meanwhile.
+        Other threads may use the device and run forwards meanwhile, and this one may load kernels ("relaxed").
         """
         graph = torch.cuda.CUDAGraph()
         try:
             with recording(), torch.cuda.stream(self._stream):
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
                 try:
                     forward()
                 finally:

@@ -1,6 +1,7 @@
 """Capture of further budgets on another thread while the engine serves. Used on the engine thread."""
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -13,10 +14,13 @@ from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import Graph, GraphSet, Recorder
 from vitwire_server.runtime.memory.streams import Streams
+from vitwire_server.runtime.recording import is_recording
 from vitwire_server.towers.tower import Tower
 
 _log = logging.getLogger(__name__)
 _SOME = 64
+_SWITCH_SECONDS = 0.00005
+"""After which a capture gives up the interpreter, when a thread that launches a batch waits for it."""
 
 
 class CaptureFailed(Exception):
@@ -117,10 +121,26 @@ class LiveCapture:
             graph = self.graphs.reserved(budget)
             if self.tower.device.type == "cuda":
                 torch.cuda.current_stream(self.tower.device).synchronize()  # metadata is written on another stream
-            with self.engine.capturing:
+            with self.engine.capturing, self._pausing(), _yielding():
                 graph.capture(self.recorder)
         self.grown += self.recorder.nbytes - before
         return graph, time.perf_counter() - start
+
+    @contextmanager
+    def _pausing(self) -> Iterator[None]:
+        """Before each layer, let a launch that is under way end: it needs the interpreter as well."""
+
+        def pause(*_: object) -> None:
+            if is_recording():
+                with self.engine.launching:
+                    pass
+
+        hooks = [block.register_forward_pre_hook(pause) for block in self.tower.blocks]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _free(self) -> None:
         before = self.recorder.nbytes
@@ -140,6 +160,17 @@ class LiveCapture:
             yield
         except RuntimeError as error:  # a lost device shows in the next batch as well
             raise CaptureFailed(f"budget of {budget.tokens} tokens: {str(error).partition(chr(10))[0]}") from error
+
+
+@contextmanager
+def _yielding() -> Iterator[None]:
+    """Other threads wait less for the interpreter: an operation of torch gives it up, and a launch has dozens."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(min(interval, _SWITCH_SECONDS))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def _begin(tower: Tower) -> None:

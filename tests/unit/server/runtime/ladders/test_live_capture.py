@@ -1,6 +1,7 @@
 """Captures between batches, on a real engine. tests/gpu runs the same on a GPU."""
 
 import gc
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.runner import Running
 from vitwire_server.runtime.graphs import Graph, Recorder, SimulatedRecorder
 from vitwire_server.runtime.ladders.live_capture import CaptureFailed, LiveCapture
-from vitwire_server.runtime.recording import is_recording
+from vitwire_server.runtime.recording import is_recording, recording
 from vitwire_server.towers.tower import Metadata
 
 MODEL_TYPE = "qwen3_vl"
@@ -93,6 +94,26 @@ def test_batches_do_not_wait_for_a_capture(rig: Rig, yardstick: Yardstick) -> No
     assert new not in set(rig.graphs.ladder)
     answered.set()
     finish(parts)
+    assert not wrong(rig, yardstick, rig.engine.launch(rig.items(GRIDS), new), 0)
+
+
+def test_a_capture_pauses_while_a_batch_is_launched(rig: Rig, yardstick: Yardstick) -> None:
+    class Running(SimulatedRecorder):
+        """Runs the forward, as that of a GPU."""
+
+        def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
+            with recording():
+                forward()
+            return forward
+
+    new, interval = budget(TOKENS), sys.getswitchinterval()
+    parts = live(rig, Running() if isinstance(rig.recorder, SimulatedRecorder) else None).capture(new)
+    with rig.engine.launching:
+        for _ in range(50):
+            assert next(parts) == 0
+            time.sleep(POLL_SECONDS)
+    finish(parts)
+    assert sys.getswitchinterval() == interval
     assert not wrong(rig, yardstick, rig.engine.launch(rig.items(GRIDS), new), 0)
 
 
