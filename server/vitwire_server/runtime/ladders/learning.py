@@ -2,19 +2,20 @@
 
 import logging
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import inf
 from types import MappingProxyType
 
 from vitwire_server.core.budgets import Budget, Ladder
+from vitwire_server.core.costs import Costs
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.reports import LadderMonitor, Refit
 from vitwire_server.fitting.ladders import REPLAYS, Proposal, gain, interpolated, propose
 from vitwire_server.fitting.learned import Demands, Learned, LoadHistogram
 from vitwire_server.runtime.ladders.calibration import worthwhile
-from vitwire_server.runtime.ladders.live_capture import CaptureFailed, LiveCapture
+from vitwire_server.runtime.ladders.live_capture import CaptureFailed, LiveCapture, yielding
 from vitwire_server.scheduling.planner import Planner
 
 _log = logging.getLogger(__name__)
@@ -160,7 +161,8 @@ class LadderLearner:
 
         def fit() -> tuple[Proposal | None, float]:
             start = time.thread_time()
-            proposal = propose(loads, current, self._default, costs, served)
+            with yielding():
+                proposal = propose(loads, current, self._default, costs, served)
             return proposal, time.thread_time() - start
 
         self._fit = self._worker.submit(fit)
@@ -202,7 +204,10 @@ class LadderLearner:
         if planner.costs.measured:
             measured = {**interpolated(costs, all_segments).measured, **measured}  # not timed: between the others
             costs = replace(costs, measured=MappingProxyType(measured))
-        change.gain = gain(self._histogram.loads, sorted(known), proposal.sizes, costs)
+        judged = self._worker.submit(_judge, self._histogram.loads, sorted(known), proposal.sizes, costs)
+        while not judged.done():
+            yield 0.0
+        change.gain = judged.result()
         self._planner = planner.changed(worthwhile(ladder, costs) if change.gain > 0 else planner.ladder, costs)
         return self._planner
 
@@ -264,3 +269,9 @@ class LadderLearner:
             1e2 * proposal.padding,
             1e2 * proposal.padding_before,
         )
+
+
+def _judge(loads: Mapping[int, float], current: Sequence[int], sizes: Sequence[int], costs: Costs) -> float:
+    """`gain`, on the thread of the fits: it takes milliseconds."""
+    with yielding():
+        return gain(loads, current, sizes, costs)

@@ -20,7 +20,7 @@ from vitwire_server.towers.tower import Tower
 _log = logging.getLogger(__name__)
 _SOME = 64
 _SWITCH_SECONDS = 0.00005
-"""After which a capture gives up the interpreter, when a thread that launches a batch waits for it."""
+"""After which a capture or a fit gives up the interpreter, when the engine thread waits for it."""
 
 
 class CaptureFailed(Exception):
@@ -121,7 +121,7 @@ class LiveCapture:
             graph = self.graphs.reserved(budget)
             if self.tower.device.type == "cuda":
                 torch.cuda.current_stream(self.tower.device).synchronize()  # metadata is written on another stream
-            with self.engine.capturing, self._pausing(), _yielding():
+            with self.engine.capturing, self._pausing(), yielding():
                 graph.capture(self.recorder)
         self.grown += self.recorder.nbytes - before
         return graph, time.perf_counter() - start
@@ -163,8 +163,11 @@ class LiveCapture:
 
 
 @contextmanager
-def _yielding() -> Iterator[None]:
-    """Other threads wait less for the interpreter: an operation of torch gives it up, and a launch has dozens."""
+def yielding() -> Iterator[None]:
+    """The engine thread waits less for the interpreter, which each of the dozens of operations of a launch gives up.
+
+    Used by one thread at a time.
+    """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(min(interval, _SWITCH_SECONDS))
     try:
