@@ -79,9 +79,7 @@ class Columns:
 
     def _captured(self, column: str, ladder: Ladder) -> GraphSet:
         streams = self.streams
-        recorder: Recorder = (
-            CudaRecorder(streams.compute.device) if isinstance(streams, CudaStreams) else SimulatedRecorder()
-        )
+        recorder: Recorder = CudaRecorder(streams.compute) if isinstance(streams, CudaStreams) else SimulatedRecorder()
         compiled: Any = nullcontext()
         if column == "graph_compiled":
             from vitwire_server.runtime.compiler.hot_shapes import compiled_blocks  # noqa: PLC0415 - triton, only if asked for

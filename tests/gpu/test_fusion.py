@@ -20,7 +20,6 @@ from vitwire_server.runtime.fused.layers import Block, Shared
 from vitwire_server.runtime.fused.surroundings import hasten_mergers, hasten_positions
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, SimulatedRecorder
 from vitwire_server.runtime.memory.streams import CudaStreams, HostStreams
-from vitwire_server.runtime.products.tuned import Products
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.towers.layouts.packed import PackedTower
 
@@ -54,7 +53,7 @@ def test_a_fused_tower_gives_the_rows_of_the_stock_one(
     tower: PackedTower, attention: Selection, device: torch.device
 ) -> None:
     streams = CudaStreams(device) if device.type == "cuda" else HostStreams()
-    recorder = CudaRecorder(streams.compute.device) if isinstance(streams, CudaStreams) else SimulatedRecorder()
+    recorder = CudaRecorder(streams.compute) if isinstance(streams, CudaStreams) else SimulatedRecorder()
     batch = items(tower, GRIDS, draw(tower, GRIDS))
     budget = tower.budget(160, max_items=8, max_frames=16)
 
@@ -99,7 +98,7 @@ def test_a_fused_block_contains_what_its_backend_spreads(
     ends = torch.tensor([0, 16, 32], dtype=torch.int32, device=device)
     for name, contained in (("fa4", True), ("varlen", False)):
         stock: Any = tower.blocks[0]
-        block = Block(stock, Selection.only(LoadedBackend(name, spreading), ""), Shared(Products()), first=True)
+        block = Block(stock, Selection.only(LoadedBackend(name, spreading), ""), Shared(), first=True)
         rows = torch.zeros(32, stock.attn.qkv.in_features, dtype=tower.dtype, device=device)
         rows[:16] = torch.nan
         angles = torch.zeros(32, tower.attention_heads[1], device=device)

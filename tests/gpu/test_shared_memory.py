@@ -1,14 +1,10 @@
 """Copies between a device and memory that processes share, part of which is pinned. Needs CUDA."""
 
-from concurrent.futures import ThreadPoolExecutor
-from threading import Event
-
 import pytest
 import torch
 
 from vitwire_server.core.items import DType, Pixels
-from vitwire_server.runtime.graphs import CudaRecorder
-from vitwire_server.runtime.memory.streams import CudaStreams, Download, pin
+from vitwire_server.runtime.memory.streams import CudaStreams, pin
 from vitwire_server.sessions.arena import Arena, ArenaMemory
 
 MIB = 1 << 20
@@ -70,34 +66,3 @@ def test_several_items_of_a_batch(device: torch.device, *, shared: bool) -> None
     for copy, one in zip(copies, [one for group in groups for one in group], strict=True):
         assert bool((copy == one.data[0] + 1).all())
         assert copy.numel() == one.nbytes
-
-
-@torch.inference_mode()
-def test_memory_of_a_batch_outlives_a_capture_on_another_thread(device: torch.device) -> None:
-    """When a capture ends, torch's allocator forgets on which streams tensors were recorded meanwhile."""
-    streams, recorder, begun, launched = CudaStreams(device), CudaRecorder(device), Event(), Event()
-    some = torch.zeros(8, device=device)
-    torch.cuda.synchronize(device)
-
-    def forward() -> None:
-        some.add_(1)
-        begun.set()
-        assert launched.wait(60)
-
-    def launch(value: int) -> Download:
-        (uploaded,) = streams.upload([[Pixels(memoryview(bytes([value]) * MIB), DType.UINT8, (MIB,))]])
-        with streams.computing():
-            torch.cuda._sleep(20_000_000)  # about 10 ms
-            rows = uploaded + 1
-        return streams.download([rows], [])
-
-    with ThreadPoolExecutor(1) as pool:
-        capture = pool.submit(torch.inference_mode()(recorder.capture), forward)
-        assert begun.wait(60)
-        downloads = [launch(0)]
-        launched.set()
-        capture.result()
-    downloads += [launch(value) for value in (1, 2)]
-    for value, download in enumerate(downloads):
-        download.wait()
-        assert bool((download.tensors[0] == value + 1).all())

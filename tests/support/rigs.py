@@ -87,7 +87,7 @@ class Rig:
 
             fuse_tower(tower, choice if tower.segmented else None)
         streams: Streams = CudaStreams(device) if device.type == "cuda" else HostStreams()
-        recorder: Recorder = CudaRecorder(device) if device.type == "cuda" else SimulatedRecorder()
+        recorder: Recorder = CudaRecorder(streams.compute) if isinstance(streams, CudaStreams) else SimulatedRecorder()
         ladder = Ladder(tuple(_budgets(tower, sizes)))
         if attention:
             ladder = attention.completed(ladder, merge=tower.geometry.merge)

@@ -90,9 +90,7 @@ def _bytes_per_token(tower: Tower) -> int:
 
 
 def recorder_of(mode: str, streams: Streams) -> Recorder:
-    if mode == "cuda" and isinstance(streams, CudaStreams):
-        return CudaRecorder(streams.compute.device)
-    return SimulatedRecorder()
+    return CudaRecorder(streams.compute) if mode == "cuda" and isinstance(streams, CudaStreams) else SimulatedRecorder()
 
 
 def capture_ladder(tower: Tower, ladder: Ladder, recorder: Recorder, metrics: Metrics) -> tuple[GraphSet, int]:

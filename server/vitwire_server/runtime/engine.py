@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, repeat
-from threading import Lock
 
 import torch
 from torch import Tensor
@@ -124,10 +123,6 @@ class Engine:
         self._streams = streams
         self._outbox = outbox
         self._recipes = recipes or {}
-        self.capturing = Lock()
-        """Held while another thread captures: torch's allocator does not free its cache meanwhile."""
-        self.launching = Lock()
-        """Held while a batch is launched, for which a capture pauses."""
 
     @torch.inference_mode()
     def launch(self, items: Sequence[Item], budget: Budget | None) -> Running:
@@ -137,8 +132,7 @@ class Engine:
         does not fit fails with OutOfMemory.
         """
         try:
-            with self.launching:
-                return self._launch(items, budget)
+            return self._launch(items, budget)
         except torch.OutOfMemoryError:
             pass  # retry outside of this block: the traceback keeps the forward's tensors alive
         except torch.AcceleratorError as error:
@@ -147,8 +141,7 @@ class Engine:
         except (RuntimeError, ValueError) as error:
             return Failed(items, EncodeFailed(f"the forward failed: {_first_line(error)}"))
         if torch.cuda.is_available():
-            with self.capturing:
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
         if len(items) == 1 and budget is None:
             return Failed(items, OutOfMemory("the device does not have enough memory for this item"))
         return Separately([self.launch([item], None) for item in items])

@@ -27,11 +27,8 @@ Fill = Callable[[Tensor, Tensor | None], None]
 class SimulatedRecorder:
     """As CudaRecorder; a replay calls the recorded function again."""
 
-    nbytes = 0
-
     def record(self, forward: Callable[[], None]) -> Callable[[], None]:
-        with recording():
-            forward()
+        forward()
         return self.capture(forward)
 
     def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
@@ -39,23 +36,13 @@ class SimulatedRecorder:
 
 
 class CudaRecorder:
-    """CUDA graphs that share a memory pool, captured on a separate stream, so that batches can run meanwhile.
+    """CUDA graphs that share a memory pool, captured on the stream they are replayed on."""
 
-    They may be replayed on any stream, one after another.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
         self._pool = torch.cuda.graph_pool_handle()
-        self._pools = [self._pool]
         self._invalidated: list[torch.cuda.CUDAGraph] = []
         """Kept alive, as torch's host allocator may still query their capture."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the memory pools."""
-        segments = [segment for pool in self._pools for segment in torch.cuda.memory_snapshot(pool)]
-        return sum(int(segment["total_size"]) for segment in segments)
 
     def record(self, forward: Callable[[], None]) -> Callable[[], None]:
         """Run `forward` at least once and return its replay. Raises RuntimeError."""
@@ -70,15 +57,15 @@ class CudaRecorder:
         return self.capture(forward)
 
     def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
-        """Return the replay of a forward, which does not run, while batches are in flight. Raises RuntimeError.
+        """Return the replay of a forward that ran before, while batches are in flight. Raises RuntimeError.
 
         Unlike `torch.cuda.graph`, neither waits for the device nor frees cached memory, which batches go on using.
-        Other threads may use the device and run forwards meanwhile, and this one may load kernels ("relaxed").
+        Other threads may use the device meanwhile.
         """
         graph = torch.cuda.CUDAGraph()
         try:
             with recording(), torch.cuda.stream(self._stream):
-                graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     forward()
                 finally:
@@ -101,7 +88,6 @@ class CudaRecorder:
         else:
             self._invalidated.append(graph)
         self._pool = torch.cuda.graph_pool_handle()
-        self._pools.append(self._pool)
 
 
 Recorder: TypeAlias = SimulatedRecorder | CudaRecorder
@@ -174,23 +160,13 @@ class Graph:
         self._replay = recorder.record(self._forward)
 
     def warm_up(self) -> None:
-        """Run the forward on a batch of the budget's size. Raises RuntimeError."""
+        """Run the forward on a batch of the budget's size, before `capture`. Raises RuntimeError."""
         self._load_samples()
         self._forward()
 
     def capture(self, recorder: Recorder) -> None:
-        """Record the forward without running it, while batches are in flight. Raises RuntimeError."""
+        """Record the forward while batches are in flight. Raises RuntimeError."""
         self._replay = recorder.capture(self._forward)
-
-    def timed(self, grids: Sequence[Grid]) -> float:
-        """The device's seconds for a replay on images of these grids, on CUDA. Raises RuntimeError, ValueError."""
-        self.load(grids, _no_pixels)
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        self.replay()
-        ended.record()
-        ended.synchronize()
-        return float(began.elapsed_time(ended)) / 1e3
 
     def load(self, grids: Sequence[Grid], fill: Fill) -> None:
         """Write a batch into the static buffers. Raises ValueError if it does not fit."""
@@ -259,24 +235,25 @@ class GraphSet:
         """Bytes of the static buffers that the graphs share."""
         return self.buffers.nbytes if self.buffers else 0
 
-    def reserved(self, budget: Budget) -> Graph:
-        """A graph of another budget, for `add` once it is captured. Used on any thread.
+    def warmed_up(self, budget: Budget) -> Graph:
+        """A graph of another budget, for `add`; it shares the static buffers, so it runs on the stream of the replays.
 
         Raises RuntimeError, also if the budget is larger than those at the start.
         """
         if self.buffers is None or budget.tokens > self.buffers.tokens:
             raise RuntimeError(f"a budget of {budget.tokens} tokens is larger than the static buffers")
-        return Graph(self._tower, budget, self.buffers)
+        graph = Graph(self._tower, budget, self.buffers)
+        graph.warm_up()
+        return graph
 
-    def add(self, graph: Graph) -> None:
-        """Add a captured graph, while batches are in flight."""
+    def add(self, graph: Graph, recorder: Recorder) -> None:
+        """Capture a graph while batches are in flight. Raises RuntimeError."""
+        graph.capture(recorder)
         self._graphs[graph.budget] = graph
 
-    def keep(self, ladder: Ladder) -> list[Graph]:
-        """Drop the graphs of all other budgets, and return them; none of them may be in flight."""
-        dropped = [graph for budget, graph in self._graphs.items() if budget not in set(ladder)]
+    def keep(self, ladder: Ladder) -> None:
+        """Drop the graphs of all other budgets; none of them may be in flight."""
         self._graphs = {budget: self._graphs[budget] for budget in ladder}
-        return dropped
 
 
 def _no_pixels(pixels: Tensor, crops: Tensor | None) -> None:

@@ -1,18 +1,16 @@
-"""Whether the calling thread records a forward: slow steps are then worth it if they make replays faster."""
+"""A flag while the engine thread records a forward: slow steps are then worth it if they make replays faster."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from torch import Tensor
-
-_RECORDING = ContextVar[list[Tensor] | None]("recording", default=None)
+_RECORDING = ContextVar("recording", default=False)
 
 
 @contextmanager
 def recording() -> Iterator[None]:
     """A forward is recorded within this context, its warm-ups included."""
-    token = _RECORDING.set([])
+    token = _RECORDING.set(True)
     try:
         yield
     finally:
@@ -21,10 +19,4 @@ def recording() -> Iterator[None]:
 
 def is_recording() -> bool:
     """Whether the calling thread records a forward."""
-    return _RECORDING.get() is not None
-
-
-def read_beside() -> list[Tensor]:
-    """Tensors of the calling thread's recording that a second stream still reads; none of one that failed."""
-    kept = _RECORDING.get()
-    return [] if kept is None else kept
+    return _RECORDING.get()

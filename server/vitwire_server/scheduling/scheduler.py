@@ -33,8 +33,8 @@ class Learner(Protocol):
         """When to call `step`; infinite while there is nothing to do."""
         ...
 
-    def step(self, *, idle: bool) -> Planner | None:
-        """Do a part of the work, which takes a few milliseconds; `idle`: nothing waits and nothing is in flight.
+    def step(self) -> Planner | None:
+        """Do a part of the work, which takes about as long as a batch.
 
         Returns the planner to use from now on, if that changes. Raises DeviceLost.
         """
@@ -130,7 +130,7 @@ class Scheduler:
         if learner is None or learner.seconds_until_due() > 0:
             return
         self._beat()
-        if planner := learner.step(idle=not self._launched and self.intake.is_empty):
+        if planner := learner.step():
             while self._launched:
                 self._commit(self._launched.popleft())
             self.intake.planner = planner

@@ -9,7 +9,6 @@ import atexit
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from threading import Lock
 from typing import Any, TypeAlias
 
 import cudnn
@@ -19,8 +18,6 @@ from torch import Tensor
 from vitwire_server.runtime.kernels.operands import Segments
 
 _SHORTEST = 64
-_LOCK = Lock()
-"""Held from the choice of a handle's stream until the launch: threads share the handle."""
 # The frontend has no type information.
 Untyped: TypeAlias = Any
 _TYPES = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}
@@ -124,9 +121,8 @@ def _plan(shape: Shape) -> Callable[..., None]:
 
     def run(*tensors: Tensor) -> None:
         workspace = torch.empty(nbytes, dtype=torch.uint8, device=shape.device)
-        with _LOCK:
-            cudnn.set_stream(handle, torch.cuda.current_stream(shape.device).cuda_stream)
-            graph.execute(dict(zip(known, tensors, strict=True)), workspace, handle=handle)
+        cudnn.set_stream(handle, torch.cuda.current_stream(shape.device).cuda_stream)
+        graph.execute(dict(zip(known, tensors, strict=True)), workspace, handle=handle)
 
     return run
 

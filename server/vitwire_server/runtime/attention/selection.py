@@ -257,7 +257,7 @@ def _recorded(run: Callable[[], object], device: torch.device) -> Callable[[], o
         for _ in range(_CALLS):
             run()
 
-    recorder = CudaRecorder(device)
+    recorder = CudaRecorder(torch.cuda.Stream(device))
     try:
         return recorder.record(calls)
     except RuntimeError:

@@ -8,7 +8,6 @@ attends: to a tile, or within segments of packed patches.
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set
-from threading import local
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -37,11 +36,11 @@ class NotFusable(Exception):
     """A layer does not have a supported form; the message says how it differs."""
 
 
-class Shared(local):
-    """State that the layers of a tower share: products, and values computed once per forward, of each thread."""
+class Shared:
+    """State that the layers of a tower share: products, and values computed once per forward."""
 
-    def __init__(self, products: Products) -> None:
-        self.products = products
+    def __init__(self) -> None:
+        self.products = Products()
         self._made: dict[int, Any] = {}
 
     def clear(self) -> None:

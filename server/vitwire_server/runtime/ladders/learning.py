@@ -1,21 +1,20 @@
-"""`--budgets learn`: a ladder that follows the loads. Used on the engine thread, but for fits and captures."""
+"""`--budgets learn`: a ladder that follows the loads. Used on the engine thread, but for the fits."""
 
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import inf
 from types import MappingProxyType
 
-from vitwire_server.core.budgets import Budget, Ladder
-from vitwire_server.core.costs import Costs
+from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.reports import LadderMonitor, Refit
-from vitwire_server.fitting.ladders import REPLAYS, Proposal, gain, interpolated, propose
+from vitwire_server.fitting.ladders import Proposal, gain, propose
 from vitwire_server.fitting.learned import Demands, Learned, LoadHistogram
 from vitwire_server.runtime.ladders.calibration import worthwhile
-from vitwire_server.runtime.ladders.live_capture import CaptureFailed, LiveCapture, yielding
+from vitwire_server.runtime.ladders.live_capture import CaptureFailed, LiveCapture
 from vitwire_server.scheduling.planner import Planner
 
 _log = logging.getLogger(__name__)
@@ -24,13 +23,7 @@ _FIT_EVERY = 256
 _FIT_SHARE = 0.02
 """Share of a core that fits may take: they hold the interpreter."""
 _SHARE = 0.2
-"""Share of the time that a change may take of the engine thread, or hold the interpreter."""
-_POLL_SECONDS = 0.002
-"""Between two looks at a capture on the other thread, or for an idle engine."""
-_LONGEST_REPLAY = 0.008
-"""Predicted seconds of a replay that is timed at most: a request may arrive just then."""
-_PATIENCE = 2.0
-"""Seconds of a change to wait for an idle engine, to time budgets."""
+"""Share of the engine thread's time that captures may take."""
 _MOST_FAILURES = 3
 """Failed changes after which the ladder stays as it is: each may cost a memory pool, see CudaRecorder."""
 
@@ -42,12 +35,10 @@ class Change:
     proposal: Proposal
     began: float
     captured: int = 0
-    waited: float = 0.0
-    """Seconds for an idle engine."""
     spent: float = 0.0
     """Seconds of the engine thread."""
     longest: float = 0.0
-    """Seconds of the engine thread's longest part, for which batches may have waited."""
+    """Seconds of the longest part, for which batches waited."""
     gain: float = 0.0
     """Share of the predicted time that it saves, with the new budgets' measured times."""
 
@@ -88,10 +79,7 @@ class LadderLearner:
         """A proposal, and the seconds of a core that it took."""
         self._fit_after = 0.0
         self._change: Change | None = None
-        self._parts: Generator[float, None, Planner] | None = None
-        """Each part returns the seconds of the other thread that it ended."""
-        self._idle = False
-        """Nothing waits, and nothing is in flight."""
+        self._parts: Generator[None, None, Planner] | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="fitting")
         self.on_change: Callable[[Ladder], None] | None = None
         """Called with each new ladder, on the engine thread."""
@@ -113,24 +101,23 @@ class LadderLearner:
             return max(0.0, self._rest_until - self._clock())
         return inf
 
-    def step(self, *, idle: bool) -> Planner | None:
+    def step(self) -> Planner | None:
         """See Learner."""
-        self._idle = idle
         if self._fit and self._fit.done():
             self._begin(self._fit)
             self._fit = None
         if self._parts is None or self._change is None:
             return None
-        start, beside = self._clock(), 0.0
+        start = self._clock()
         try:
-            beside = next(self._parts)
+            next(self._parts)
         except StopIteration as end:
             self._parts = None
             self._rest(start)
             return end.value  # type: ignore[no-any-return]  # of the generator
         except CaptureFailed as error:
             self._give_up(error)
-        self._rest(start, beside)
+        self._rest(start)
         return None
 
     def replaced(self) -> None:
@@ -161,8 +148,7 @@ class LadderLearner:
 
         def fit() -> tuple[Proposal | None, float]:
             start = time.thread_time()
-            with yielding():
-                proposal = propose(loads, current, self._default, costs, served)
+            proposal = propose(loads, current, self._default, costs, served)
             return proposal, time.thread_time() - start
 
         self._fit = self._worker.submit(fit)
@@ -181,7 +167,7 @@ class LadderLearner:
         self._change = Change(proposal, self._clock())
         self._parts = self._changed(proposal, self._change)
 
-    def _changed(self, proposal: Proposal, change: Change) -> Generator[float, None, Planner]:
+    def _changed(self, proposal: Proposal, change: Change) -> Generator[None, None, Planner]:
         """Capture what the ladder lacks, in parts; returns the planner for it, or for the old one if that is faster."""
         planner = self._planner
         known = {budget.tokens for budget in planner.ladder}
@@ -192,43 +178,18 @@ class LadderLearner:
         for budget in sorted(set(ladder) - set(planner.ladder), reverse=True):
             yield from self._capture.capture(budget)
             change.captured += 1
-            seconds = yield from self._timed(budget, budget, change)
+            seconds = yield from self._capture.timed(budget, budget)
             if seconds is None:
                 continue
             if budget == all_segments[budget.tokens]:
                 measured[budget.tokens] = seconds
             else:
-                others = yield from self._timed(budget, all_segments[budget.tokens], change)
+                others = yield from self._capture.timed(budget, all_segments[budget.tokens])
                 saved[budget] = max(0.0, (others or 0.0) - seconds)
         costs = replace(planner.costs, measured=MappingProxyType(measured), saved=MappingProxyType(saved))
-        if planner.costs.measured:
-            measured = {**interpolated(costs, all_segments).measured, **measured}  # not timed: between the others
-            costs = replace(costs, measured=MappingProxyType(measured))
-        judged = self._worker.submit(_judge, self._histogram.loads, sorted(known), proposal.sizes, costs)
-        while not judged.done():
-            yield 0.0
-        change.gain = judged.result()
+        change.gain = gain(self._histogram.loads, sorted(known), proposal.sizes, costs)
         self._planner = planner.changed(worthwhile(ladder, costs) if change.gain > 0 else planner.ladder, costs)
         return self._planner
-
-    def _timed(self, budget: Budget, on: Budget, change: Change) -> Generator[float, None, float | None]:
-        """The device's seconds for a full batch of `budget` on the graph of `on`.
-
-        None on the host, if it would hold the device too long, or if the engine is not idle in time.
-        """
-        predicted = interpolated(self._planner.costs, [budget.tokens]).replay(budget.tokens)
-        if predicted > _LONGEST_REPLAY or not self._capture.times:
-            return None
-        taken: list[float] = []
-        while len(taken) < REPLAYS and change.waited < _PATIENCE:
-            if self._idle:
-                taken.append(self._capture.timed(budget, on))
-                yield 0.0
-            else:
-                start = self._clock()
-                yield 0.0
-                change.waited += self._clock() - start
-        return min(taken[1:], default=None)  # the first replay also uploads the graph
 
     def _give_up(self, error: CaptureFailed) -> None:
         self._parts = self._change = None
@@ -239,14 +200,11 @@ class LadderLearner:
         more = "no other is tried" if self._failures >= _MOST_FAILURES else "another is tried later"
         _log.warning("a learned ladder was not captured, and the old one stays in use; %s: %s", more, error)
 
-    def _rest(self, start: float, beside: float = 0.0) -> None:
-        """Leave engine thread and interpreter to the batches for a while after a part, and `beside` of another thread.
-
-        Both in seconds.
-        """
+    def _rest(self, start: float) -> None:
+        """Leave the engine's thread to the batches for a while after a part."""
         now = self._clock()
         spent = now - start
-        self._rest_until = now + max(_POLL_SECONDS, (spent + beside) * (1 / _SHARE - 1))
+        self._rest_until = now + spent * (1 / _SHARE - 1)
         self._monitor.spent(spent)
         if self._change:
             self._change.spent += spent
@@ -269,9 +227,3 @@ class LadderLearner:
             1e2 * proposal.padding,
             1e2 * proposal.padding_before,
         )
-
-
-def _judge(loads: Mapping[int, float], current: Sequence[int], sizes: Sequence[int], costs: Costs) -> float:
-    """`gain`, on the thread of the fits: it takes milliseconds."""
-    with yielding():
-        return gain(loads, current, sizes, costs)

@@ -101,8 +101,6 @@ class CudaStreams:
         self._out = torch.cuda.Stream(device)
         self._started = torch.cuda.Event(enable_timing=True)
         self._preparing: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        self._uploaded: Tensor | None = None
-        """Of the batch that is computed, kept until its transfer to the host is done."""
 
     def upload(self, groups: Sequence[Sequence[Pixels]]) -> list[Tensor]:
         """The bytes of each group as a flat tensor on the device, to be read within `computing`.
@@ -125,7 +123,7 @@ class CudaStreams:
                 _place(sources, starts, pinned)
                 uploaded = pinned.to(self._device, non_blocking=True)
         self.compute.wait_stream(self._in)
-        self._uploaded = uploaded
+        uploaded.record_stream(self.compute)
         return [
             uploaded[start:end].view(TORCH_TYPES[group[0].dtype])
             for start, end, group in zip(starts, ends[1:], groups, strict=True)
@@ -150,13 +148,7 @@ class CudaStreams:
         self._preparing = start, end
 
     def download(self, rows: Sequence[Tensor], checks: Sequence[Tensor]) -> Download:
-        """Start the transfer of tensors computed within `computing` to the host; `rows` go to the host memory.
-
-        Memory that several streams use is kept until the transfer is done. `Tensor.record_stream` would not do: after a
-        capture on another thread, torch's allocator forgets what was recorded meanwhile.
-        """
-        kept: list[Tensor | None] = [self._uploaded, *rows, *checks]
-        self._uploaded = None
+        """Start the transfer of tensors computed within `computing` to the host; `rows` go to the host memory."""
         started, done, copied = (self._started, *(torch.cuda.Event(enable_timing=True) for _ in range(2)))
         preparing = self._preparing
         done.record(self.compute)
@@ -165,11 +157,12 @@ class CudaStreams:
             host = [_host_tensor(tensor, self._memory) for tensor in rows]
             host += [_host_tensor(tensor, None) for tensor in checks]
             _copy(host, [*rows, *checks])
+            for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in (*rows, *checks)}.values():
+                tensor.record_stream(self._out)
             copied.record(self._out)
 
         def wait() -> tuple[float, float]:
             copied.synchronize()
-            kept.clear()
             return _seconds(started, done), _seconds(*preparing) if preparing else 0.0
 
         return Download(host, wait)

@@ -122,14 +122,10 @@ class Products:
             return None
         size = _Size(len(rows), *_sides(weight), rows.dtype, epilogue, accumulates)
         if size not in self._algorithms:
-            if torch.cuda.is_current_stream_capturing() and not self._is_known(size.name):
+            if torch.cuda.is_current_stream_capturing():
                 return None
             self._algorithms[size] = self._chosen(size, rows.device)
         return self._algorithms[size]
-
-    def _is_known(self, name: str) -> bool:
-        """Whether the choice was made before, so that nothing is to be timed."""
-        return self._choices is not None and self._choices.get(name) is not None
 
     def _chosen(self, size: _Size, device: torch.device) -> Algorithm | Plan | None:
         weights = self._weights[size.columns, size.depth]
@@ -205,10 +201,9 @@ class Products:
             return None
         size = _Size(len(rows), *_sides(weight), rows.dtype, _epilogue(linear.bias, gelu=False))
         if size not in self._tiles:
-            if torch.cuda.is_current_stream_capturing() and not self._is_known(_with_norm(size)):
+            if torch.cuda.is_current_stream_capturing():
                 return None
-            if not self._is_known(_with_norm(size)):
-                self.linear(rows, weight, linear.bias)  # chooses what tiles are compared with
+            self.linear(rows, weight, linear.bias)  # chooses what tiles are compared with
             self._tiles[size] = self._fastest_tile(size, hidden, rows, linear, norm)
         return self._tiles[size]
 
@@ -219,7 +214,7 @@ class Products:
             return None
         shared = architecture(rows.device).block_bytes
         fitting = {str(index): tile for index, tile in enumerate(TILES) if tile.fits(linear.weight, shared)}
-        name = _with_norm(size)
+        name = f"{size.name} and norm"
         if (known := self._choices.get(name)) is not None:
             return fitting.get(known)
         weights = self._weights[size.columns, size.depth]
@@ -254,11 +249,6 @@ def _quack(device: torch.device) -> Quack | None:
     except Exception as error:  # noqa: BLE001 - another package, which may differ in any way
         _log.warning("quack's products are not used: %s", error)
         return None
-
-
-def _with_norm(size: _Size) -> str:
-    """The name of a product and the norm of its sum."""
-    return f"{size.name} and norm"
 
 
 def _sides(weight: Tensor) -> tuple[int, int]:

@@ -429,7 +429,7 @@ class Replacing:
     def seconds_until_due(self) -> float:
         return 0.0 if self.steps < 2 else inf
 
-    def step(self, *, idle: bool) -> Planner | None:
+    def step(self) -> Planner | None:
         self.steps += 1
         return self.planner if self.steps == 2 else None
 
@@ -459,7 +459,7 @@ def test_a_planner_is_replaced_between_batches_with_nothing_in_flight(depth: int
 
 def test_a_part_of_a_capture_does_not_count_as_a_slow_batch() -> None:
     class Slow(Replacing):
-        def step(self, *, idle: bool) -> Planner | None:
+        def step(self) -> Planner | None:
             rig.now += 50.0
             self.steps += 1
             return None

@@ -1,13 +1,9 @@
 """The learner on a real engine with simulated graphs: it fits, captures in parts, swaps, and stops after failures."""
 
 import logging
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Generator
 from dataclasses import replace
-from itertools import pairwise
-from math import inf
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,16 +14,12 @@ from vitwire_server.core.capacities import PackedCapacities
 from vitwire_server.core.costs import ASSUMED
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.plans import Fallback
-from vitwire_server.fitting.ladders import Proposal
 from vitwire_server.fitting.learned import Demands, StateFile
 from vitwire_server.observe.metrics import Metrics
-from vitwire_server.runtime.graphs import SimulatedRecorder
 from vitwire_server.runtime.ladders import learning
 from vitwire_server.runtime.ladders.learning import LadderLearner
 from vitwire_server.runtime.ladders.live_capture import LiveCapture
-from vitwire_server.runtime.recording import is_recording
 from vitwire_server.scheduling.planner import Bounds, Planner
-from vitwire_server.towers.tower import Metadata
 
 DEFAULT = (160, 320, 640)
 MOST = DEFAULT[-1]
@@ -79,24 +71,16 @@ class Learning:
                 return count + 1
         return times
 
-    def propose(self, *sizes: int) -> None:
-        """As if a fit had ended, after one load of 240 tokens."""
-        self.learner.planned([Footprint(960, 240, 1, 960)], 1)
-        fit: Future[tuple[Proposal | None, float]] = Future()
-        fit.set_result((Proposal(sizes, is_default=False, gain=0.1, padding_before=0.4, padding=0.0), 0.0))
-        self.learner._fit = fit
-
     def finish(self) -> bool:
         """Wait for a fit, and do the parts of a change."""
         self.learner._worker.submit(int).result()
         while self.learner.seconds_until_due() == 0:
-            if planner := self.learner.step(idle=True):
+            if planner := self.learner.step():
                 self.planner = planner
                 self.learner.replaced()
                 self.learner._worker.submit(int).result()
                 return True
-            if (due := self.learner.seconds_until_due()) < inf:
-                self.clock.now += due
+            self.clock.now += 100.0
         return False
 
     def refits(self, result: str) -> float:
@@ -131,66 +115,28 @@ def test_it_follows_the_loads_and_a_restart_begins_there(
     assert again.plan(200, 1024) == 1024, "it knows these loads"
 
 
-def test_a_restart_tunes_what_was_learned(
-    made: Learning, checkpoints: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Products are tuned in forwards that are recorded and not only captured: here, those of all learned budgets."""
-    recorded: list[tuple[int, bool]] = []
-    of_rig = Rig.of
-
-    def of(*arguments: Any, **named: Any) -> Rig:
-        rig = of_rig(*arguments, **named)
-        forward = rig.tower.forward
-
-        def seen(pixels: torch.Tensor, metadata: Metadata) -> torch.Tensor:
-            recorded.append((len(pixels) // 4, is_recording()))
-            return forward(pixels, metadata)
-
-        rig.tower.forward = seen  # type: ignore[method-assign]
-        return rig
-
-    assert made.plan(96, 1024) <= 512
-    monkeypatch.setattr(Rig, "of", of)
-    again = Learning(checkpoints("qwen2_vl"), tmp_path, made.rig.tower.device)
-    assert again.sizes() == made.sizes() == [96, 320, 640]
-    assert {(size, True) for size in again.sizes()} <= set(recorded)
-    assert not [size for size, recording in recorded if recording and size not in again.sizes()]
+def test_parts_leave_the_thread_to_the_batches(made: Learning, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a part of a second, four seconds without one."""
+    monkeypatch.setattr(made.rig.tower, "forward", tick(made))
+    window = [Footprint(384, 96, 1, 384)]
+    for _ in range(learning._FIT_EVERY):
+        made.learner.planned(window, 1)
+    made.learner._worker.submit(int).result()
+    assert made.learner.seconds_until_due() == 0
+    assert made.learner.step() is None
+    assert made.learner.seconds_until_due() == pytest.approx(4.0)
+    made.clock.now += 5.0
+    assert made.learner.seconds_until_due() == 0
 
 
-@pytest.mark.parametrize("idle", [True, False])
-def test_replays_are_timed_on_an_idle_engine_and_leave_the_thread_to_the_batches(
-    idle: bool, made: Learning, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After a replay of 5 ms, 20 ms without one; none while a batch is in flight or an item waits."""
-    times = []
+def tick(made: Learning) -> Callable[..., torch.Tensor]:
+    forward = made.rig.tower.forward
 
-    def timed(*_: object) -> float:
-        times.append(made.clock.now)
-        made.clock.now += 0.005
-        return 1e-4 * len(times)
+    def slow(pixels: torch.Tensor, metadata: object) -> torch.Tensor:
+        made.clock.now += 1.0
+        return forward(pixels, metadata)
 
-    monkeypatch.setattr(LiveCapture, "times", True)
-    monkeypatch.setattr(LiveCapture, "timed", timed)
-    costs = replace(ASSUMED, measured={size: 1e-5 * size for size in DEFAULT})
-    made.planner = made.learner._planner = made.planner.changed(made.planner.ladder, costs)
-    made.propose(160, 240, 640)
-    planner = None
-    while planner is None:
-        made.clock.now += made.learner.seconds_until_due()
-        planner = made.learner.step(idle=idle)
-    assert planner.costs.measured[240] == pytest.approx(2e-4 if idle else 2.4e-3), "the first does not count"
-    assert len(times) == (4 if idle else 0)
-    assert all(later - earlier == pytest.approx(0.025) for earlier, later in pairwise(times))
-
-
-def test_large_replays_are_never_timed(made: Learning, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LiveCapture, "times", True)
-    costs = replace(ASSUMED, measured={size: 1e-4 * size for size in DEFAULT}, eager_floor=0.1)
-    made.planner = made.learner._planner = made.planner.changed(made.planner.ladder, costs)
-    made.propose(160, 240, 640)
-    assert made.finish()
-    assert made.sizes() == [160, 240, 640]
-    assert made.planner.costs.measured[240] == pytest.approx(24e-3), "between its neighbours"
+    return slow
 
 
 def test_failed_captures_keep_the_ladder_and_end_the_learning(
@@ -210,9 +156,8 @@ def test_failed_captures_keep_the_ladder_and_end_the_learning(
 
 def test_memory_beyond_the_bound_is_a_failure(made: Learning, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = iter([0, 2 << 20, 2 << 20, 0] * 9)
-    monkeypatch.setattr(SimulatedRecorder, "nbytes", property(lambda _: next(taken)))
+    monkeypatch.setattr(LiveCapture, "_reserved", lambda _: next(taken))
     assert made.plan(96, 4096) == 4096
-    made.capture._worker.submit(int).result()
     assert made.sizes() == list(DEFAULT)
     assert (made.refits("failed"), made.capture.grown) == (3, 0)
 
@@ -222,8 +167,11 @@ def test_a_ladder_that_is_measured_to_be_slower_is_not_used(
 ) -> None:
     caplog.set_level(logging.INFO)
 
-    monkeypatch.setattr(LiveCapture, "times", True)
-    monkeypatch.setattr(LiveCapture, "timed", lambda *_: 1.0)
+    def slow(self: LiveCapture, budget: Budget, on: Budget) -> Generator[None, None, float]:
+        yield
+        return 1.0
+
+    monkeypatch.setattr(LiveCapture, "timed", slow)
     assert made.plan(96, 512) < 512
     assert made.sizes() == [budget.tokens for budget in made.rig.graphs.ladder] == list(DEFAULT)
     assert "measured to be slower than the old one" in caplog.text
@@ -246,10 +194,10 @@ def test_new_budgets_get_others_for_short_segments_where_those_are_faster(
 ) -> None:
     """None: nothing is timed, as on the host."""
 
-    def timed(self: LiveCapture, budget: Budget, on: Budget) -> float:
-        return 1.8e-3 if faster and on.max_segment_patches == 128 else 2e-3
+    def timed(self: LiveCapture, budget: Budget, on: Budget) -> Generator[None, None, float | None]:
+        yield
+        return None if faster is None else 1.8e-3 if faster and on.max_segment_patches == 128 else 2e-3
 
-    monkeypatch.setattr(LiveCapture, "times", faster is not None)
     if faster is not None:
         costs = replace(ASSUMED, measured={size: 1e-5 * size for size in DEFAULT})
         made.planner = made.learner._planner = made.planner.changed(made.planner.ladder, costs)
