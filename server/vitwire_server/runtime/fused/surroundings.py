@@ -6,7 +6,6 @@ mergers of inner layers on a separate stream, and waits for them before the towe
 """
 
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -85,21 +84,20 @@ def hasten_positions(model: nn.Module) -> bool:
         return False
     weight, look_up, forward = table.weight, table.forward, model.forward
     one = torch.ones((1, 1), dtype=weight.dtype, device=weight.device)
-    sums: ContextVar[Tensor | None] = ContextVar("sums", default=None)  # of the forward that this thread runs
+    sums: list[Tensor] = []  # of the forward that runs
 
     def looked_up(indices: Tensor) -> Tensor:
-        own = sums.get()
-        return look_up(indices) if own is None else own[:, None]
+        return sums[0][:, None] if sums else look_up(indices)
 
     def summed(*arguments: object, **named: Any) -> Any:  # noqa: ANN401 - of transformers
         indices, weights = named.get(_INDICES), named.get(_WEIGHTS)
         if indices is None or weights is None or not weight.is_cuda:
             return forward(*arguments, **named)
-        token = sums.set(interpolated(weight, indices, weights))
+        sums.append(interpolated(weight, indices, weights))
         try:
             return forward(*arguments, **named | {_WEIGHTS: one.expand(len(indices), 1)})
         finally:
-            sums.reset(token)
+            sums.clear()
 
     table.forward, model.forward = looked_up, summed  # type: ignore[assignment, method-assign]
     return True
