@@ -235,6 +235,24 @@ def test_mergers_beside_the_blocks(count: int, cuda: torch.device) -> None:
         assert distance(out, want) <= 2 * torch.finfo(torch.bfloat16).eps
 
 
+@torch.inference_mode()
+def test_a_recording_that_failed_leaves_nothing_to_join(cuda: torch.device) -> None:
+    """Without inner mergers, the next one would else wait for a stream that it did not begin."""
+    model, recorder = Merging().to(cuda, torch.bfloat16), CudaRecorder(torch.cuda.Stream(cuda))
+    hasten_mergers(model, list(model.blocks))
+    rows = torch.zeros(40, 256, device=cuda, dtype=torch.bfloat16)
+    recorder.record(lambda: model(rows))
+
+    def failing() -> None:
+        model.deepstack_merger_list[0](rows)
+        raise RuntimeError("injected")
+
+    with pytest.raises(RuntimeError):
+        recorder.capture(failing)
+    recorder.capture(lambda: model.merger(rows))()
+    torch.cuda.synchronize()
+
+
 def test_choices_are_kept_for_the_next_start(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "choices.json"
     assert Choices(path).get("196x1152x1152") is None

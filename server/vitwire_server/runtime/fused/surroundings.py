@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vitwire_server.runtime.kernels.rowwise import interpolated
 from vitwire_server.runtime.products.tuned import Products
-from vitwire_server.runtime.recording import is_recording
+from vitwire_server.runtime.recording import is_recording, read_beside
 
 _INDICES, _WEIGHTS = "interp_indices", "interp_weights"
 _MOST_ROWS = 512
@@ -45,28 +45,26 @@ def hasten_mergers(model: nn.Module, blocks: Sequence[nn.Module]) -> int:
 
 
 class Branches:
-    """A stream for what nothing waits for until `joined`. Used on the engine thread."""
+    """A stream for what nothing waits for until `joined`. Used by one recording at a time."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
-        self._read: list[Tensor] = []
-        """Kept until the branches are joined, as other kernels could be given their memory."""
 
     def beside(self, forward: Forward, rows: Tensor) -> Tensor:
         """The result of `forward`, to be read after `joined`."""
         if not rows.is_cuda or len(rows) > _MOST_ROWS or not is_recording():
             return forward(rows)
         self._stream = self._stream or torch.cuda.Stream(rows.device)
-        self._read.append(rows)
+        read_beside().append(rows)  # kept until `joined`, as other kernels could be given their memory
         self._stream.wait_stream(torch.cuda.current_stream(rows.device))
         with torch.cuda.stream(self._stream):
             return forward(rows)
 
     def joined(self, forward: Forward, rows: Tensor) -> Tensor:
         """The result of `forward`, after all branches."""
-        if self._read and self._stream is not None:
+        if self._stream is not None and (read := read_beside()):
             torch.cuda.current_stream(rows.device).wait_stream(self._stream)
-            self._read.clear()
+            read.clear()
         return forward(rows)
 
 

@@ -210,6 +210,6 @@ def pin(memory: memoryview) -> None:
     address: int = np.frombuffer(memory, np.uint8).ctypes.data
     error = torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)
     if int(error) != 0:
+        with suppress(torch.AcceleratorError):  # else a later operation of torch reports CUDA's last error as its own
+            torch.ones(1, device="cuda")
         _log.warning("%d bytes of shared memory could not be pinned: %s", len(memory), error)
-        with suppress(RuntimeError):
-            torch.zeros(1, device="cuda")  # the next operation raises CUDA's last error, and clears it
