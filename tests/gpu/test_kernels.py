@@ -102,7 +102,7 @@ def test_no_segment_sees_another(device: torch.device, dtype: torch.dtype) -> No
     assert torch.equal(after[134:], before[134:])
 
 
-@pytest.mark.parametrize("head_dim", [16, 72, 80])
+@pytest.mark.parametrize("head_dim", [16, 18, 72, 80, 256])
 def test_rotation_in_place(head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
     qkv = torch.randn(37, 3, 5, head_dim, dtype=dtype, device=device)
     cos, sin = torch.randn(2, 37, head_dim, device=device)
