@@ -16,7 +16,7 @@ from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import Embedding, Item, total
 from vitwire_server.core.plans import Batch, Fallback
 from vitwire_server.runtime.attention.selection import Selection
-from vitwire_server.runtime.engine import Engine
+from vitwire_server.runtime.engine import Engine, Staged
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
 from vitwire_server.runtime.memory.streams import CudaStreams, HostStreams, Streams
 from vitwire_server.runtime.staging import Stager
@@ -49,6 +49,18 @@ class Ran(NamedTuple):
             return None
         self.results(batch)
         return torch.inference_mode()(self.engine._graphs[fitting].replay)
+
+    def computed(self, item: Item) -> Callable[[], object]:
+        """The eager forward of an item whose pixels are on the device, from staging to a copy of the rows."""
+        engine, streams = self.engine, self.engine._streams
+        staged = Staged([[item]], streams.upload([[item.pixels]]), [])
+
+        @torch.inference_mode()
+        def forward() -> None:
+            with streams.computing():
+                engine._finish([item], engine._eager([item], staged))
+
+        return forward
 
     def _fitting(self, batch: Sequence[Item]) -> Budget | None:
         return self.ladder.smallest_fitting(total([item.footprint for item in batch]), len(batch))

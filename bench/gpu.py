@@ -18,6 +18,7 @@ import torch
 from bench.beside_vllm import AIM, beside
 from bench.catalogue import OTHERS
 from bench.columns import Batches, Columns, Ran, fused, ladder_of
+from bench.eager import EagerBench
 from bench.engine.checkpoint import write_tower
 from bench.engine.loads import Size
 from bench.engine.towers.ours import Loaded
@@ -64,6 +65,7 @@ def main() -> None:
     console = Console(width=120)
     show(console, "milliseconds of one batch on the device", bench.rows)
     show(console, "milliseconds of one batch on the device, towers of other makers", bench.others)
+    show(console, "milliseconds of the host for one image, eagerly and in turns", bench.eager.rows)
     show(console, f"milliseconds of a forward beside vLLM's tower, whose time should be {AIM} times ours", bench.vllm)
     for load, rows in bench.profiles.items():
         show(console, f"one replay: {load}", [*by_group(rows), *rows[:_KERNELS]])
@@ -97,7 +99,9 @@ class Bench:
             repeats=options.repeats,
             warm_ups=1 if options.tiny else WARM_UPS,
         )
-        self._others = OtherBench(self._stopwatch, self.captures, self._ceilings, attention=options.attention)
+        attention = options.attention
+        self.eager = EagerBench(self._stopwatch, device, attention=attention, tiny=options.tiny)
+        self._others = OtherBench(self._stopwatch, self.captures, self._ceilings, attention=attention)
 
     @property
     def others(self) -> list[Row]:
@@ -107,7 +111,10 @@ class Bench:
     def run(self, name: str) -> None:
         """All loads on one tower; frees its memory afterwards. Its failure does not end the run."""
         try:
-            self._other(name) if name in OTHERS else self._qwen(name)
+            if self._options.eager:
+                self.eager.run(name)
+            else:
+                self._other(name) if name in OTHERS else self._qwen(name)
         except FAILURES as error:
             self._stopwatch.failed(name, error)
         if self._device.type == "cuda":
@@ -151,6 +158,7 @@ class Bench:
             "left_out": self._stopwatch.left_out,
             "rows": self.rows,
             "others": self.others,
+            "eager": self.eager.rows,
             "vllm_engine": self._vllm_engine,
             "vllm": self.vllm,
             "profiles": self.profiles,
@@ -262,6 +270,7 @@ def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
     listed = f"{', '.join(PUBLISHED)} (these by default); {ALL_OTHERS}, or of those {', '.join(OTHERS)}"
     add("--towers", nargs="+", choices=names, default=list(PUBLISHED), metavar="TOWER", help=listed)
     add("--sizes", type=_sizes, default=list(SIZES), help="sides of images in pixels, as 224,448; of the Qwen towers")
+    add("--eager", action="store_true", help="instead, one image eagerly and in turns with plain transformers")
     add("--attention", default="auto", help="the server's --attention-backend")
     add(
         "--compile",

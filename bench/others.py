@@ -59,7 +59,7 @@ class OtherBench:
         for load in loads.values():
             once = partial(self._stopwatch.timed, load.plain)
             self._stopwatch.measure(load.row, "plain_sdpa", once, SECONDS_EACH)
-        choice = self._choice(tower)
+        choice = chosen(tower, self._attention)
         ladder = ladder_of(tower, [load.items for load in loads.values()], choice)
         columns = Columns(tower, name, self._stopwatch, self._captures, SECONDS_EACH)
         batches = {load: own.items for load, own in loads.items()}
@@ -79,13 +79,13 @@ class OtherBench:
         tower, most = built.tower, other.batch
         shape = tower.geometry.shapes(other.grid, Modality.IMAGE)[0]
         pixels = [torch.randn(shape, dtype=tower.dtype, device=tower.device) for _ in range(most)]
-        items = [_item(tower, other, own) for own in pixels]
+        items = [item_of(tower, other, own) for own in pixels]
         floor = self._floor(name, other, built, pixels[:1])
         loads = []
         for count in (1, most):
             row: Row = {
                 "tower": name,
-                "load": f"{count} x {_size(tower, other.grid)}",
+                "load": f"{count} x {size_of(tower, other.grid)}",
                 "rows": count * items[0].rows,
                 **dict.fromkeys(COLUMNS),
                 "floor": floor(count),
@@ -109,28 +109,12 @@ class OtherBench:
         reading = built.weights_nbytes / ceilings.bytes_per_second
         return lambda images: round(1e3 * max(images * flop / ceilings.flops, reading), 3)
 
-    def _choice(self, tower: Tower) -> Selection | None:
-        """The attention backend as the server chooses it; None for towers of tiles."""
-        if not tower.segmented:
-            return None
-        choice = select(
-            self._attention,
-            tower.device,
-            tower.dtype,
-            *tower.attention_heads,
-            captured=True,
-            resampler=tower.resampler_heads,
-        )
-        tower.use_attention(choice.implementation)
-        return choice
-
     def _check(self, load: OtherLoad, column: str, ran: Ran) -> None:
         """Write how far our rows are from those of plain transformers; the times of wrong rows are left out."""
         row = load.row
         if row[column] is None:
             return
-        rows = torch.cat([_rows(result) for result in ran.results(load.items)]).to(load.expected)
-        error = float((rows - load.expected).norm() / load.expected.norm())
+        error = error_of(ran.results(load.items), load.expected)
         row["norm_error"] = max(round(error, 4), row["norm_error"] or 0.0) if isfinite(error) else None
         if not error < RIGHT:
             row[column] = None
@@ -138,7 +122,7 @@ class OtherBench:
             self._stopwatch.left_out.append(f"{where}: rows differ from those of plain transformers by {error:.2f}")
 
 
-def _size(tower: Tower, grid: Grid) -> str:
+def size_of(tower: Tower, grid: Grid) -> str:
     """Pixels of an image, which is square or of several square tiles."""
     geometry = tower.geometry
     if not isinstance(geometry, TileGeometry):
@@ -147,7 +131,18 @@ def _size(tower: Tower, grid: Grid) -> str:
     return tile if grid.t == 1 else f"{grid.t} tiles of {tile}"
 
 
-def _item(tower: Tower, other: Other, pixels: Tensor) -> Item:
+def chosen(tower: Tower, attention: str) -> Selection | None:
+    """Attend by the backend that the server chooses for --attention-backend `attention`; None for towers of tiles."""
+    if not tower.segmented:
+        return None
+    own = tower.attention_heads
+    choice = select(attention, tower.device, tower.dtype, *own, captured=True, resampler=tower.resampler_heads)
+    tower.use_attention(choice.implementation)
+    return choice
+
+
+def item_of(tower: Tower, other: Other, pixels: Tensor) -> Item:
+    """An image as the server's item."""
     dtype = DType.of(str(pixels.dtype).removeprefix("torch."))
     data = bytes(pixels.cpu().contiguous().view(torch.uint8).numpy().data)
     given = Pixels(data, dtype, tuple(pixels.shape))
@@ -159,6 +154,12 @@ def _forward(tower: Tower, other: Other, pixels: Tensor) -> Tensor:
     metadata = tower.reserve(tower.exact([other.grid]))
     tower.prepare([other.grid], metadata)
     return tower.forward(pixels.flatten(1), metadata)
+
+
+def error_of(results: Sequence[Any], expected: Tensor) -> float:
+    """The distance of our rows from float32 rows, relative in norm. Raises the failure of an item."""
+    rows = torch.cat([_rows(result) for result in results]).to(expected)
+    return float((rows - expected).norm() / expected.norm())
 
 
 def _rows(result: Any) -> Tensor:

@@ -67,7 +67,9 @@ class Report:
     def _write(self) -> None:
         if self._out:
             text = json.dumps(self.document(), indent=1) + "\n"
-            self._out.write_text(text, encoding="utf-8")
+            part = self._out.with_name(f"{self._out.name}.part")
+            part.write_text(text, encoding="utf-8")
+            part.replace(self._out)
 
 
 def show(console: Console, title: str, rows: Sequence[Row]) -> None:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from inspect import signature
 from itertools import product
 from os import kill
 from pathlib import Path
@@ -26,9 +25,7 @@ from bench.service_options import parser
 from bench.setups import READY_SECONDS, Load, Server, Setup, scaling, started
 from bench.timeline import draw, traced
 
-import vitwire
 from servers import serving
-from vitwire_server.config.settings import ServeSettings
 
 TITLES = {
     "bare": "a bare gRPC server that moves the same bytes in the same messages: the ceiling",
@@ -67,41 +64,30 @@ class Bench:
 
     def run(self, setup: Setup) -> None:
         """All loads on one server."""
-        flags = self._flags(setup)
-        if flags is None or not self._has_time(str(setup)):
+        if not self._has_time(str(setup)):
             return
         try:
-            with started(self._checkpoint(setup.model), setup.devices, flags) as server:
+            with started(self._checkpoint(setup.model), setup.devices, self._flags(setup)) as server:
                 if not any(model == setup.model for model, _, _ in self._ceilings):
                     self._measure_ceilings(setup.model, server)
                 for driver, delivery in self._clients():
                     self._measure(setup, server, driver, delivery)
                 if self._options.kill and len(server.processes) > 1:
                     self._kill(setup, server)
-        except RuntimeError as error:  # the server did not start, or a process was not restarted
+        except (RuntimeError, DriverFailed) as error:  # a server or client did not start, or was not restarted
             self._report.skip(str(setup), str(error)[-1000:])
 
-    def _flags(self, setup: Setup) -> list[str] | None:
-        """Flags of the server; None if it does not know what the setup needs."""
-        flags: list[str] = self._options.flags.split()
-        if "rpc_processes" in ServeSettings.model_fields:
-            flags += ["--rpc-processes", str(setup.rpc_processes)]
-        elif setup.rpc_processes > 1:
-            self._report.skip(f"--rpc-processes {setup.rpc_processes}", "the server does not have this flag")
-            return None
-        if any(each.startswith("nixl") for each in self._options.delivery) and "nixl" in ServeSettings.model_fields:
-            flags += ["--nixl"]
-        return flags
+    def _flags(self, setup: Setup) -> list[str]:
+        """Flags of the server."""
+        nixl = any(each.startswith("nixl") for each in self._options.delivery)
+        own = ["--rpc-processes", str(setup.rpc_processes), *(["--nixl"] if nixl else [])]
+        return [*self._options.flags.split(), *own]
 
     def _clients(self) -> Iterator[tuple[str, str]]:
         """Kinds of clients with their ways of delivery; only the synchronous client takes rows by NIXL."""
         for delivery in self._options.delivery:
             if delivery == "stream":
                 yield from ((driver, delivery) for driver in self._options.drivers)
-            elif "nixl" not in ServeSettings.model_fields:
-                self._report.skip(f"--delivery {delivery}", "the server does not have --nixl")
-            elif "delivery" not in signature(vitwire.Client).parameters:
-                self._report.skip(f"--delivery {delivery}", "the client does not have delivery=")
             else:
                 yield "client", delivery
 
@@ -165,7 +151,7 @@ class Bench:
         """Arguments of the client process of this number; with nixl:cuda, clients take the setup's devices in turn."""
         if driver == "raw":
             return {"target": server.target, "connections": self._options.connections}
-        if driver == "async" or "delivery" not in signature(vitwire.Client).parameters:
+        if driver == "async":
             return {"target": server.target}
         way, _, device = delivery.partition(":")
         devices = setup.devices.split(",")
@@ -236,12 +222,10 @@ class Bench:
 
     def plot(self, setup: Setup) -> None:
         """The stages of one batch under the largest load of the first size with several in flight."""
-        if "rpc_processes" not in ServeSettings.model_fields:
-            setup = replace(setup, rpc_processes=1)
-        setup = replace(setup, devices=setup.devices.split(",")[0])
-        flags = self._flags(setup) or []
         if not self._has_time("timeline"):
             return
+        setup = replace(setup, devices=setup.devices.split(",")[0])
+        flags = self._flags(setup)
         load = max(self._options.loads, key=lambda load: (load.size == self._options.loads[0].size, load.in_flight))
         checkpoint = self._checkpoint(setup.model)
         try:

@@ -17,7 +17,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--models", nargs="+", choices=names, default=names[:1], metavar="MODEL", help=", ".join(names))
     add("--devices", nargs="+", default=["cuda:0"], help="setups: cuda:0 is one process, cuda:0,cuda:1 are two")
-    add("--rpc-processes", nargs="+", type=int, default=[1], help="RPC processes of each device")
+    add("--rpc-processes", nargs="+", type=_count, default=[1], help="RPC processes of each device")
     add(
         "--delivery",
         nargs="+",
@@ -30,14 +30,14 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     add(
         "--loads",
         nargs="+",
-        type=Load.of,
+        type=_load,
         default=loads,
         help="[PIXELS:]SIZE:REQUESTS in flight, such as 224:64, jpeg:1080p:64 or float32:1024:64",
     )
     add("--each-device", action="store_true", help="--loads are for each device: all of a setup share the sum")
-    add("--bare", nargs="*", type=int, default=[1, 2, 4, 6], help="processes of the bare gRPC servers")
-    add("--clients", type=int, default=max(1, min(8, (cpu_count() or 2) // 2)), help="client processes, at most")
-    add("--connections", type=int, default=4, help="connections of each client of the kind raw, and to bare servers")
+    add("--bare", nargs="*", type=_count, default=[1, 2, 4, 6], help="processes of the bare gRPC servers")
+    add("--clients", type=_count, default=max(1, min(8, (cpu_count() or 2) // 2)), help="client processes, at most")
+    add("--connections", type=_count, default=4, help="connections of each client of the kind raw, and to bare servers")
     add("--pixels", choices=PIXELS, default="uint8", help="what is sent where a load does not say it")
     add("--seconds", type=float, default=4.0, help="how long each load is measured")
     add("--minutes", type=float, default=9.0, help="start no measurement later than this; what is left out is listed")
@@ -49,3 +49,18 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     add("--out", type=Path, help="write the JSON document here too, after each row")
     add("--plot", type=Path, help="write a timeline of one batch here (PNG); needs OpenTelemetry and matplotlib")
     return parser
+
+
+def _load(text: str) -> Load:
+    """Type of an option with a load."""
+    try:
+        return Load.of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _count(text: str) -> int:
+    """Type of an option that counts."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError("must be a whole number, at least 1")
+    return int(text)

@@ -1,5 +1,6 @@
 """What service-bench measures: setups of servers, and loads on them."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -26,10 +27,11 @@ class Load:
     @classmethod
     def of(cls, text: str) -> "Load":
         """[PIXELS:]SIZE:IN_FLIGHT. Raises ValueError."""
-        *pixels, size, in_flight = text.split(":")
-        if len(pixels) > 1 or not set(pixels) <= set(PIXELS) or not (size in SIZES or size.isdigit()):
+        found = re.fullmatch(r"(?:(\w+):)?(\w+):([1-9]\d*)", text)
+        pixels, size, in_flight = found.groups("") if found else ("", "", "")
+        if pixels not in ("", *PIXELS) or not (size in SIZES or size.isdecimal()):
             raise ValueError(f"{text!r} is not [PIXELS:]SIZE:IN_FLIGHT")
-        return cls(size, int(in_flight), *pixels)
+        return cls(size, int(in_flight), pixels)
 
     def __str__(self) -> str:
         return f"{self.pixels or 'pixels'} {self.size}, {self.in_flight} in flight"

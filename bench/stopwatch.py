@@ -37,7 +37,8 @@ class Stopwatch:
     def __init__(self, device: torch.device, *, seconds: float, repeats: int, warm_ups: int) -> None:
         self.left_out: list[str] = []
         self._device = device
-        self._repeats, self._warm_ups = repeats, warm_ups
+        self.warm_ups = warm_ups
+        self._repeats = repeats
         self._until = time.monotonic() + seconds
 
     @property
@@ -60,7 +61,7 @@ class Stopwatch:
             self.left_out.append(f"{where}: no time")
             return
         try:
-            taken = repeated(once, seconds, warm_ups=self._warm_ups, least=_LEAST, most=self._repeats)
+            taken = repeated(once, seconds, warm_ups=self.warm_ups, least=_LEAST, most=self._repeats)
         except FAILURES as error:
             self.failed(where, error)
         else:

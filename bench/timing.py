@@ -3,8 +3,11 @@
 import time
 from collections.abc import Callable
 from math import inf
+from typing import TypeVar
 
 import torch
+
+Taken = TypeVar("Taken")
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:
@@ -21,11 +24,11 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
     return float(started.elapsed_time(done)) / 1e3
 
 
-def repeated(once: Callable[[], float], seconds: float, *, warm_ups: int, least: int, most: float = inf) -> list[float]:
+def repeated(once: Callable[[], Taken], seconds: float, *, warm_ups: int, least: int, most: float = inf) -> list[Taken]:
     """Results of `once` until `seconds` are over or there are `most`, but at least `least`, after `warm_ups`."""
     for _ in range(warm_ups):
         once()
-    taken: list[float] = []
+    taken: list[Taken] = []
     end = time.monotonic() + seconds
     while len(taken) < least or (len(taken) < most and time.monotonic() < end):
         taken.append(once())

@@ -23,7 +23,6 @@ from bench.timeline import draw, traced
 from bench.turns import calls_within, in_turns, steady
 
 from servers import ServerProcess, serving
-from vitwire_server.config.settings import ServeSettings
 
 NOOP = (str(Path(__file__).with_name("noop_server.py")),)
 STAND_INS = {"narrow": "wide", "half": "wide", "real": "small"}
@@ -84,12 +83,6 @@ class Bench:
 
     def run(self, processes: int) -> None:
         """All sections with this many RPC processes."""
-        flags: tuple[str, ...] = ()
-        if "rpc_processes" in ServeSettings.model_fields:
-            flags = ("--rpc-processes", str(processes))
-        elif processes > 1:
-            self._report.skip(f"--rpc-processes {processes}", "the server does not have this flag")
-            return
         if set(self._options.parts) <= {each.__name__ for each in NEIGHBOURS}:
             return
         shape = {"rpc_processes": processes}
@@ -99,7 +92,7 @@ class Bench:
             "beside": lambda servers: self._beside(servers["wide"]),
             "batches": lambda servers: [self._batches(servers["real"])],
         }
-        with self._serving(flags) as servers:
+        with self._serving(("--rpc-processes", str(processes))) as servers:
             if "trips" in self._options.parts:
                 for name in ("narrow", "wide"):
                     for table, row in trips.measured(servers[name], name, self._options):

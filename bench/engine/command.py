@@ -63,7 +63,7 @@ def main() -> None:
     """Exits with 1 if the run ended early; what was measured until then is printed."""
     options = options_of(__doc__)
     os.environ.update({name: value for name, value in vllm_engine.ENVIRONMENT.items() if name not in os.environ})
-    named = ("source", "requests", "text", "tokens", "devices", "engines", "delivery", "server_flags")
+    named = ("sources", "requests", "text", "tokens", "devices", "engines", "delivery", "server_flags")
     report = Report("engine", options.out, {name: getattr(options, name) for name in named})
     clock = Clock(options.time_limit)
     with limited(clock, lambda: report.end(TITLES)):
@@ -72,7 +72,9 @@ def main() -> None:
         except (OutOfTime, Exception) as error:  # noqa: BLE001 - what was measured is worth more
             traceback.print_exception(error)
             report.note("error", repr(_cause(error)))
-    if options.plot and "device" in report.document():
+    if options.plot and options.setups:
+        report.skip("plot", "setups are not drawn")
+    elif options.plot and "device" in report.document():
         try:
             plot(report.document(), options.plot)
         except ImportError as error:
@@ -120,11 +122,12 @@ class Bench:
                 sender = await Sender.start(target)
                 stack.callback(sender.close)
             fronts = None
-            if options.source == "jpeg" or options.failures:
-                modes = sorted(set(options.ways) - LOCAL) if options.source == "jpeg" else []
+            of_files = options.sources == ["jpeg"]
+            if of_files or options.failures:
+                modes = sorted(set(options.ways) - LOCAL) if of_files else []
                 started = Fronts.of(engines, options.model, target, environment(options), modes)
                 fronts = await stack.enter_async_context(started)
-            photos = fronts if options.source == "jpeg" else None
+            photos = fronts if of_files else None
             ways = {
                 name: photos.ways(name) if photos else _ways(name, engines, client, sender) for name in options.ways
             }

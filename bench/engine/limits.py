@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import psutil
 from bench.engine import faults
 
 GRACE = 60
@@ -38,7 +39,8 @@ def limited(clock: Clock, last_words: Callable[[], None]) -> Iterator[None]:
 
     def give_up() -> None:
         last_words()
-        kill_children()
+        for child in psutil.Process().children():  # servers and routers too
+            faults.kill(child.pid)
         os._exit(1)
 
     main = threading.main_thread().ident or 0

@@ -16,6 +16,7 @@ from bench.engine.towers.measuring import SIZES as TOWER_SIZES
 WAYS = ("local", "inline", "reference", "again", "text")
 LOCAL = {"local", "again", "text"}
 """Ways that need no server."""
+SOURCES = ("patches", "jpeg")
 _SIZES = "448x1,1024x1"
 
 
@@ -45,7 +46,8 @@ def _faults(options: argparse.Namespace) -> list[str]:
     faults += [
         f"--failures: {name!r} is none of {', '.join(FAULTS)}" for name in options.failures if name not in FAULTS
     ]
-    if options.source == "jpeg" and "text" in options.ways:
+    faults += [f"--from: {name!r} is none of {', '.join(SOURCES)}" for name in options.sources if name not in SOURCES]
+    if "jpeg" in options.sources and "text" in options.ways:
         faults.append("--from jpeg has no way of text")
     if options.failures and options.engines > 1:
         faults.append("--failures are measured with one engine: leave out --engines")
@@ -67,8 +69,11 @@ def _setup_faults(options: argparse.Namespace) -> list[str]:
         faults.append("--setups list engines and encoders: leave out --alone, --failures, --towers and --engines")
     if len({load.closed for load in options.loads}) > 1 and options.setups:
         faults.append("--setups compare loads in their order: let all of --loads be cN, or all pN")
-    if not options.setups and len(options.language) > 1:
-        faults.append("--language: only --setups measure several")
+    faults += [
+        f"--{name}: only --setups measure several"
+        for name, values in (("language", options.language), ("from", options.sources))
+        if not options.setups and len(values) > 1
+    ]
     return faults
 
 
@@ -87,8 +92,8 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     add("--itl", action="store_true", help="times between tokens of generations beside the last load, too")
     alone = "also encoder and engine alone, and what N engines and k encoders give by these rates"
     add("--alone", action="store_true", help=alone)
-    jpeg = "patches: made before TTFT begins; jpeg: files in requests by HTTP, to vLLM or to vitwire router"
-    add("--from", dest="source", choices=("patches", "jpeg"), default="patches", help=jpeg)
+    jpeg = "patches: made before TTFT begins; jpeg: files by HTTP, to vLLM or to vitwire router; --setups take both"
+    add("--from", dest="sources", type=_list(str), default="patches", help=jpeg)
     faults = f"also an encoder that fails under the last load, behind a router: of {', '.join(FAULTS)}"
     add("--failures", type=_list(str), default=[], help=faults)
     add("--encoder-wait", type=float, default=1.0, help="of the router in --failures, in seconds")

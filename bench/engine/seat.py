@@ -6,8 +6,8 @@ From JPEG files, clients are in a second process for each engine, and a `vitwire
 import asyncio
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing import get_context
@@ -42,7 +42,8 @@ class EnginePlace:
     """Of the encoders; empty without any."""
     arguments: Mapping[str, Any]
     """Of vLLM."""
-    jpeg: bool
+    sources: Sequence[str]
+    """Of `SOURCES`: what requests come from."""
     environment: Sequence[str]
     """Prefix of commands that run what the encoders run."""
 
@@ -114,13 +115,31 @@ class Seat:
             raise SeatFailed(answer.error)
         return answer
 
-    def close(self) -> None:
-        """End the process and its descendants, by force if it takes long."""
+    def hang_up(self) -> None:
+        """The process ends, unless it is stuck."""
         self._pipe.close()
-        self._process.join(0 if self._lost else _STOP_SECONDS)
+
+    def close(self, seconds: float) -> None:
+        """End the process and its descendants, by force if it takes longer than this."""
+        self.hang_up()
+        self._process.join(0 if self._lost else max(0.0, seconds))
         if self._process.is_alive() and self._process.pid:
             faults.kill(self._process.pid)
             self._process.join()
+
+
+@contextmanager
+def seated(places: Iterable[EnginePlace | ClientPlace]) -> Iterator[list[Seat]]:
+    """A process for each; all end at the same time."""
+    seats = [Seat(place) for place in places]
+    try:
+        yield seats
+    finally:
+        end = time.monotonic() + _STOP_SECONDS
+        for seat in seats:
+            seat.hang_up()
+        for seat in seats:
+            seat.close(end - time.monotonic())
 
 
 def ask(seats: Sequence[Seat], messages: Sequence[Any], seconds: float) -> list[Any]:
@@ -176,14 +195,13 @@ async def _engine(place: EnginePlace, stack: AsyncExitStack) -> tuple[dict[str, 
     engine = vllm_engine.start(place.arguments, place.device)
     stack.callback(engine.shutdown)
     described: dict[str, Any] = {**vllm_engine.described(), "engine_start_s": round(time.monotonic() - began, 1)}
-    if place.jpeg:
+    if "jpeg" in place.sources:
         modes = ["reference"] if place.target else []
         started = Fronts.of([engine], place.model, place.target, place.environment, modes)
         fronts = await stack.enter_async_context(started)
         described["urls"] = {"local": fronts.urls[0]} | {mode: fronts.routers[mode][0] for mode in modes}
-        return described, _Worker(place.index, {}, texts=[Text(engine)])
     worker = _Worker(place.index, {"local": Local(engine)}, texts=[Text(engine)])
-    if place.target:
+    if place.target and "patches" in place.sources:
         worker.client = await stack.enter_async_context(AsyncClient(place.target, affinity=True))
         sender = await Sender.start(place.target)
         stack.callback(sender.close)

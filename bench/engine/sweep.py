@@ -1,23 +1,26 @@
 """Setups of engines and encoders under a sweep of loads: `--setups 4+0,3+1,2+2`."""
 
 import argparse
+import os
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench.engine import equal_p99, vllm_engine
-from bench.engine.answers import Answer, Row, between_tokens, figures, rate
+from bench.engine.answers import Answer, Row, between_tokens, figures, rate, timeline
 from bench.engine.busy import Busy
 from bench.engine.encoders import Encoders, environment, starting, written
 from bench.engine.equal_p99 import Point
 from bench.engine.limits import Clock
 from bench.engine.loads import Load, Size
-from bench.engine.seat import BESIDE, OVER, ClientPlace, EnginePlace, Seat, SeatFailed, Share, answers_of, ask
+from bench.engine.seat import BESIDE, OVER, ClientPlace, EnginePlace, Seat, SeatFailed, Share, answers_of, ask, seated
 from bench.engine.splits import Group, Split, grouped, shares
+from bench.fleet import cpu_seconds
 from bench.report import Report
 
 if TYPE_CHECKING:
@@ -37,12 +40,24 @@ _WARM_UP = 16
 
 @dataclass(frozen=True, slots=True)
 class Crew:
-    """The processes of a group of setups."""
+    """The processes of a group of setups, as far as they started."""
 
     engines: Sequence[Seat]
-    clients: Sequence[Seat]
-    """Of each engine; the engines themselves if requests do not go by HTTP."""
+    clients: Mapping[str, Sequence[Seat]]
+    """Of each engine by source; the engines themselves if requests do not go by HTTP."""
     encoders: Encoders | None
+
+    def has(self, split: Split) -> bool:
+        return len(self.engines) >= split.engines and bool(self.encoders or not split.encoders)
+
+
+class Streamed(NamedTuple):
+    """A stream over several engines."""
+
+    parts: Sequence[tuple[Load, Sequence[Answer]]]
+    """The load and the answers of each."""
+    cpu_seconds: float
+    """Of all processes."""
 
 
 class Sweep:
@@ -61,8 +76,8 @@ class Sweep:
                     for group in grouped(self._options.setups):
                         self._group(language, group, busy)
                 finally:
-                    for size in self._options.sizes:
-                        self._compare(language, str(size))
+                    for source, size in product(self._options.sources, self._options.sizes):
+                        self._compare({"language": language, "source": source, "size": str(size)})
 
     def _group(self, language: str, group: Group, busy: Busy) -> None:
         try:
@@ -82,16 +97,16 @@ class Sweep:
                 devices = ["cpu" if options.tiny else f"cuda:{index}" for index in group.encoder_devices]
                 flags = options.server_flags.split()
                 target, server = stack.enter_context(starting(model, devices, flags, environment(options)))
-            engines = [Seat(self._place(index, model, target)) for index in range(group.engines)]
-            for seat in engines:
-                stack.callback(seat.close)
+            places = [self._place(index, model, target) for index in range(group.engines)]
+            engines = stack.enter_context(seated(places))
             described = [self._began(index, seat) for index, seat in enumerate(engines)]
-            clients = engines
-            if options.source == "jpeg":
-                clients = [Seat(ClientPlace(index, each.get("urls", {}))) for index, each in enumerate(described)]
-                for seat in clients:
-                    stack.callback(seat.close)
-                answers_of(clients, _SECONDS)
+            described = list(takewhile(bool, described))  # an engine is used with all before it
+            engines = engines[: len(described)]
+            clients = {"patches": engines}
+            if "jpeg" in options.sources:
+                of_each = [ClientPlace(index, each["urls"]) for index, each in enumerate(described)]
+                clients["jpeg"] = stack.enter_context(seated(of_each))
+                answers_of(clients["jpeg"], _SECONDS)
             encoders = self._ready(server) if server else None
             self._report.add(
                 "starts",
@@ -106,10 +121,10 @@ class Sweep:
         arguments = vllm_engine.arguments(model, target, images=images, delivery=options.delivery)
         device = None if options.tiny else index
         arguments |= options.engine_args
-        return EnginePlace(index, device, model, target, arguments, options.source == "jpeg", environment(options))
+        return EnginePlace(index, device, model, target, arguments, options.sources, environment(options))
 
     def _began(self, index: int, seat: Seat) -> Row:
-        """An engine's description; empty if it did not start, and then setups without it are still measured."""
+        """An engine's description; empty if it did not start."""
         try:
             described: Row = seat.answer(self._start_seconds())
         except SeatFailed as error:
@@ -121,7 +136,7 @@ class Sweep:
 
     def _start_seconds(self) -> float:
         """What does not start leaves time to measure the rest."""
-        return max(1.0, min(_START_SECONDS, self._clock.left / 2))
+        return max(1.0, min(_START_SECONDS, self._clock.left * 3 / 4))
 
     def _ready(self, server: "Future[Encoders]") -> Encoders | None:
         """None if they did not start, as above."""
@@ -135,78 +150,86 @@ class Sweep:
 
     def _measure(self, language: str, group: Group, crew: Crew, busy: Busy) -> None:
         """Setups take turns at each load."""
-        splits = [split for split in group.splits if crew.encoders or not split.encoders]
-        for size in self._options.sizes:
-            for load in (None, *self._options.loads):
-                for split in splits:
-                    place = {"language": language, "size": str(size), "setup": str(split)}
-                    place["load"] = str(load or "warm-up")
-                    if self._clock.left < self._options.reserve:
-                        self._report.skip(" ".join(place.values()), "no time")
-                        continue
-                    try:
-                        if load:
-                            self._row(place, split, load, crew, busy)
-                        else:
-                            warm = _WARM_UP * split.engines
-                            self._stream(split, size, Load(closed=True, amount=warm), warm, crew)
-                    except (SeatFailed, OSError) as error:
-                        self._report.skip(" ".join(place.values()), str(error)[-1000:])
+        for split in group.splits:
+            if not crew.has(split):
+                self._report.skip(f"{language} {split}", "some of it did not start")
+        splits = [split for split in group.splits if crew.has(split)]
+        options = self._options
+        for source, size, load in product(options.sources, options.sizes, (None, *options.loads)):
+            for split in splits:
+                place = {"language": language, "source": source, "size": str(size), "setup": str(split)}
+                place["load"] = str(load or "warm-up")
+                if self._clock.left < options.reserve:
+                    self._report.skip(" ".join(place.values()), "no time")
+                    continue
+                try:
+                    if load:
+                        self._row(place, split, load, crew, busy)
+                    else:
+                        warm = _WARM_UP * split.engines
+                        self._stream(place, split, Load(closed=True, amount=warm), warm, crew)
+                except (SeatFailed, OSError) as error:
+                    self._report.skip(" ".join(place.values()), str(error)[-1000:])
 
     def _row(self, place: Row, split: Split, load: Load, crew: Crew, busy: Busy) -> None:
-        """A load on a setup; with --itl the last one again, during generations whose tokens are timed."""
-        size, seats = Size.of(place["size"]), crew.engines[: split.engines]
+        """A load on a setup; with --itl the last one again, beside other generations."""
         encoders = crew.encoders if split.encoders else None
         before = encoders.busy_seconds() if encoders else 0.0
-        parts = self._stream(split, size, load, self._options.requests, crew)
-        answers = [answer for _, each in parts for answer in each]
+        stream = self._stream(place, split, load, self._options.requests, crew)
+        answers = [answer for _, each in stream.parts for answer in each]
         begin, end = min(answer.start for answer in answers), max(answer.end for answer in answers)
         row = place | figures(answers, load)
-        row["requests_per_s"] = round(sum(_rate(each, part) for part, each in parts), 2)
+        row["requests_per_s"] = round(sum(_rate(each, part) for part, each in stream.parts), 2)
         row["busy"] = busy.between(begin, end, range(split.devices))
         if encoders:
             computed = encoders.busy_seconds() - before
             row["encoders_busy"] = round(computed / (end - begin) / split.encoders, 3)
+        row["cores"] = round(stream.cpu_seconds / (end - begin), 1)
         if self._options.itl and load == self._options.loads[-1]:
-            try:
-                ask(seats, [BESIDE] * len(seats), _SECONDS)
-                self._stream(split, size, load, self._options.requests, crew)
-            finally:
-                others = ask(seats, [OVER] * len(seats), _SECONDS)
-            found = between_tokens([answer for each in others for answer in each])
-            row |= {f"others_{name}": value for name, value in found.items()}
+            row |= self._beside(place, split, load, crew)
         self._report.add("setups", row)
+        self._report.add("timeline", place | timeline(answers))
         for error in {answer.error for answer in answers if answer.error}:
             self._report.skip(" ".join(place.values()), error)
 
-    def _stream(
-        self, split: Split, size: Size, load: Load, requests: int, crew: Crew
-    ) -> list[tuple[Load, list[Answer]]]:
-        """One stream over the engines of a setup; the load and the answers of each."""
-        options = self._options
+    def _beside(self, place: Row, split: Split, load: Load, crew: Crew) -> Row:
+        """Times between the tokens of generations that run during a load; none if something fails."""
+        seats = crew.engines[: split.engines]
+        try:
+            try:
+                ask(seats, [BESIDE] * len(seats), _SECONDS)
+                self._stream(place, split, load, self._options.requests, crew)
+            finally:
+                others = ask(seats, [OVER] * len(seats), _SECONDS)
+        except SeatFailed as error:
+            self._report.skip(f"{' '.join(place.values())} --itl", str(error)[-1000:])
+            return {}
+        found = between_tokens([answer for each in others for answer in each])
+        return {f"others_{name}": value for name, value in found.items()}
+
+    def _stream(self, place: Row, split: Split, load: Load, requests: int, crew: Crew) -> Streamed:
+        """One stream over the engines of a setup."""
+        options, size = self._options, Size.of(place["size"])
         parts = shares(load, requests, split.engines)
         way = "reference" if split.encoders else "local"
-        seats = crew.clients[: len(parts)]
-        asked = [Share(way, size, part, count, options.text, options.tokens) for part, count in parts]
-        ask(seats, asked, _SECONDS)
+        seats = crew.clients[place["source"]][: len(parts)]
+        ask(seats, [Share(way, size, part, count, options.text, options.tokens) for part, count in parts], _SECONDS)
+        spent = cpu_seconds([os.getpid()])
         answers = ask(seats, [time.monotonic() + 0.1] * len(seats), _SECONDS)
-        return [(part, each) for (part, _), each in zip(parts, answers, strict=True)]
+        spent = cpu_seconds([os.getpid()]) - spent
+        return Streamed([(part, each) for (part, _), each in zip(parts, answers, strict=True)], spent)
 
-    def _compare(self, language: str, size: str) -> None:
+    def _compare(self, place: Row) -> None:
         """Each setup with as many local engines as it has devices."""
-        rows = [
-            row
-            for row in self._report.document().get("setups", [])
-            if (row["language"], row["size"]) == (language, size)
-        ]
+        rows = [row for row in self._report.document().get("setups", []) if place.items() <= row.items()]
         for split in self._options.setups:
             ours, local = (_points(rows, each) for each in (split, split.local))
             if split == split.local or not ours or not local:
                 continue
-            place = {"language": language, "size": size, "setup": str(split)}
+            at = place | {"setup": str(split)}
             equal = equal_p99.compared(ours, local)
             for row in equal:
-                self._report.add("equal_p99", place | row)
+                self._report.add("equal_p99", at | row)
             loads = {point.load: point.rate for point in local}
             same = [(point.load, point.rate, loads[point.load]) for point in ours if point.load in loads]
             within = [
@@ -214,7 +237,7 @@ class Sweep:
             ]
             for rates in (same, within):
                 for row in equal_p99.turns(rates):
-                    self._report.add("turns", place | row)
+                    self._report.add("turns", at | row)
 
 
 def _points(rows: Sequence[Row], split: Split) -> list[Point]:

@@ -72,14 +72,15 @@ def arguments(
 def start(chosen: Mapping[str, Any], device: int | None = None) -> Any:
     """An `AsyncLLM`, whose engine is a process. Needs a running loop, and blocks it for minutes.
 
-    device: index of the engine's GPU; None leaves it to vLLM, which takes the first. Raises ValueError without it.
+    device: index of the engine's GPU among those visible here; None leaves it to vLLM, which takes the first. Raises
+    ValueError without it.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - seconds
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415 - as above
 
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     if device is not None:  # the engine's first; the others stay visible, as their memory is read over NVLink
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, _rotated(device)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_rotated(device, before))
     try:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**chosen, disable_log_stats=False))
     finally:
@@ -88,13 +89,15 @@ def start(chosen: Mapping[str, Any], device: int | None = None) -> Any:
             os.environ.update({"CUDA_VISIBLE_DEVICES": before} if before else {})
 
 
-def _rotated(first: int) -> list[int]:
+def _rotated(first: int, visible: str | None) -> list[str]:
+    """The names of all devices; visible: CUDA_VISIBLE_DEVICES."""
     import torch  # noqa: PLC0415 - as above
 
     count = torch.cuda.device_count()
     if first >= count:
         raise ValueError(f"there is no GPU {first}: {count} can be seen")
-    return [(first + index) % count for index in range(count)]
+    names = visible.split(",")[:count] if visible else [str(index) for index in range(count)]
+    return names[first:] + names[:first]
 
 
 def described() -> dict[str, str]:

@@ -147,8 +147,9 @@ def from_rpc(error: grpc.RpcError, indices: Sequence[int] = ()) -> VitwireError:
     details: Iterable[AnyMessage] = ()
     with suppress(DecodeError):  # code and message are still valid
         details = Status.FromString(_bytes(metadata.get(_STATUS_KEY, b""))).details
-    code = "UNAVAILABLE" if _is_reset(error) else error.code().name
-    message = error.details() or ""
+    code, message = error.code().name, error.details() or ""
+    if code == "INTERNAL" and "RST_STREAM" in message:  # cut off, as proxies do when the server behind them dies
+        code = "UNAVAILABLE"
     if code == "UNIMPLEMENTED" and not is_from_server(error):
         message = f"the target is not a Vitwire server, or has another version: {message}"
     translated = _error(code, message, details, indices=indices)
@@ -157,11 +158,6 @@ def from_rpc(error: grpc.RpcError, indices: Sequence[int] = ()) -> VitwireError:
     if isinstance(request_id := metadata.get(REQUEST_ID_KEY), str):
         translated.request_id = request_id
     return translated
-
-
-def _is_reset(error: grpc.RpcError) -> bool:
-    """Whether the stream was cut off, as proxies do when the server behind them dies; gRPC calls that INTERNAL."""
-    return error.code() is grpc.StatusCode.INTERNAL and "RST_STREAM" in (error.details() or "")
 
 
 def is_from_server(error: grpc.RpcError) -> bool:

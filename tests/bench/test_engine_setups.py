@@ -20,6 +20,7 @@ from bench.engine.equal_p99 import Point, Rate, compared, rate_within, turns
 from bench.engine.loads import Load
 from bench.engine.requests import Asked, patches_of, picture, renewed
 from bench.engine.seat import ClientPlace, Seat, SeatFailed, ask
+from bench.engine.seat import seated as seats_of
 from bench.engine.splits import Split, grouped, shares
 
 from client_models import described
@@ -173,9 +174,10 @@ def test_nvidia_smi_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine would share one with another, unnoticed."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert vllm_engine._rotated(1) == [1, 0]
+    assert vllm_engine._rotated(1, None) == ["1", "0"]
+    assert vllm_engine._rotated(1, "5,GPU-a3") == ["GPU-a3", "5"]
     with pytest.raises(ValueError, match="no GPU 2: 2 can be seen"):
-        vllm_engine._rotated(2)
+        vllm_engine._rotated(2, None)
 
 
 def test_consecutive_ports() -> None:
@@ -212,13 +214,9 @@ def _sleeper(place: Any) -> int:
 
 @contextmanager
 def seated(*indices: int) -> Iterator[list[Seat]]:
-    seats = [Seat(ClientPlace(index, {})) for index in indices]
-    try:
+    with seats_of([ClientPlace(index, {}) for index in indices]) as seats:
         assert [each.answer(60)["index"] for each in seats] == list(indices)
         yield seats
-    finally:
-        for each in seats:
-            each.close()
 
 
 @pytest.fixture(autouse=True)
@@ -253,9 +251,8 @@ def test_a_process_that_does_not_answer_is_given_up() -> None:
         assert ask(seats[1:], [4], 60) == [4]
 
 
-def test_a_process_that_does_not_end_is_killed_with_its_descendants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seat, "_STOP_SECONDS", 0.2)
+def test_a_process_that_does_not_end_is_killed_with_its_descendants() -> None:
     stuck = Seat(ClientPlace(9, {}))
     child = psutil.Process(stuck.answer(60)["child"])
-    stuck.close()
+    stuck.close(0.2)
     assert child.wait(60) is not None or not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

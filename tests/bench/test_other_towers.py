@@ -83,3 +83,16 @@ def test_the_error_of_rows_that_are_not_finite_is_unknown(changed: Callable[...,
     changed(CLIP, plain=plain)
     for row in run(CLIP)["others"]:
         assert row["eager"] is row["graph"] is row["norm_error"] is None
+
+
+def test_one_image_eagerly_in_turns_with_plain_transformers() -> None:
+    document = last_line("bench/gpu.py", *TINY, "--eager", "--towers", CLIP, "Qwen3-VL-8B")
+    assert document["left_out"] == []
+    loads = [(CLIP, "224^2"), ("Qwen3-VL-8B", "224^2"), ("Qwen3-VL-8B", "448^2")]
+    assert [(row["tower"], row["load"]) for row in document["eager"]] == loads
+    assert document["rows"] == document["others"] == []
+    for row in document["eager"]:
+        assert row["rounds"] >= 15
+        assert row["quartile_1"] <= row["eager_of_plain"] <= row["quartile_3"]
+        assert min(row["plain_sdpa"], row["eager"], row["served"], row["launches"], row["launches_plain"]) > 0
+        assert row["norm_error"] < 0.05

@@ -25,7 +25,7 @@ from vitwire_server.runtime.devices import Architecture
 from vitwire_server.runtime.kernels import attention, rotary
 from vitwire_server.runtime.kernels import norms as adding
 from vitwire_server.runtime.kernels import split_products as split
-from vitwire_server.runtime.kernels.norms import add_norm, add_norm_quantise
+from vitwire_server.runtime.kernels.norms import Norm, add_norm, add_norm_quantise
 from vitwire_server.runtime.kernels.operands import Segments, attention_division, attention_tile
 from vitwire_server.runtime.kernels.quantise import activate_quantise, quantise
 from vitwire_server.runtime.kernels.rotary import rotate
@@ -121,7 +121,7 @@ def rotation() -> None:
 def norms() -> None:
     rows = torch.zeros(64, 1152, dtype=torch.bfloat16)
     norm = nn.LayerNorm(1152, dtype=torch.bfloat16)
-    add_norm(rows, rows, norm, ahead=norm.bias.data)
+    add_norm(rows, rows, Norm.of(norm), ahead=norm.bias.data)
 
 
 def norms_of_parts() -> None:
@@ -130,7 +130,7 @@ def norms_of_parts() -> None:
     add_norm(
         torch.zeros(64, 1152, dtype=torch.bfloat16),
         torch.zeros(3, 64, 1152),
-        norm,
+        Norm.of(norm),
         ahead=bias,
         bias=bias,
         overlapping=True,
@@ -144,7 +144,8 @@ def checked_copies() -> None:
 
 
 def rms_norms() -> None:
-    add_norm(torch.zeros(64, 1280, dtype=torch.bfloat16), None, nn.RMSNorm(1280, eps=1e-6, dtype=torch.bfloat16))
+    norm = nn.RMSNorm(1280, eps=1e-6, dtype=torch.bfloat16)
+    add_norm(torch.zeros(64, 1280, dtype=torch.bfloat16), None, Norm.of(norm))
 
 
 def containment() -> None:
@@ -189,12 +190,12 @@ def rows_in_float8() -> None:
 def norms_in_float8() -> None:
     rows = torch.zeros(64, 1152, dtype=torch.bfloat16)
     norm = nn.LayerNorm(1152, dtype=torch.bfloat16)
-    add_norm_quantise(rows, rows, norm, ahead=norm.bias.data)
+    add_norm_quantise(rows, rows, Norm.of(norm), ahead=norm.bias.data)
 
 
 def rms_norms_in_float8() -> None:
     rows = torch.zeros(1024, 1280, dtype=torch.bfloat16)
-    add_norm_quantise(rows, None, nn.RMSNorm(1280, eps=1e-6, dtype=torch.bfloat16))
+    add_norm_quantise(rows, None, Norm.of(nn.RMSNorm(1280, eps=1e-6, dtype=torch.bfloat16)))
 
 
 def activations_in_float8() -> None:

@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 from vitwire_server.runtime.attention.selection import LoadedBackend, Selection, select
 from vitwire_server.runtime.fused.fusing import fuse
 from vitwire_server.runtime.kernels.attention import segment_attention
-from vitwire_server.runtime.kernels.norms import add_norm, add_norm_quantise
+from vitwire_server.runtime.kernels.norms import Norm, add_norm, add_norm_quantise
 from vitwire_server.runtime.kernels.operands import SMALLEST, Scaled
 from vitwire_server.runtime.kernels.quantise import activate_quantise, quantise
 from vitwire_server.runtime.kernels.rowwise import KINDS, activate
@@ -97,8 +97,8 @@ def test_a_norm_that_quantises(columns: int, kind: Any, device: torch.device, dt
     hidden, more = torch.randn(2, 9, columns, dtype=dtype, device=device)
     ahead = torch.randn(columns, dtype=dtype, device=device)
     for added, extra in ((None, None), (more, None), (more, ahead)):
-        summed, expected = add_norm(hidden, added, norm, extra)
-        own, got = add_norm_quantise(hidden, added, norm, extra)
+        summed, expected = add_norm(hidden, added, Norm.of(norm), extra)
+        own, got = add_norm_quantise(hidden, added, Norm.of(norm), extra)
         assert torch.equal(own, summed)
         close(got, expected, dtype)
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from vitwire_server.runtime.attention.backends import BACKENDS, segment_sdpa
 from vitwire_server.runtime.kernels.attention import segment_attention
-from vitwire_server.runtime.kernels.norms import add_norm
+from vitwire_server.runtime.kernels.norms import Norm, add_norm
 from vitwire_server.runtime.kernels.operands import Segments
 from vitwire_server.runtime.kernels.rotary import rotate, rotate_reference
 from vitwire_server.runtime.kernels.rowwise import KINDS, activate, contain, copy_checked, interpolated
@@ -140,18 +140,19 @@ def test_norm_of_a_sum(columns: int, added: bool, device: torch.device, dtype: t
         nn.init.normal_(weight)
     hidden, more = torch.randn(2, 9, columns, dtype=dtype, device=device)
     for each in (norm, rms):
-        summed, normed = add_norm(hidden, more if added else None, each)
+        own = Norm.of(each)
+        summed, normed = add_norm(hidden, more if added else None, own)
         expected = hidden + more if added else hidden
         assert torch.equal(summed, expected)
         if added:
-            ahead, normed_too = add_norm(hidden, more, each, ahead=norm.bias)
+            ahead, normed_too = add_norm(hidden, more, own, ahead=norm.bias)
             once = hidden.float() + more.float() + norm.bias.float()
             assert torch.equal(ahead, once.to(dtype)), "rounded once"
             assert torch.equal(normed_too, normed)
-            scaled, _ = add_norm(hidden, more, each, factor=norm.bias)
+            scaled, _ = add_norm(hidden, more, own, factor=norm.bias)
             assert distance(scaled, hidden.float() + norm.bias.float() * more.float()) <= limit(dtype)
             scaled, _ = add_norm(
-                hidden, more.float().expand(3, -1, -1).contiguous(), each, bias=norm.bias, factor=rms.weight
+                hidden, more.float().expand(3, -1, -1).contiguous(), own, bias=norm.bias, factor=rms.weight
             )
             sums = 3 * more.float() + norm.bias.float()
             assert distance(scaled, hidden.float() + rms.weight.float() * sums) <= limit(dtype)

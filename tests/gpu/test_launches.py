@@ -18,7 +18,7 @@ from triton.runtime import driver, jit
 
 from vitwire_server.runtime.kernels.attention import segment_attention
 from vitwire_server.runtime.kernels.launching import Kernel
-from vitwire_server.runtime.kernels.norms import add_norm, add_norm_quantise
+from vitwire_server.runtime.kernels.norms import Norm, add_norm, add_norm_quantise
 from vitwire_server.runtime.kernels.operands import Segments
 from vitwire_server.runtime.kernels.quantise import activate_quantise, quantise
 from vitwire_server.runtime.kernels.rotary import rotate
@@ -70,7 +70,7 @@ class Recording:
     def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
         def launch(*arguments: Any) -> None:
             placed, values = arguments[:6], arguments[9:]  # between them are hooks and what they get
-            self.launched.append((*placed, *(id(each) if isinstance(each, Tensor) else each for each in values)))
+            self.launched.append((*placed, *(each.data_ptr() if isinstance(each, Tensor) else each for each in values)))
 
         return launch
 
@@ -138,12 +138,12 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def norms(device: torch.device) -> list[Tensor]:
     rows, added = torch.randn(2, 65, 1152, dtype=BF16, device=device)
     norm, rms = nn.LayerNorm(1152, dtype=BF16, device=device), nn.RMSNorm(1152, 1e-6, dtype=BF16, device=device)
-    bias, parts = norm.bias + 1, torch.randn(3, 65, 1152, device=device)
+    bias, parts, own = norm.bias + 1, torch.randn(3, 65, 1152, device=device), Norm.of(norm)
     return [
-        *add_norm(rows, None, norm),
-        *add_norm(rows, added, rms, overlapping=True),
-        *add_norm(rows, parts, norm, bias, bias=bias, overlapping=True),
-        *add_norm_quantise(rows, added, norm)[1],
+        *add_norm(rows, None, own),
+        *add_norm(rows, added, Norm.of(rms), overlapping=True),
+        *add_norm(rows, parts, own, bias, bias=bias, overlapping=True),
+        *add_norm_quantise(rows, added, own)[1],
     ]
 
 

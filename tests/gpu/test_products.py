@@ -3,6 +3,7 @@
 `make kernel-test` runs the split ones on a CPU.
 """
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tests.gpu.test_kernels import distance, interpreted
 
 from vitwire_server.runtime.fused.surroundings import hasten_mergers
 from vitwire_server.runtime.graphs import CudaRecorder
-from vitwire_server.runtime.kernels.norms import add_norm
+from vitwire_server.runtime.kernels.norms import Norm, add_norm
 from vitwire_server.runtime.kernels.split_products import TILES, Tile, partial_sums
 from vitwire_server.runtime.products.choices import Choices
 from vitwire_server.runtime.products.cublaslt import Epilogue
@@ -60,7 +61,7 @@ def test_parts_add_up_to_the_product(
     parts = partial_sums(rows, linear.weight, tile)
     assert parts.shape == (tile.splits, count, columns)
     assert distance(parts.sum(0), rows.float() @ linear.weight.float().t()) <= 1e-5
-    summed, normed = add_norm(hidden, parts, norm, norm.bias, bias=linear.bias, overlapping=True)
+    summed, normed = add_norm(hidden, parts, Norm.of(norm), norm.bias, bias=linear.bias, overlapping=True)
     exact = hidden.float() + functional.linear(rows.float(), linear.weight.float(), linear.bias.float())
     eps = torch.finfo(dtype).eps
     assert distance(summed, exact + norm.bias.float()) <= max(1e-6, eps)
@@ -87,7 +88,7 @@ def test_recorded_products_are_those_of_torch(
             products.linear(rows, linear.weight, None),
             products.linear(rows, linear.weight, linear.bias, gelu=True),
             products.add(hidden.clone(), rows, linear.weight),
-            *products.add_norm(hidden, rows, linear, norm, ahead=norm.bias),
+            *products.add_norm(hidden, rows, (linear.weight, linear.bias), Norm.of(norm), ahead=norm.bias),
         ]
 
     expected = [each.clone() for each in results(Products())]
@@ -135,6 +136,65 @@ def test_quack_computes_products(
         assert distance(out, exact) <= torch.finfo(dtype).eps
     assert not quack.plans(196, weight, epilogue)
     assert not quack.plans(count, weight.t().contiguous(), epilogue)
+
+
+QUACK = {
+    "__init__": "",
+    "cache": "CACHE_DIR = None",
+    "activation": "gelu_tanh_approx = None",
+    "gemm_config": "GemmConfig = dict",
+    "epilogue/__init__": "",
+    "epilogue/ops": "RowVecLoad = str",
+    "epilogue/frontend": """
+class Kernel:
+    def plan(self, rows, weight, *, out, config, bias): return self
+    def run(self, rows, weight, *, out, bias): pass
+def gemm_epilogue(*, ops): return lambda traced: Kernel()
+""",
+}
+"""As much of quack as is used."""
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({}, None),
+        ({"gemm_config": None}, "quack.gemm_config"),
+        ({"cache": ""}, "CACHE_DIR"),
+        ({"epilogue/frontend": "def gemm_epilogue(): pass"}, "ops"),
+        ({"gemm_config": "def GemmConfig(**fields): raise KeyError('pingpong')"}, "pingpong"),
+        ({"epilogue/frontend": QUACK["epilogue/frontend"].replace("weight, *,", "weight, alpha, *,", 1)}, "alpha"),
+        ({"epilogue/frontend": QUACK["epilogue/frontend"].replace("def run", "def launch")}, "'run'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_another_release_of_quack_is_not_used(
+    changed: dict[str, str | None],
+    name: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for module, source in (QUACK | changed).items():
+        path = tmp_path / "quack" / f"{module}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if source is not None:
+            path.write_text(source)
+    metadata = tmp_path / "quack_kernels-1.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Name: quack-kernels\nVersion: 1.0\n")
+    for module in [each for each in sys.modules if each.partition(".")[0] == "quack"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: HOPPER)
+    quack = quack_on(torch.device("cuda"))
+    weight = torch.empty(32, 16)
+    plans = [quack.plans(2048, weight, each) for each in Epilogue] if quack else []
+    assert any(plans) is (name is None)
+    assert len(caplog.messages) == (name is not None)
+    assert (name or "") in caplog.text
+    for module in [each for each in sys.modules if each.partition(".")[0] == "quack"]:
+        monkeypatch.delitem(sys.modules, module)
 
 
 class Merging(nn.Module):

@@ -8,6 +8,8 @@ from vitwire_server.runtime.memory.streams import CudaStreams, pin
 from vitwire_server.sessions.arena import Arena, ArenaMemory
 
 MIB = 1 << 20
+_PINNED: list[ArenaMemory] = []
+"""For the life of the process, as CUDA does not register an address twice."""
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +22,17 @@ def pinned(size: int, kept: int) -> ArenaMemory:
     memory = ArenaMemory(Arena.create(size), kept)
     memory.arena.touch(memory.kept)
     pin(memory.arena.view(0, memory.kept))
+    _PINNED.append(memory)
     return memory
+
+
+def test_memory_that_cannot_be_pinned_leaves_cuda_in_order(
+    device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = pinned(2 * MIB, MIB)
+    pin(memory.arena.view(0, memory.kept))
+    assert "could not be pinned" in caplog.text
+    assert float(torch.ones(3, device=device).sum()) == 3
 
 
 def test_blocks_around_the_end_of_the_pinned_part(device: torch.device) -> None:

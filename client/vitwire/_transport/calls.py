@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import grpc
 
@@ -111,14 +111,17 @@ class Transport:
                     if not calls.wait(ROOM_SECONDS):
                         return
                 accept_timeout, part = exchange.attempts.accept_timeout(), exchange.part
-                with self.connections.bulk(
-                    part.transfer_bytes, stream=not part.one_message, routed=exchange.is_routed, again=again
-                ) as connection:
-                    call = calls.add(self._start(connection.channel, exchange, metadata))
-                    acceptance = Acceptance(call, self._timers, accept_timeout)
+                read = (grpc_channel.ENCODE if part.one_message else grpc_channel.ENCODE_STREAM).deserializer
+                with (
+                    self.connections.bulk(
+                        part.transfer_bytes, stream=not part.one_message, routed=exchange.is_routed, again=again
+                    ) as connection,
+                    calls.reading(self._start(connection.channel, exchange, metadata)) as call,
+                    closing(Acceptance(call, self._timers, accept_timeout)) as acceptance,
+                ):
                     try:
-                        for response in call:
-                            if (result := exchange.feed(response)) is not None:
+                        for raw in call:
+                            if (result := exchange.feed(read(raw))) is not None:
                                 yield result
                         self.replicas.saw(call.trailing_metadata())
                         delay = exchange.finish()
@@ -129,9 +132,6 @@ class Transport:
                             again = exchange.unanswered(connection)
                             continue
                         delay = exchange.failed(self.with_reason(error, exchange.attempts, metadata, part), connection)
-                    finally:
-                        acceptance.close()
-                        calls.drop(call)
             again = None
             if delay is None:
                 yield from exchange.refused()
@@ -161,12 +161,15 @@ class Transport:
         return None
 
     def _start(self, channel: grpc.Channel, exchange: Exchange, metadata: Metadata) -> StreamCall:
-        part, timeout, metadata = exchange.part, exchange.attempts.left(), exchange.metadata(metadata)
+        """gRPC takes and returns bytes: it hides what is raised in its serialisers, such as MemoryError."""
+        part, metadata = exchange.part, exchange.metadata(metadata)
         if part.one_message:
-            encode = channel.unary_stream(*grpc_channel.ENCODE)
-            return encode(part.request(), timeout=timeout, metadata=metadata)
-        stream = channel.stream_stream(*grpc_channel.ENCODE_STREAM)
-        return stream(part.uploads(), timeout=timeout, metadata=metadata)
+            request = grpc_channel.ENCODE.serializer(part.request())
+            encode: Callable[..., StreamCall] = channel.unary_stream(grpc_channel.ENCODE.path)
+            return encode(request, timeout=exchange.attempts.left(), metadata=metadata)
+        path, write, _ = grpc_channel.ENCODE_STREAM
+        stream: Callable[..., StreamCall] = channel.stream_stream(path, write)
+        return stream(part.uploads(), timeout=exchange.attempts.left(), metadata=metadata)
 
 
 class Timers:
@@ -249,17 +252,24 @@ class Calls:
         self._calls: list[StreamCall] = []
         self._cancelled = threading.Event()
 
-    def add(self, call: StreamCall) -> StreamCall:
+    @contextmanager
+    def reading(self, call: StreamCall) -> Iterator[StreamCall]:
+        """A call that this thread reads until the end of the block, which cancels it if it has not ended."""
         self._calls.append(call)
         if self._cancelled.is_set():
             call.cancel()
-        return call
-
-    def drop(self, call: StreamCall) -> None:
-        """Cancel and forget a call; a call that has ended is only forgotten. For the thread that reads it."""
-        call.cancel()
-        unary_streams.drain(call)
-        self._calls.remove(call)
+        is_interrupted = True
+        try:
+            yield call
+            is_interrupted = False
+        except unary_streams.ENDS:
+            is_interrupted = False
+            raise
+        finally:
+            call.cancel()
+            if not is_interrupted:
+                unary_streams.drain(call)
+            self._calls.remove(call)
 
     def cancel(self) -> None:
         self._cancelled.set()

@@ -14,7 +14,6 @@ import grpc
 import grpc.aio
 from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
-from vitwire._delivery.answers import Response
 from vitwire._transport import unary_streams
 from vitwire._transport.attempts import KEEPALIVE_SECONDS, KEEPALIVE_TIMEOUT
 from vitwire._transport.balancing import CONTENT_HEADER
@@ -82,7 +81,7 @@ HEALTH_OPTIONS = _COMMON_OPTIONS
 class StreamCall(Protocol):
     """An RPC with a response stream; gRPC's own class is private."""
 
-    def __iter__(self) -> Iterator[Response]: ...
+    def __iter__(self) -> Iterator[bytes]: ...
 
     def trailing_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
 
@@ -143,16 +142,14 @@ GET_MODEL: Method[pb.GetModelRequest, pb.GetModelResponse | Malformed] = Method(
 
 
 # HealthCheckRequest is one string and HealthCheckResponse one enum, both field 1, as in the wrapper types.
-def _health_request(service: str) -> bytes:
-    return StringValue(value=service).SerializeToString()
-
-
 def _health_status(raw: bytes) -> int:
     message = read_plain(Int32Value, raw)
     return 0 if isinstance(message, Malformed) else message.value
 
 
-HEALTH: Method[str, int] = Method("/grpc.health.v1.Health/Check", _health_request, _health_status)
+HEALTH: Method[str, int] = Method(
+    "/grpc.health.v1.Health/Check", lambda service: StringValue(value=service).SerializeToString(), _health_status
+)
 HEALTH_STATUS = ("UNKNOWN", "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN")
 
 
@@ -192,21 +189,16 @@ def checked_target(target: str | None) -> str:
     if scheme == "dns":
         authority, slash, name = rest.rpartition("/") if rest.startswith("//") else ("", "", rest)
         return f"dns:{authority}{slash}{_checked_name(target, name)}"
-    if scheme in ("unix", "unix-abstract", "xds") or rest.startswith("/"):
+    if scheme in ("unix", "unix-abstract", "vsock", "xds") or rest.startswith("/"):
         return target
     return _checked_name(target, target)
 
 
 def _checked_address(target: str, scheme: str, address: str) -> str:
     host, port = _divided(address)
-    try:
-        if scheme == "ipv4":
-            IPv4Address(host)
-        else:
-            IPv6Address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
+    if not (_is(IPv4Address, host) if scheme == "ipv4" else _is_ipv6(host)):
         wrong = f"{host!r} is not an {scheme} address; for a name use dns:///name:port"
-        raise ValueError(f"target {target!r}: {wrong}") from None
+        raise ValueError(f"target {target!r}: {wrong}")
     return _with_port(target, host, port)
 
 
@@ -214,24 +206,33 @@ def _checked_name(target: str, address: str) -> str:
     host, port = _divided(address)
     if not host:
         raise ValueError(f"target {target!r} has no host; {_FORMS}")
+    if not set("[]:").isdisjoint(host) and not _is_ipv6(host):
+        raise ValueError(f"target {target!r}: {host!r} is neither a name nor an IPv6 address in brackets")
     return _with_port(target, host, port)
 
 
 def _divided(address: str) -> tuple[str, str | None]:
-    """Host and port; an IPv6 address gets brackets."""
-    with suppress(ValueError):
-        return f"[{IPv6Address(address)}]", None
+    """Host and port. By gRPC's rules an IPv6 address without brackets has no port; it gets brackets."""
+    if _is_ipv6(f"[{address}]"):
+        return f"[{address}]", None
     host, colon, port = address.rpartition(":")
     return (host, port) if colon and not port.endswith("]") else (address, None)
+
+
+def _is(kind: type[IPv4Address | IPv6Address], host: str) -> bool:
+    with suppress(ValueError):
+        return bool(kind(host))
+    return False
+
+
+def _is_ipv6(host: str) -> bool:
+    """True for an IPv6 address in brackets."""
+    return host[:1] + host[-1:] == "[]" and _is(IPv6Address, host[1:-1])
 
 
 def _with_port(target: str, host: str, port: str | None) -> str:
     if port is None:
         return f"{host}:{PORT}"
-    _check_port(target, port)
-    return f"{host}:{port}"
-
-
-def _check_port(target: str, port: str) -> None:
     if not (port.isascii() and port.isdigit() and 1 <= int(port) <= _MAX_PORT):
         raise ValueError(f"target {target!r}: {port!r} is not a port between 1 and {_MAX_PORT}")
+    return f"{host}:{port}"

@@ -6,7 +6,6 @@ of the time off a call with 1.6 MB of rows, and a third of its processor time (g
 cancelled call until its channel is closed, unless its events are read to their end: `drain` does that.
 """
 
-import sys
 from typing import Any
 
 import grpc
@@ -20,8 +19,8 @@ OPTIONS: tuple[tuple[str, int | str], ...] = (
 )
 """Of the channel; none for a release of gRPC that lacks what `drain` needs."""
 
-_OF_CALLS = (grpc.RpcError, VitwireError, GeneratorExit)
-"""Exceptions that calls end with."""
+ENDS = (grpc.RpcError, VitwireError, GeneratorExit)
+"""Exceptions that end a call. Any other, such as KeyboardInterrupt, may come from a signal's handler."""
 
 
 def has_headers(call: object) -> bool:
@@ -33,11 +32,9 @@ def has_headers(call: object) -> bool:
 def drain(call: object) -> None:
     """Read what is left of a call that has ended or was cancelled, in the thread that read it before.
 
-    Not after an exception of a signal's handler, such as KeyboardInterrupt: gRPC may then have lost an event, and would
-    wait for it without end.
+    Not after an exception of a signal's handler: gRPC may have lost an event, and would wait for it without end.
     """
-    error = sys.exc_info()[1]
-    if type(call) is _SingleThreaded and (error is None or isinstance(error, _OF_CALLS)):
+    if type(call) is _SingleThreaded:
         known: Any = call
         while known._state.due:  # noqa: SLF001 - gRPC has no public way
             known._consume_next_event()  # noqa: SLF001

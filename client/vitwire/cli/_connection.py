@@ -1,7 +1,7 @@
 """Options that all commands share, the client made from them, and how errors become a line and an exit code."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import wraps
@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
-from vitwire import AsyncClient, Client, DType, Model, Priority, Unauthenticated, VitwireError
+from vitwire import Client, DType, Model, Priority, Unauthenticated, VitwireError
 from vitwire._transport.attempts import MAX_RETRIES
 from vitwire._transport.channel import PORT
 from vitwire._transport.connections import CONNECTIONS
@@ -60,12 +60,12 @@ class Connection:
     @contextmanager
     def client(self) -> Iterator[Client]:
         """A client; errors in the block are reported as by `reported`."""
-        with reported(), Client(self.target, **self._arguments()) as client:
-            yield client
-
-    def async_client(self) -> AsyncClient:
-        """A client for asyncio, to be made in the event loop that uses it. Raises ValueError or OSError."""
-        return AsyncClient(self.target, **self._arguments())
+        names = ("target", "token", "timeout", "max_retries", "connections", "output_type", "priority")
+        arguments = {name: getattr(self, name) for name in names}
+        with reported():
+            tls = tls_of(tls=self.tls, ca=self.ca, cert=self.cert, key=self.key)
+            with Client(**arguments, tls=tls, wait_for_ready=self.wait) as client:
+                yield client
 
     def model(self, client: Client) -> Model:
         """The service's model; with `wait`, once a server is ready, with a notice on stderr if that takes time."""
@@ -79,12 +79,6 @@ class Connection:
             return client.model(max(self.timeout, _WAIT_SECONDS))
         finally:
             notice.cancel()
-
-    def _arguments(self) -> Mapping[str, Any]:
-        """Of a client, after the target."""
-        names = ("token", "timeout", "max_retries", "connections", "output_type", "priority")
-        tls = tls_of(tls=self.tls, ca=self.ca, cert=self.cert, key=self.key)
-        return {name: getattr(self, name) for name in names} | {"tls": tls, "wait_for_ready": self.wait}
 
 
 @dataclass(frozen=True, slots=True)

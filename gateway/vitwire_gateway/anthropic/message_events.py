@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Iterator
 from uuid import uuid4
 
-from vitwire_gateway.anthropic.answers import (
+from vitwire_gateway.anthropic.message_parts import (
     BROKEN,
     encoded,
     error_message_of,
@@ -42,7 +42,6 @@ class MessageEvents:
         self._arguments = ""
         """Of the latest call, their beginning if they are long."""
         self._finish: tuple[str | None, object] = "stop", None
-        self._has_stopped = False
         self._usage: Json | None = None
 
     def texts(self, content: bytes) -> list[bytes]:
@@ -98,7 +97,6 @@ class MessageEvents:
             yield {"type": "message_start", "message": head_of(chunk)}
         self._usage = chunk.get("usage") or self._usage
         if not chunk["choices"]:
-            yield from self._stopped()
             return
         choice = chunk["choices"][0]
         if choice.get("finish_reason") is not None:
@@ -136,13 +134,11 @@ class MessageEvents:
             yield self._delta({"type": "input_json_delta", "partial_json": function["arguments"]})
 
     def _stopped(self) -> Iterator[Json]:
-        """The end of the last block, and once the reason for it."""
+        """The end of the last block, and the reason for it."""
         yield from self._flushed()
-        if not self._has_stopped:
-            self._has_stopped = True
-            is_whole = bool(self._calls) and len(self._arguments) <= _SHORT and _is_json(self._arguments)
-            stop = stop_of(self._finish[0], self._finish[1], called=bool(self._calls), is_whole=is_whole)
-            yield {"type": "message_delta", "delta": stop, "usage": usage_of(self._usage)}
+        is_whole = bool(self._calls) and len(self._arguments) <= _SHORT and _is_json(self._arguments)
+        stop = stop_of(self._finish[0], self._finish[1], called=bool(self._calls), is_whole=is_whole)
+        yield {"type": "message_delta", "delta": stop, "usage": usage_of(self._usage)}
 
     def _started(self, block: Json) -> Json:
         self._index += 1

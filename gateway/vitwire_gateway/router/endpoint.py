@@ -14,8 +14,8 @@ import httpx2
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from vitwire_gateway.anthropic.answers import encoded, error_message_of, event_of
 from vitwire_gateway.anthropic.message_events import MessageEvents
+from vitwire_gateway.anthropic.message_parts import encoded, error_message_of, event_of
 from vitwire_gateway.anthropic.messages import is_anthropic
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import is_small

@@ -115,7 +115,9 @@ def posted_of(body: bytes, form: Form, kind: Kind) -> Posted:
         if form == "message":
             if kind == "part":
                 return Posted(None, part_of_message(_parsed(pb.EncodeRequest(), body)))
-            return Posted(None, registration_of_message(_parsed(pb.SchedulerReceiveUrlRequest(), body)))
+            message = _parsed(pb.SchedulerReceiveUrlRequest(), body)
+            url = endpoint(message.receive_url, "receive_url")
+            return Posted(None, Registration(message.req_id, url, message.receive_count))
         content = parse(body)
         req_id = content["req_id"] if isinstance(content.get("req_id"), str) else None
         if kind == "part":
@@ -139,11 +141,6 @@ def part_of_message(message: pb.EncodeRequest) -> Part:
     _check_number(message.embedding_port, "embedding_port", _MAX_RECEIVERS)
     receivers = _receivers(message.prefill_host, [port for port in message.embedding_port if port])
     return Part(message.req_id, message.num_parts, message.part_idx, tuple(message.mm_items), receivers)
-
-
-def registration_of_message(message: pb.SchedulerReceiveUrlRequest) -> Registration:
-    """The registration in a gRPC request. Raises ApiError."""
-    return Registration(message.req_id, endpoint(message.receive_url, "receive_url"), message.receive_count)
 
 
 def part_of_json(body: Json) -> Part:

@@ -1,9 +1,9 @@
 """Reports on encoded items and their batches."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from vitwire_server.core.budgets import Budget
 from vitwire_server.core.delivery import Delivered, NotDelivered, Stored
@@ -79,6 +79,17 @@ class BatchReport:
     """None if nothing ran."""
 
 
+class Waiting(NamedTuple):
+    """What waits in the queue."""
+
+    items: int
+    nbytes: int
+    """Of pixels."""
+    tokens: int
+    seconds: float
+    """Predicted."""
+
+
 class Monitor(Protocol):
     """Counts the scheduler's events; implemented by the metrics."""
 
@@ -88,7 +99,7 @@ class Monitor(Protocol):
 
     def item_dropped(self, stage: str, reason: str) -> None: ...
 
-    def queue_changed(self, items: int, nbytes: int, tokens: int, seconds: float) -> None: ...
+    def watch_queue(self, waiting: Callable[[], Waiting]) -> None: ...
 
     def heartbeat(self) -> None: ...
 

@@ -1,6 +1,7 @@
 """Messages to items: everything a client sends is checked here, on the CPU, before it is queued."""
 
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from typing import TypeVar
 
@@ -24,6 +25,8 @@ from vitwire_server.rpc.unprepared import Unprepared, goes_to_device, is_picture
 from vitwire_server.scheduling.tickets import Priority
 
 T = TypeVar("T")
+_HEADERS, _HEADER_BYTES = 1024, 128
+"""Headers that are kept, and the bytes of one at most: most images have one of few sizes."""
 
 
 class Codec:
@@ -33,6 +36,7 @@ class Codec:
         self._card = card
         self._footprints = footprints
         self._recipes = recipes_of(card.preprocessing, card.geometry)
+        self._repeated = lru_cache(_HEADERS)(self._parsed)
 
     def items(self, request: wire.Request, consumer: Consumer | None = None) -> list[Item | CacheLookup | Unprepared]:
         """The items of an Encode request; `consumer` leases their regions.
@@ -102,7 +106,10 @@ class Codec:
             if len(data) != made.nbytes:
                 refuse([Violation("pixels.data", f"has {len(data)} bytes, shape requires {made.nbytes}")], field)
             return replace(made, data=data)
-        header = self.header(field, item, output, consumer)
+        if item.content_id or item.HasField("region") or item.ByteSize() > _HEADER_BYTES:
+            header = self.header(field, item, output, consumer)
+        else:
+            header = self._repeated(field, item.SerializeToString(), output)
         if isinstance(header, CacheLookup):
             return header
         parts = (("pixels", tensors.pixels, header.pixels), ("crops", tensors.crops, header.crops))
@@ -127,6 +134,9 @@ class Codec:
         refuse(wrong, field)
         assert modality, "it was checked"
         return Unprepared(item, modality, output, prod(picture) if picture else file_bytes, picture)
+
+    def _parsed(self, field: str, raw: bytes, output: DType) -> Item | CacheLookup:
+        return self.header(field, pb.Item.FromString(raw), output)
 
     def header(self, field: str, item: pb.Item, output: DType, consumer: Consumer | None = None) -> Item | CacheLookup:
         """An item without its bytes. Raises InvalidRequest."""

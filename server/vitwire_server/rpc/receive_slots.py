@@ -77,7 +77,7 @@ class ReceiveSlots:
         if (
             self._waiting
             or len(self._held) >= self.slots
-            or self._slots_by_name()[caller.name] >= self._most_per_caller
+            or sum(slot.caller.name == caller.name for slot in self._held) >= self._most_per_caller
         ):
             return None
         self._held.append(slot := _Slot(caller, asyncio.get_running_loop().time()))

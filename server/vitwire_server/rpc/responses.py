@@ -74,14 +74,14 @@ def _chunks(kind: type[Answer], item: int, outcome: Encoded, prepared: Prepared 
     rows, width = embedding.shape
     row_bytes = width * embedding.dtype.size
     step = max(1, CHUNK_BYTES // row_bytes)
-    rest = kind(item=item).SerializeToString()
     chunk = pb.EmbeddingChunk(data_type=_NUMBERS[embedding.dtype], shape=embedding.shape)
     for row in range(0, rows, step):
         chunk.row, chunk.last = row, row + step >= rows
-        if chunk.last:
-            rest = kind(item=item, report=_report(outcome, prepared)).SerializeToString()
+        rest = kind(item=item, report=_report(outcome, prepared) if chunk.last else None)
         data = embedding.data[row * row_bytes : (row + step) * row_bytes]
-        yield Outgoing(wire.join_chunk(rest, chunk.SerializeToString(), data), len(data), chunk.last)
+        yield Outgoing(
+            wire.join_chunk(rest.SerializeToString(), chunk.SerializeToString(), data), len(data), chunk.last
+        )
 
 
 def _report(outcome: Encoded, prepared: Prepared | None) -> pb.ItemReport:

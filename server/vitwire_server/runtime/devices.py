@@ -1,8 +1,8 @@
 """The limits of a CUDA device, by which tiles and backends are chosen, without a list of models."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -12,8 +12,7 @@ AMPERE = (8, 0)
 """The first that multiplies bfloat16; Triton and flash attention support no older ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
+class Architecture(NamedTuple):
     """Limits and instructions of a device."""
 
     capability: tuple[int, int]

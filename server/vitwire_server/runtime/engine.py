@@ -153,7 +153,7 @@ class Engine:
         sources = self._streams.upload([[item.pixels for item in group] for group in groups] + crops)
         stage_in = time.perf_counter() - start
         with self._streams.computing():
-            staged = _Staged(groups, sources[: len(groups)], sources[len(groups) :])
+            staged = Staged(groups, sources[: len(groups)], sources[len(groups) :])
             forward = self._replay(items, staged, budget) if budget else self._eager(items, staged)
             rows, finite, kept = self._finish(items, forward)
             outgoing = self._outgoing(items, rows)
@@ -192,12 +192,12 @@ class Engine:
         rows, kept = prune(items, parts, rows, main=geometry.width // (1 + geometry.levels))
         return rows, finite, kept
 
-    def _replay(self, items: Sequence[Item], staged: "_Staged", budget: Budget) -> Tensor:
+    def _replay(self, items: Sequence[Item], staged: "Staged", budget: Budget) -> Tensor:
         graph = self._graphs[budget]
         graph.load([item.grid for item in items], lambda pixels, crops: self._fill(staged, pixels, crops))
         return graph.replay()
 
-    def _eager(self, items: Sequence[Item], staged: "_Staged") -> Tensor:
+    def _eager(self, items: Sequence[Item], staged: "Staged") -> Tensor:
         tower = self._tower
         grids = [item.grid for item in items]
         metadata = tower.reserve(tower.exact(grids))
@@ -211,7 +211,7 @@ class Engine:
     def _rows(self, rows: int, columns: int) -> Tensor:
         return torch.empty(rows, columns, dtype=self._tower.dtype, device=self._tower.device)
 
-    def _fill(self, staged: "_Staged", pixels: Tensor, crops: Tensor | None) -> None:
+    def _fill(self, staged: "Staged", pixels: Tensor, crops: Tensor | None) -> None:
         """Write pixels and crops into the tower's inputs."""
         items = [item for group in staged.groups for item in group]
         of_crops = torch.split(crops, [item.footprint.crops for item in items]) if crops is not None else repeat(None)
@@ -237,7 +237,7 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class _Staged:
+class Staged:
     """The pixels of a batch on the device."""
 
     groups: Sequence[Sequence[Item]]

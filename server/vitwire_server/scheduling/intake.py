@@ -7,7 +7,7 @@ from threading import Condition
 from vitwire_server.core.errors import DeadlineExceeded, Unavailable
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.plans import Batch
-from vitwire_server.core.reports import Monitor
+from vitwire_server.core.reports import Monitor, Waiting
 from vitwire_server.scheduling.forecast import Forecast
 from vitwire_server.scheduling.planner import Planner
 from vitwire_server.scheduling.queue import Queue
@@ -42,6 +42,7 @@ class Intake:
         self._closed = False
         self._unanswered: set[Entry] = set()
         """Entries that were taken and not answered yet."""
+        monitor.watch_queue(self.waiting)
 
     def now(self) -> float:
         """Seconds on the clock that deadlines are given in."""
@@ -54,7 +55,6 @@ class Intake:
                 raise Unavailable("the server is shutting down")
             for entry in entries:
                 self._queue.push(entry)
-            self._queue_changed()
             self._changed.notify()
 
     def check_deadline(self, ticket: Ticket, tokens: int, items: int = 1) -> None:
@@ -84,10 +84,8 @@ class Intake:
         with self._changed:
             ticket.cancelled = True
             reason = "deadline" if ticket.is_expired(self._clock()) else "cancelled"
-            for _ in (removed := self._queue.remove(ticket)):
+            for _ in self._queue.remove(ticket):
                 self._monitor.item_dropped("queue", reason)
-            if removed:  # else the request is over: most are
-                self._queue_changed()
 
     def close(self) -> None:
         """Accept no more; what waits still runs."""
@@ -123,8 +121,6 @@ class Intake:
                 self._queue.drop(entry)
             self._queue.take(entries)
             self._unanswered.update(expired, entries)
-            if expired or entries:
-                self._queue_changed()
         return Taken(batch, footprints, entries, expired)
 
     def answered(self, entry: Entry) -> None:
@@ -137,10 +133,9 @@ class Intake:
             self._closed = True
             waiting = self._queue.peek(len(self._queue))
             self._queue.take(waiting)
-            self._queue_changed()
         return [*self._unanswered, *waiting]
 
-    def _queue_changed(self) -> None:
-        queue = self._queue
-        seconds = self.planner.estimate(queue.tokens) * self._forecast.pace
-        self._monitor.queue_changed(len(queue), queue.nbytes, queue.tokens, seconds)
+    def waiting(self) -> Waiting:
+        """What waits, at the pace of the last batches."""
+        queue, tokens = self._queue, self._queue.tokens
+        return Waiting(len(queue), queue.nbytes, tokens, self.planner.estimate(tokens) * self._forecast.pace)

@@ -154,8 +154,6 @@ class Scheduler:
     def _execute(self, taken: Taken) -> Launched:
         assert taken.batch, "there is a batch to launch"
         self.last_launch = started = self._clock()
-        for entry in taken.entries:
-            self._monitor.item_waited(started - entry.arrived)
         if self._learner:
             self._learner.planned(taken.window, len(taken.entries))
         items = [entry.item for entry in taken.entries]
@@ -163,6 +161,8 @@ class Scheduler:
         self._beat(predicted)
         self._forecast.launched(predicted.work, started)
         running = self._runner.launch(items, taken.batch.budget)
+        for entry in taken.entries:
+            self._monitor.item_waited(started - entry.arrived)
         return Launched(taken.entries, taken.batch, running, started, predicted)
 
     def _commit(self, done: Launched) -> None:

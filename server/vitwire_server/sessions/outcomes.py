@@ -187,7 +187,8 @@ class Outcomes:
             assert embedding.device, "else they are on the host"
             self.single_flight.fetch(embedding.device, partial(self._fetched, key, region, outcome))
         elif region is None or consumer is None:
-            self.settle(key, replace(outcome, embedding=replace(embedding, device=None)))
+            returned = replace(outcome, embedding=replace(embedding, device=None)) if embedding.device else outcome
+            self.settle(key, returned)
         else:
             self._write(key, Placing(consumer, region), outcome)
 

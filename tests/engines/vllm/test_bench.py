@@ -288,14 +288,16 @@ def test_setups(run: Run, seats: None) -> None:
 
 @pytest.mark.timeout(900)
 def test_setups_of_photographs(run: Run, seats: None) -> None:
-    """Clients, a router, an HTTP server and an engine by device, and one encoder."""
-    words = ["--sizes", "128x1", "--loads", "p40", "--requests", "8", "--itl", "--from", "jpeg"]
+    """Clients, a router, an HTTP server and an engine by device, and one encoder; then the same without HTTP."""
+    words = ["--sizes", "128x1", "--loads", "p40", "--requests", "8", "--itl", "--from", "jpeg,patches"]
     document = run(*words, "--setups", "3+0,2+1", "--language", "8b")
     assert "error" not in document, document
     assert document["skipped"] == []
+    assert [row["source"] for row in document["setups"]] == ["jpeg", "jpeg", "patches", "patches"]
     for row in document["setups"]:
         assert (row["requests"], row["errors"]) in ((8, 0), (9, 0)), row
         assert row["others_itl_p99_ms"] > 0 < row["requests_per_s"]
+    assert ["accepted" in row for row in document["timeline"]] == [False, False, False, True]
     assert 0 < document["setups"][1]["encoders_busy"] <= 1
 
 
@@ -305,4 +307,4 @@ def test_engines_that_do_not_start_are_left_out(run: Run, seats: None) -> None:
     document = run(*words, "--engine-args", '{"max_model_len": 1000000}')
     assert "setups" not in document
     assert any(each.startswith("engine 1: ") and "max_model_len" in each for each in document["skipped"]), document
-    assert any(each.startswith("2b 128x1 1+1 c2: ") for each in document["skipped"]), document
+    assert document["skipped"][2:] == [f"2b {setup}: some of it did not start" for setup in ("2+0", "1+1")], document

@@ -218,6 +218,10 @@ def test_a_missing_target_is_a_clear_error(kind: Any, monkeypatch: pytest.Monkey
         ("dns://8.8.8.8/encoder:5", "dns://8.8.8.8/encoder:5"),
         ("ipv4:10.0.0.1:5,10.0.0.2", "ipv4:10.0.0.1:5,10.0.0.2:50051"),
         ("ipv6:[::1]", "ipv6:[::1]:50051"),
+        ("ipv6:[::1]:5,::2", "ipv6:[::1]:5,[::2]:50051"),
+        ("ipv6:::1:8080", "ipv6:[::1:8080]:50051"),
+        ("ipv6:[fe80::1%25eth0]:5", "ipv6:[fe80::1%25eth0]:5"),
+        ("vsock:2:1234", "vsock:2:1234"),
         ("unix:/run/vitwire", "unix:/run/vitwire"),
         ("xds:///encoder", "xds:///encoder"),
     ],
@@ -228,7 +232,21 @@ def test_a_target_without_a_port_means_the_usual_one(target: str, meant: str) ->
 
 
 @pytest.mark.parametrize(
-    "target", [":5", "localhost:", "[::1]:x", "dns:///", "dns:///:5", "ipv4:x", "ipv4:", "h:99999"]
+    "target",
+    [
+        *(":5", "localhost:", "[::1]:x", "dns:///", "dns:///:5", "ipv4:x", "ipv4:", "h:99999"),
+        *(
+            "ipv6:::1]",
+            "ipv6:[::1:5",
+            "ipv6:[]:5",
+            "[::1",
+            "[::1]]:5",
+            "[::1]x:5",
+            "[name]:5",
+            "host:1:2",
+            "dns:///[::1",
+        ),
+    ],
 )
 def test_a_malformed_target_is_refused(target: str) -> None:
     with pytest.raises(ValueError, match=f"target '{re.escape(target)}'"):

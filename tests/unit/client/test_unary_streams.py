@@ -11,7 +11,7 @@ import pytest
 
 from fake_service import Fake, item, serving
 from vitwire import Client, DeadlineExceeded
-from vitwire._transport import calls, unary_streams
+from vitwire._transport import calls, channel, unary_streams
 
 
 @pytest.fixture
@@ -58,7 +58,8 @@ def test_nothing_is_left_of_a_call_that_fails(ended: list[Any]) -> None:
         assert not any(call._state.due for call in ended)
 
 
-def test_a_call_that_is_not_accepted_is_cancelled_and_sent_again(ended: list[Any]) -> None:
+@pytest.mark.parametrize("while_handling", [False, True])
+def test_a_call_that_is_not_accepted_is_cancelled_and_sent_again(ended: list[Any], *, while_handling: bool) -> None:
     silent = threading.Event()
 
     def answer_the_second(responses: Iterator[Any]) -> Iterator[Any]:
@@ -71,10 +72,43 @@ def test_a_call_that_is_not_accepted_is_cancelled_and_sent_again(ended: list[Any
     with serving(fake) as running, Client(running.target) as client:
         client.model()
         fake.bend = answer_the_second
-        assert len(client.encode([item()], timeout=3)) == 1  # a third of the timeout, then again
+        try:
+            if while_handling:
+                raise LookupError
+        except LookupError:
+            assert len(client.encode([item()], timeout=3)) == 1
+        else:
+            assert len(client.encode([item()], timeout=3)) == 1  # a third of the timeout, then again
     assert fake.methods.count("Encode") == 2
     assert [call.cancelled() for call in ended] == [True, False]
     assert not any(call._state.due for call in ended)
+
+
+@pytest.mark.parametrize("step", ["serializer", "deserializer"])
+def test_a_callers_error_in_a_message_ends_the_call(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    def fail(_: object) -> None:
+        raise MemoryError
+
+    ended = threading.Event()
+
+    def answer_slowly(responses: Iterator[Any]) -> Iterator[Any]:
+        yield next(responses)
+        ended.wait(20)
+        yield from responses
+
+    def before(context: grpc.ServicerContext) -> None:
+        context.add_callback(ended.set)
+
+    fake = Fake(bend=answer_slowly)
+    with serving(fake) as running, Client(running.target, timeout=100) as client:
+        client.model()
+        fake.before = before
+        monkeypatch.setattr(channel, "ENCODE", channel.ENCODE._replace(**{step: fail}))
+        started = time.monotonic()
+        with pytest.raises(MemoryError):
+            client.encode([item(), item()])
+        assert time.monotonic() - started < 5
+        assert step == "serializer" or ended.wait(5)
 
 
 def test_an_interrupt_ends_a_call_and_leaves_the_client_usable() -> None:

@@ -7,7 +7,7 @@ asked directly: the output of a step comes after its forward, and with asynchron
 """
 
 import time
-from collections.abc import Iterable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -138,7 +138,7 @@ class VitwireECConnector(ECConnectorBase):  # type: ignore[misc]  # as above
         return self._table.take_failed()
 
     def request_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
-        self._table.finished(request.request_id, _identifiers(request.mm_features))
+        self._table.finished(request.request_id, [each.identifier for each in request.mm_features])
         return False, None
 
     # -- statistics --------------------------------------------------------------------------------
@@ -233,7 +233,3 @@ def _content_id(request: "Request", index: int) -> str:
     if isinstance(content_ids, list) and index < len(content_ids) and isinstance(content_ids[index], str):
         return str(content_ids[index])
     return str(feature.mm_hash or feature.identifier)
-
-
-def _identifiers(features: "Iterable[MultiModalFeatureSpec]") -> list[str]:
-    return [feature.identifier for feature in features]

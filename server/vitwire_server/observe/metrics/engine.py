@@ -4,14 +4,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cache
 
 from vitwire_server.core.budgets import Budget
 from vitwire_server.core.errors import NonFinite
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import ModelCard, Place
 from vitwire_server.core.plans import Fallback
-from vitwire_server.core.reports import BatchReport, Encoded, Path, Refit
+from vitwire_server.core.reports import BatchReport, Encoded, Path, Refit, Waiting
 from vitwire_server.observe.metrics.series import Series
 
 _ITEMS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -50,36 +50,31 @@ class EngineMetrics:
     def __init__(self, series: Series, memory: MemoryMetrics) -> None:
         self._memory = memory
         counter, gauge, histogram = series.counter, series.gauge, series.histogram
-        self._queue: tuple[float, ...] = (0, 0, 0, 0)
-        for position, (name, text) in enumerate(
-            (
-                ("items", "Items waiting in the queue"),
-                ("bytes", "Bytes of pixels waiting in the queue"),
-                ("tokens", "Tokens of the items waiting in the queue"),
-                ("seconds", "Predicted time to encode the waiting items"),
-            )
-        ):
-            gauge(f"queue_{name}", text).set_function(partial(self._waiting, position))
+        self._queue = (
+            gauge("queue_items", "Items waiting in the queue"),
+            gauge("queue_bytes", "Bytes of pixels waiting in the queue"),
+            gauge("queue_tokens", "Tokens of the items waiting in the queue"),
+            gauge("queue_seconds", "Predicted time to encode the waiting items"),
+        )
         self._expired = counter(
             "expired", "Items whose deadline passed, or could not be met, by stage", stage=("admission", "queue")
         )
-        self._hits = counter("graph_hits", "Items encoded by a graph replay", modality=(), budget=())
-        self._replays = counter("graph_replays", "Graph replays", budget=())
-        self._fallbacks = counter(
-            "eager_fallbacks", "Items encoded eagerly, and why", modality=Modality, reason=Fallback
-        )
-        self._graph_tokens = counter(
-            "graph_tokens", "Tokens computed by graph replays, real and padding", budget=(), kind=()
-        )
-        self._tokens = counter("tokens", "Tokens computed, real and padding", kind=("real", "padding"))
+        # Looking up a label takes as long as counting, and items of a batch wait for it.
+        self._hits = cache(counter("graph_hits", "Items encoded by a graph replay", modality=(), budget=()).labels)
+        self._replays = cache(counter("graph_replays", "Graph replays", budget=()).labels)
+        fallbacks = counter("eager_fallbacks", "Items encoded eagerly, and why", modality=Modality, reason=Fallback)
+        self._fallbacks = cache(fallbacks.labels)
+        text = "Tokens computed by graph replays, real and padding"
+        self._graph_tokens = cache(counter("graph_tokens", text, budget=(), kind=()).labels)
+        tokens = counter("tokens", "Tokens computed, real and padding", kind=("real", "padding"))
+        self._real, self._padding = tokens.labels("real"), tokens.labels("padding")
         self._nonfinite = counter("nonfinite", "Embeddings withheld because they have NaN or infinite values")
         self._batch_items = histogram("batch_items", "Items per batch", _ITEMS)
         self._batch_requests = histogram("batch_requests", "Requests per batch", _ITEMS)
         self._fill = histogram("batch_fill_ratio", "Real tokens of a graph replay divided by its budget", _RATIOS)
         self._canaries = counter("canaries", "Test items run while the engine is idle", result=("ok", "failed"))
         self._heartbeat = gauge("engine_heartbeat_timestamp_seconds", "Time of the engine thread's last heartbeat")
-        self._items, self._cancelled = series.items, series.cancelled
-        # Looking up a label takes as long as counting, and items of a batch wait for it.
+        self._items, self._cancelled = cache(series.items.labels), series.cancelled
         self._stages = {stage: series.stages.labels(stage).observe for stage in ("stage_in", "execute", "stage_out")}
         self.item_waited = series.stages.labels("queue").observe
         self._prepare = series.prepare_seconds.labels(Place.DEVICE, "batch")
@@ -91,12 +86,12 @@ class EngineMetrics:
         if report.budget:
             size = str(report.budget.tokens)
             padding = report.budget.tokens - report.tokens
-            self._replays.labels(size).inc()
+            self._replays(size).inc()
             self._fill.observe(report.tokens / report.budget.tokens)
-            self._graph_tokens.labels(size, "real").inc(report.tokens)
-            self._graph_tokens.labels(size, "padding").inc(padding)
-        self._tokens.labels("real").inc(report.tokens)
-        self._tokens.labels("padding").inc(padding)
+            self._graph_tokens(size, "real").inc(report.tokens)
+            self._graph_tokens(size, "padding").inc(padding)
+        self._real.inc(report.tokens)
+        self._padding.inc(padding)
         self._batch_items.observe(len(report.items))
         self._batch_requests.observe(report.requests)
         if report.timings:
@@ -106,10 +101,10 @@ class EngineMetrics:
                 self._prepare.observe(report.timings.prepare)
         for modality, count in Counter(modality for modality, _ in report.items).items():
             if report.budget:
-                self._hits.labels(modality, size).inc(count)
+                self._hits(modality, size).inc(count)
             else:
-                self._fallbacks.labels(modality, report.fallback).inc(count)
-            self._items.labels(modality, Path.GRAPH if report.budget else Path.EAGER).inc(count)
+                self._fallbacks(modality, report.fallback).inc(count)
+            self._items(modality, Path.GRAPH if report.budget else Path.EAGER).inc(count)
         self._nonfinite.inc(sum(isinstance(outcome, NonFinite) for _, outcome in report.items))
         self._copied.inc(sum(len(each.embedding.data) for _, each in report.items if isinstance(each, Encoded)))
 
@@ -118,13 +113,14 @@ class EngineMetrics:
         dropped = self._expired if reason == "deadline" else self._cancelled
         dropped.labels(stage).inc()
 
-    def queue_changed(self, items: int, nbytes: int, tokens: int, seconds: float) -> None:
-        """What the queue holds now, and the seconds that it is predicted to take."""
-        self._queue = items, nbytes, tokens, seconds
+    def watch_queue(self, waiting: Callable[[], Waiting]) -> None:
+        """Ask what waits whenever a page is read: the queue changes far more often."""
 
-    def _waiting(self, position: int) -> float:
-        """A figure of `queue_changed`, which is called far more often than a page is read."""
-        return self._queue[position]
+        def figure(position: int) -> Callable[[], float]:
+            return lambda: waiting()[position]
+
+        for position, shown in enumerate(self._queue):
+            shown.set_function(figure(position))
 
     def heartbeat(self) -> None:
         """The engine thread made progress."""

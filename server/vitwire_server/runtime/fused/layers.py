@@ -76,7 +76,8 @@ class Layer(ABC):
             self.parts = Parts(form, stock, shared.products)
         except (AttributeError, ValueError) as error:
             raise NotFusable(str(error)) from error
-        self._head_norms = [getattr(attention, name, nn.Identity()) for name in ("q_norm", "k_norm")]
+        norms = [getattr(attention, name, nn.Identity()) for name in ("q_norm", "k_norm")]
+        self._head_norms = norms if any(not isinstance(norm, nn.Identity) for norm in norms) else []
         self._causal = bool(getattr(attention, "is_causal", False))
 
     @abstractmethod
@@ -97,10 +98,10 @@ class Layer(ABC):
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys with their norms, and values, `(count, heads, head_dim)` each."""
         q, k, v = qkv.unbind(1)
-        q, k = (
-            each if isinstance(norm, nn.Identity) else norm(each.flatten(-2)).view(each.shape)
-            for each, norm in zip((q, k), self._head_norms, strict=True)
-        )
+        if self._head_norms:
+            q, k = (
+                norm(each.flatten(-2)).view(each.shape) for each, norm in zip((q, k), self._head_norms, strict=True)
+            )
         return q, k, v
 
     def _rotary(self, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,7 +147,8 @@ class TileLayer(Layer):
             if found := self._segments(attention_mask, tiles, tokens, qkv.device):
                 segments, own = found
                 return segment_attention(*self._split(qkv), segments, self._scale, own)
-            q, k, v = (each.unflatten(0, (tiles, tokens)).transpose(1, 2) for each in self._split(qkv))
+            shape = tiles, tokens, self._heads, -1
+            q, k, v = (each.view(shape).transpose(1, 2) for each in self._split(qkv))
             attended = functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=attention_mask, scale=self._scale, is_causal=causal
             )

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitwire_server.runtime.kernels.norms import add_norm, add_norm_quantise, epsilon
+from vitwire_server.runtime.kernels.norms import Norm, add_norm, add_norm_quantise
 from vitwire_server.runtime.kernels.operands import Scaled
 from vitwire_server.runtime.kernels.quantise import activate_quantise
 from vitwire_server.runtime.kernels.rowwise import activate, activation_name
 from vitwire_server.runtime.precision.float8 import Float8Linear
-from vitwire_server.runtime.products.tuned import Products
+from vitwire_server.runtime.products.tuned import Linear, Products
 
 _ARGUMENTS = ("hidden_states", "attention_mask", "position_embeddings")
 """Of a layer's forward, in their order; the last ones may be missing."""
@@ -109,7 +109,7 @@ class ExactHeads:
     def __init__(self, form: Form, stock: nn.Module, products: Products) -> None:
         """Raises ValueError, AttributeError."""
         attention = stock.get_submodule(form.attention)
-        self._norm, self._products = stock.get_submodule(form.norms[0]), products
+        self._norm, self._products = Norm.of(stock.get_submodule(form.norms[0])), products
         self._qkv = _joined(*(getattr(attention, name) for name in form.projections))
         if len(self._qkv[0]) != 3 * getattr(attention, form.output).in_features:
             raise ValueError("keys have fewer heads than queries")
@@ -135,8 +135,8 @@ class Float8Heads:
     """The previous layer's output: the residual stream, and its norm."""
 
     def __init__(self, form: Form, stock: nn.Module) -> None:
-        """Raises AttributeError if they are not one product."""
-        self._norm = stock.get_submodule(form.norms[0])
+        """Raises ValueError; AttributeError also if they are not one product."""
+        self._norm = Norm.of(stock.get_submodule(form.norms[0]))
         self._qkv: Float8Linear = stock.get_submodule(form.attention).get_submodule("qkv")  # type: ignore[assignment]
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,23 +165,22 @@ class ExactEnd:
 
     def __init__(self, form: Form, stock: nn.Module, products: Products) -> None:
         """Raises ValueError, AttributeError."""
-        self._products, self._norm = products, stock.get_submodule(form.norms[1])
-        self._output: nn.Linear = getattr(stock.get_submodule(form.attention), form.output)
-        self._factors = _factors_of(form, stock)
-        layers, self._kind, self._last = _mlp_of(form, stock)
+        self._products, self._norm = products, Norm.of(stock.get_submodule(form.norms[1]))
+        output, self._factors = getattr(stock.get_submodule(form.attention), form.output), _factors_of(form, stock)
+        layers, self._kind, last = _mlp_of(form, stock)
         self._gated = len(layers) > 1
-        self._inner = _joined(*layers)
-        products.register(self._inner[0], self._last.weight, self._output.weight)
+        self._output, self._inner, self._last = _joined(output), _joined(*layers), _joined(last)
+        products.register(self._inner[0], self._last[0], self._output[0])
 
     def __call__(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """See `Parts.end`."""
-        output, last, products = self._output, self._last, self._products
+        products, (weight, bias) = self._products, self._last
         if not self._factors:
-            hidden, normed = products.add_norm(hidden, attended, output, self._norm, ahead=last.bias)
-            return products.add(hidden, self._activated(normed), last.weight)
+            hidden, normed = products.add_norm(hidden, attended, self._output, self._norm, ahead=bias)
+            return products.add(hidden, self._activated(normed), weight)
         first, second = self._factors
-        hidden, normed = products.add_norm(hidden, attended, output, self._norm, factor=first)
-        added = products.linear(self._activated(normed), last.weight, last.bias)
+        hidden, normed = products.add_norm(hidden, attended, self._output, self._norm, factor=first)
+        added = products.linear(self._activated(normed), weight, bias)
         following = self.following
         return following.enter(hidden, added, second) if following else torch.addcmul(hidden, added, second)
 
@@ -206,7 +205,7 @@ class Float8End:
         """Raises ValueError, AttributeError."""
         if form.factors:
             raise ValueError("its MLP is in float8, and what it adds is scaled")
-        self._norm = stock.get_submodule(form.norms[1])
+        self._norm = Norm.of(stock.get_submodule(form.norms[1]))
         self._output: nn.Linear = getattr(stock.get_submodule(form.attention), form.output)
         layers, self._kind, self._last = _mlp_of(form, stock)
         self._gated = len(layers) > 1
@@ -225,8 +224,6 @@ class Parts:
 
     def __init__(self, form: Form, stock: nn.Module, products: Products) -> None:
         """Raises ValueError, AttributeError."""
-        for name in form.norms:
-            epsilon(stock.get_submodule(name))
         attention = stock.get_submodule(form.attention)
         self.columns: int = getattr(attention, form.output).out_features
         """Of a row."""
@@ -280,7 +277,7 @@ def _mlp_of(form: Form, stock: nn.Module) -> tuple[list[Any], str, Any]:
     return layers, kind, last
 
 
-def _joined(*layers: nn.Linear) -> tuple[Tensor, Tensor | None]:
+def _joined(*layers: nn.Linear) -> Linear:
     """Weight and bias of one layer with the channels of several, whose weights become views of it."""
     if len(layers) == 1:
         return layers[0].weight, layers[0].bias

@@ -7,6 +7,8 @@ longest segment. A program never mixes segments, so NaN does not spread between 
 computed as 64 + 16 rather than padded to 128. `operands.py` has the sizes of blocks, by the device.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 from torch import Tensor
@@ -14,9 +16,15 @@ from torch.nn import functional
 from triton import language as tl
 
 from vitwire_server.runtime.devices import architecture
-from vitwire_server.runtime.kernels.dependent import begin, end, is_dependent
-from vitwire_server.runtime.kernels.launching import Kernel
-from vitwire_server.runtime.kernels.operands import Division, Segments, attention_division, attention_tile
+from vitwire_server.runtime.kernels.dependent import begin, constants_of, end, is_dependent
+from vitwire_server.runtime.kernels.launching import Bound, Kernel
+from vitwire_server.runtime.kernels.operands import (
+    AttentionTile,
+    Division,
+    Segments,
+    attention_division,
+    attention_tile,
+)
 
 _LOG2_E = 1.4426950408889634
 _FEW_KEYS = 16
@@ -79,23 +87,21 @@ def segment_attention(
         return attended.transpose(1, 2).flatten(0, 1).contiguous()
     out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
     tiles = segment_tiles(segments, rows, heads) if tiles is None else tiles
-    on, dependent = architecture(q.device), is_dependent(q.device)
+    on, count = architecture(q.device), tiles.shape[0]
     division = attention_division(rows, heads, longest, on)
     tile = attention_tile(division, head_dim, q.element_size(), on)
-    count = tiles.shape[0]
+    few = max(longest, segments.most_keys) <= _SHORT
     grid = (min(division.programs, count * heads),) if division.programs else (count, heads)
-    _attend[grid](
-        q,
-        k,
-        v,
-        out,
-        tiles,
-        count * heads,
-        scale * _LOG2_E,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        out.stride(0),
+    launch = _bound(tile, head_dim, heads, few, division.programs > 0, is_dependent(q.device))
+    strides = q.stride(0), k.stride(0), v.stride(0), heads * head_dim
+    launch(grid, q, k, v, out, tiles, count * heads, scale * _LOG2_E, *strides)
+    return out
+
+
+@lru_cache
+def _bound(tile: AttentionTile, head_dim: int, heads: int, few: bool, turns: bool, dependent: bool) -> Bound:
+    """The kernel for programs of this tile, which take turns or not; `few` keys at the end may have a small block."""
+    return _attend.bound(
         HEAD_DIM=head_dim,
         HEADS=heads,
         ROWS=tile.rows,
@@ -103,14 +109,12 @@ def segment_attention(
         WHOLE=tile.whole,
         REST=tile.rest,
         SPARE=tile.spare,
-        FEW=_FEW_KEYS if max(longest, segments.most_keys) <= _SHORT else 0,
-        TURNS=division.programs > 0,
-        DEPENDENT=dependent,
+        FEW=_FEW_KEYS if few else 0,
+        TURNS=turns,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **({"launch_pdl": True} if dependent else {}),
+        **constants_of(dependent),
     )
-    return out
 
 
 @Kernel

@@ -27,6 +27,11 @@ def is_dependent(device: torch.device) -> bool:
     )
 
 
+def constants_of(dependent: bool) -> dict[str, bool]:
+    """By name, of a kernel that waits or does not."""
+    return {"DEPENDENT": True, "launch_pdl": True} if dependent else {"DEPENDENT": False}
+
+
 @triton.jit
 def begin(DEPENDENT: tl.constexpr) -> None:
     """Wait for the kernels before this one."""

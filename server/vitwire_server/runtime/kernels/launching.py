@@ -29,9 +29,7 @@ class Kernel:
     def __init__(self, function: Any) -> None:  # noqa: ANN401 - Triton has no types
         """`function` is decorated by `triton.jit`; its constants come last."""
         self._function = function
-        self._is_compiled = _IS_KNOWN and isinstance(function, JITFunction)
-        self._kernels: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
-        """Compiled kernels and their constants, by all that Triton specialises on."""
+        self._bound: dict[tuple[object, ...], Bound] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:  # noqa: ANN401 - as above
         """The launch of `grid` programs."""
@@ -39,37 +37,63 @@ class Kernel:
             return self._function[grid]
         return partial(self._launch, grid)
 
+    def bound(self, **constants: object) -> "Bound":
+        """The kernel with these constants, which callers may keep."""
+        return Bound(self._function, constants)
+
     def _launch(self, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
-        kinds = _kinds(arguments) if self._is_compiled else None
-        if kinds is None:
-            self._function[grid](*arguments, **constants)
+        key = (*constants, *constants.values())
+        if (bound := self._bound.get(key)) is None:
+            bound = self._bound[key] = self.bound(**constants)
+        bound(grid, *arguments)
+
+
+class Bound:
+    """A kernel and its constants, launched as `bound(grid, *arguments)`."""
+
+    def __init__(self, function: Any, constants: dict[str, object]) -> None:  # noqa: ANN401 - as above
+        self._function, self._constants = function, constants
+        self._is_compiled = _IS_KNOWN and isinstance(function, JITFunction)
+        self._values = [constants[name] for name in function.arg_names if name in constants]
+        self._kernels: dict[tuple[object, ...], Any] = {}
+        """Compiled kernels, by all that Triton specialises on."""
+
+    def __call__(self, grid: tuple[int, ...], *arguments: object) -> None:
+        """Launch `grid` programs."""
+        read = _read(arguments) if self._is_compiled else None
+        if read is None:
+            self._function[grid](*arguments, **self._constants)
             return
+        kinds, values = read
         active = driver.active
         device = active.get_current_device()
-        key = (device, *kinds, *constants, *constants.values())
-        if (found := self._kernels.get(key)) is None:
-            values = tuple(constants[name] for name in self._function.arg_names[len(arguments) :])
-            self._kernels[key] = self._function[grid](*arguments, **constants), values
+        key = (device, *kinds)
+        if (kernel := self._kernels.get(key)) is None:
+            self._kernels[key] = self._function[grid](*arguments, **self._constants)
             return
-        kernel, values = found
         stream, programs = active.get_current_stream(device), (*grid, 1, 1)[:3]
         kernel.run(
-            *programs, stream, kernel.function, kernel.packed_metadata, None, None, None, *arguments, *values
+            *programs, stream, kernel.function, kernel.packed_metadata, None, None, None, *values, *self._values
         )  # fmt: skip
 
 
-def _kinds(arguments: tuple[object, ...]) -> list[object] | None:
-    """What Triton specialises on, of each argument; None if one is not of the usual kinds."""
+def _read(arguments: tuple[object, ...]) -> tuple[list[object], list[object]] | None:
+    """What Triton specialises on, and the arguments, tensors as addresses; None if one is not of the usual kinds."""
     kinds: list[object] = []
+    values: list[object] = []
     for each in arguments:
         if isinstance(each, Tensor):
             if not each.is_cuda:
                 return None
-            kinds.append((each.dtype, each.data_ptr() % _ALIGNMENT == 0))
-        elif type(each) is int:
-            kinds.append((each >> 31, each % _ALIGNMENT == 0, each == 1))
+            address = each.data_ptr()
+            kinds.append(each.dtype if address % _ALIGNMENT == 0 else (each.dtype,))
+            values.append(address)
+            continue
+        if type(each) is int:
+            kinds += (each >> 31, each % _ALIGNMENT == 0, each == 1)
         elif each is None or type(each) is float:
             kinds.append(type(each))
         else:
             return None
-    return kinds
+        values.append(each)
+    return kinds, values

@@ -1,26 +1,46 @@
 """Residual addition followed by layer or RMS norm."""
 
-from collections.abc import Mapping
-from typing import Any
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor, nn
 from triton import language as tl
 
-from vitwire_server.runtime.kernels.dependent import begin, end, is_dependent
-from vitwire_server.runtime.kernels.launching import Kernel
+from vitwire_server.runtime.kernels.dependent import begin, constants_of, end, is_dependent
+from vitwire_server.runtime.kernels.launching import Bound, Kernel
 from vitwire_server.runtime.kernels.operands import Scaled, power_of_two
 from vitwire_server.runtime.kernels.quantise import empty_scaled, store_scaled, warps_of
 
 _MOST_WARPS = 4
 """Of a program whose result stays in the tower's dtype."""
+_NONE = (None, None, None)
+
+
+class Norm(NamedTuple):
+    """The weights of a layer or RMS norm."""
+
+    weight: Tensor
+    shift: Tensor | None
+    epsilon: float
+    centres: bool
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "Norm":
+        """From an `nn.LayerNorm`, or an RMS norm with `weight` and `eps`. Raises ValueError, AttributeError."""
+        found = (getattr(module, name, None) for name in ("eps", "variance_epsilon"))
+        epsilon = next((each for each in found if isinstance(each, float)), None)
+        if epsilon is None:
+            raise ValueError(f"{type(module).__name__} has no epsilon")
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        return cls(weight, getattr(module, "bias", None), epsilon, isinstance(module, nn.LayerNorm))
 
 
 def add_norm(
     hidden: Tensor,
     added: Tensor | None,
-    norm: nn.Module,
+    norm: Norm,
     ahead: Tensor | None = None,
     *,
     bias: Tensor | None = None,
@@ -29,78 +49,69 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """`hidden + added`, rounded to their dtype, and its norm; `(rows, columns)` each, contiguous.
 
-    `norm` is an `nn.LayerNorm`, or an RMS norm with `weight` and `eps`. Without `added`, the first result is `hidden`
-    itself. `added` may be partial sums in float32, `(parts, rows, columns)`, and lack the `bias (columns,)` of their
-    layer. `ahead (columns,)`, the bias of the next layer, is added to the first result only, before rounding.
-    `factor (columns,)` multiplies what is added, with `bias` and without `ahead`.
-    `overlapping` launches the kernel while the one before it runs, where the device can.
+    Without `added`, the first result is `hidden` itself. `added` may be partial sums in float32, `(parts, rows,
+    columns)`, and lack the `bias (columns,)` of their layer. `ahead (columns,)`, the bias of the next layer, is added
+    to the first result only, before rounding. `factor (columns,)` multiplies what is added, with `bias` and without
+    `ahead`. `overlapping` launches the kernel while the one before it runs, where the device can.
     """
-    normed, dependent = torch.empty_like(hidden), overlapping and is_dependent(hidden.device)
-    options: Any = {"num_warps": min(_MOST_WARPS, warps_of(*hidden.shape)), "DEPENDENT": dependent}
-    if dependent:
-        options["launch_pdl"] = True
-    return _launched(hidden, added, norm, normed, (bias, factor, ahead), options), normed
+    normed = torch.empty_like(hidden)
+    return _launched(hidden, added, norm, (normed, None), (bias, factor, ahead), overlapping), normed
 
 
 def add_norm_quantise(
-    hidden: Tensor, added: Tensor | None, norm: nn.Module, ahead: Tensor | None = None
+    hidden: Tensor, added: Tensor | None, norm: Norm, ahead: Tensor | None = None
 ) -> tuple[Tensor, Scaled]:
     """As `add_norm`, with the normed rows in float8."""
     normed = empty_scaled(hidden, hidden.shape[1])
-    options = {"num_warps": warps_of(*hidden.shape), "DEPENDENT": False}
-    return _launched(hidden, added, norm, normed, (None, None, ahead), options), normed
+    return _launched(hidden, added, norm, normed, (None, None, ahead), overlapping=False), normed
 
 
 def _launched(
     hidden: Tensor,
     added: Tensor | None,
-    norm: nn.Module,
-    normed: Tensor | Scaled,
+    norm: Norm,
+    normed: tuple[Tensor, Tensor | None],
     by_column: tuple[Tensor | None, Tensor | None, Tensor | None],
-    options: Mapping[str, Any],
+    overlapping: bool,
 ) -> Tensor:
-    """Fill `normed`; returns the sum. `by_column` are `bias`, `factor` and `ahead`."""
-    bias, factor, ahead = by_column
-    assert added is not None or bias is factor is ahead is None
+    """Fill `normed`, rows and their scales; returns the sum. `by_column` are `bias`, `factor` and `ahead`."""
+    assert added is not None or by_column == _NONE, "columns are for what is added"
     rows, columns = hidden.shape
-    summed = torch.empty_like(hidden) if added is not None else hidden
-    out, scales = normed if isinstance(normed, Scaled) else (normed, None)
-    _add_norm[(rows,)](
-        hidden,
-        added,
-        summed if added is not None else None,
-        out,
-        scales,
-        norm.weight,
-        getattr(norm, "bias", None),
-        bias,
-        factor,
-        ahead,
-        epsilon(norm),
-        COUNT=columns,
-        COLUMNS=power_of_two(columns),
-        PARTS=0 if added is None else len(added) if added.dim() > 2 else 1,
-        CENTRE=isinstance(norm, nn.LayerNorm),
-        **options,
-    )
-    return summed
+    weight, shift, epsilon, centres = norm
+    summed = None if added is None else torch.empty_like(hidden)
+    parts = 0 if added is None else 1 if added.dim() < 3 else len(added)
+    warps = warps_of(rows, columns) if normed[1] is not None else min(_MOST_WARPS, warps_of(rows, columns))
+    launch = _bound(columns, parts, centres, warps, overlapping and is_dependent(hidden.device))
+    launch((rows,), hidden, added, summed, *normed, weight, shift, *by_column, epsilon)
+    return hidden if summed is None else summed
 
 
-def epsilon(norm: nn.Module) -> float:
-    """The epsilon of a norm."""
-    for name in ("eps", "variance_epsilon"):
-        if isinstance(value := getattr(norm, name, None), float):
-            return value
-    raise ValueError(f"{type(norm).__name__} has no epsilon")
+@lru_cache
+def _bound(columns: int, parts: int, centres: bool, warps: int, dependent: bool) -> Bound:
+    """The kernel for rows of so many columns, and parts of what is added to them."""
+    options = {"num_warps": warps, **constants_of(dependent)}
+    return _add_norm.bound(COUNT=columns, COLUMNS=power_of_two(columns), PARTS=parts, CENTRE=centres, **options)
 
 
 @triton.jit
-def _total(parts_ptr, stride, column, there, PARTS: tl.constexpr):
-    """The sum of one row's parts, which are `stride` values apart."""
-    total = tl.load(parts_ptr + column, mask=there, other=0.0).to(tl.float32)
+def _added(
+    added_ptr,
+    bias_ptr,
+    factor_ptr,
+    stride,
+    column,
+    there,
+    PARTS: tl.constexpr,
+):
+    """What is added to one row; the parts of it are `stride` values apart."""
+    added = tl.load(added_ptr + column, mask=there, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        total += tl.load(parts_ptr + part * stride + column, mask=there, other=0.0).to(tl.float32)
-    return total
+        added += tl.load(added_ptr + part * stride + column, mask=there, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        added += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)
+    if factor_ptr is not None:
+        added *= tl.load(factor_ptr + column, mask=there, other=0.0).to(tl.float32)
+    return added
 
 
 @Kernel
@@ -130,13 +141,9 @@ def _add_norm(
     begin(DEPENDENT)
     values = tl.load(hidden_ptr + at, mask=there, other=0.0).to(tl.float32)
     if PARTS:
+        added_ptr += row * COUNT
         stride = tl.num_programs(0).to(tl.int64) * COUNT
-        added = _total(added_ptr + row * COUNT, stride, column, there, PARTS)
-        if bias_ptr is not None:
-            added += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)
-        if factor_ptr is not None:
-            added *= tl.load(factor_ptr + column, mask=there, other=0.0).to(tl.float32)
-        values += added
+        values += _added(added_ptr, bias_ptr, factor_ptr, stride, column, there, PARTS)
     end(DEPENDENT)
     if PARTS:
         summed = values

@@ -1,7 +1,6 @@
 """Operands of kernels: packed segments, rows in float8, and the tiles of attention. Imports no Triton."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
@@ -66,8 +65,7 @@ def power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionTile:
+class AttentionTile(NamedTuple):
     """The tile that one program of the attention kernel works on at a time."""
 
     rows: int
@@ -89,8 +87,7 @@ class AttentionTile:
         return itemsize * (blocks + queries) + _BARRIER_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Division:
+class Division(NamedTuple):
     """The division of attention's rows among programs."""
 
     rows: int
@@ -99,6 +96,7 @@ class Division:
     """They take tiles and heads in turn, and skip the tiles of empty slots at once; 0: a program for each."""
 
 
+@lru_cache
 def attention_division(rows: int, heads: int, longest: int, on: Architecture) -> Division:
     """Small tiles if they are few, and programs that take turns where the device holds all of them at once."""
     few, many = (-(-rows // each) * heads for each in (_FEW_ROWS, _MANY_ROWS))

@@ -1,5 +1,6 @@
 """Rotary positions of queries and keys."""
 
+from functools import lru_cache
 from math import gcd
 
 import torch
@@ -7,8 +8,8 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from vitwire_server.runtime.kernels.dependent import begin, end, is_dependent
-from vitwire_server.runtime.kernels.launching import Kernel
+from vitwire_server.runtime.kernels.dependent import begin, constants_of, end, is_dependent
+from vitwire_server.runtime.kernels.launching import Bound, Kernel
 
 _VECTORS, _WARPS = 256, 8
 """Of a program: each thread has one vector of queries, of keys and of values."""
@@ -24,20 +25,21 @@ def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, *, contain: bool = False) -> N
     segment, as `rowwise.contain` does.
     """
     rows, _, heads, head_dim = qkv.shape
-    dependent, vector = is_dependent(qkv.device), gcd(head_dim // 2, _WIDEST)
-    _rotate[(triton.cdiv(rows * heads, _VECTORS * vector // head_dim),)](
-        qkv,
-        cos,
-        sin,
-        rows * heads,
+    vector = gcd(head_dim // 2, _WIDEST)
+    launch = _bound(heads, head_dim, vector, contain, is_dependent(qkv.device))
+    launch((triton.cdiv(rows * heads, _VECTORS * vector // head_dim),), qkv, cos, sin, rows * heads)
+
+
+@lru_cache
+def _bound(heads: int, head_dim: int, vector: int, contain: bool, dependent: bool) -> Bound:
+    return _rotate.bound(
         HEADS=heads,
         HEAD_DIM=head_dim,
         VECTORS=_VECTORS,
         VECTOR=vector,
         CONTAIN=contain,
-        DEPENDENT=dependent,
         num_warps=_WARPS,
-        **({"launch_pdl": True} if dependent else {}),
+        **constants_of(dependent),
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton import language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vitwire_server.runtime.kernels.dependent import begin, end, is_dependent
+from vitwire_server.runtime.kernels.dependent import begin, constants_of, end, is_dependent
 from vitwire_server.runtime.kernels.launching import Kernel
 
 _ALIGNMENT = 16
@@ -74,10 +74,9 @@ def partial_sums(rows: Tensor, weight: Tensor, tile: Tile) -> Tensor:
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         DEPTH=tile.depth,
-        DEPENDENT=dependent,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **({"launch_pdl": True} if dependent else {}),
+        **constants_of(dependent),
     )
     return parts
 

@@ -211,3 +211,5 @@ def pin(memory: memoryview) -> None:
     error = torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)
     if int(error) != 0:
         _log.warning("%d bytes of shared memory could not be pinned: %s", len(memory), error)
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")  # the next operation raises CUDA's last error, and clears it

@@ -1,12 +1,14 @@
 """Products by quack's kernels for Hopper, with the bias and tanh GELU in their epilogue.
 
 quack comes with flash attention 4. Its kernels were faster than cuBLAS for products with more columns than inputs, from
-3136 rows on, and slower for others (H100). Used on the engine thread.
+3136 rows on, and slower for others (H100). A release of quack that differs is not used. Used on the engine thread.
 """
 
+import logging
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch import Tensor
 
 from vitwire_server.runtime.products.cublaslt import Epilogue
 
+_log = logging.getLogger(__name__)
+
 NAME = "quack"
 """Names of its plans begin with it."""
 _HOPPER = 9
@@ -23,6 +27,7 @@ _LEAST_ROWS = 1024
 """At 196 and 784 rows cuBLASLt was faster; between 784 and 3136 nothing was measured."""
 _ALIGNED = 8
 """Columns and inputs must be a multiple of this many values, 16 bytes."""
+_NOT_USED = "quack's products are not used: %r"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class Quack:
     """The installed quack."""
 
     def __init__(self) -> None:
-        """Raises ImportError, or whatever a version that differs raises."""
+        """Raises whatever a release that differs raises."""
         frontend = import_module("quack.epilogue.frontend")
         cache: Any = import_module("quack.cache")
         cache.CACHE_DIR = cache.CACHE_DIR or str(Path(triton.knobs.cache.dir) / "quack")
@@ -80,16 +85,25 @@ class Quack:
         }
 
     def plans(self, rows: int, weight: Tensor, epilogue: Epilogue) -> list[Plan]:
-        """Compiled kernels for `rows` by `weight (columns, depth)`; none if others are faster."""
+        """Compiled kernels for `rows` by `weight (columns, depth)`; none if others are faster, or if quack fails."""
         kernel = self._kernels.get(epilogue)
         columns, depth = weight.shape
         if kernel is None or rows < _LEAST_ROWS or columns % _ALIGNED or depth % _ALIGNED or columns <= depth:
             return []
-        sample, out, bias = weight.new_empty(rows, depth), weight.new_empty(rows, columns), weight.new_empty(1, columns)
-        return [
-            Plan(str(tile), kernel.plan(sample, weight.mT, out={"D": out}, config=self._configured(tile), bias=bias))
-            for tile in TILES
-        ]
+        sample, out, bias = weight.new_empty(rows, depth), weight.new_empty(rows, columns), weight.new_empty(columns)
+        operands = {"out": {"D": out}, "bias": bias[None]}
+        try:
+            plans = [
+                Plan(str(tile), kernel.plan(sample, weight.mT, config=self._configured(tile), **operands))
+                for tile in TILES
+            ]
+            for plan in plans:
+                plan.run(sample, weight, bias, out)
+        except Exception as error:  # noqa: BLE001 - another package's compiler may fail in any way
+            _log.warning(_NOT_USED, error)
+            self._kernels.clear()
+            return []
+        return plans
 
     def _configured(self, tile: ClusterTile) -> Any:  # noqa: ANN401 - of a package without types
         tall, wide = tile.cluster
@@ -111,10 +125,11 @@ class _Gelu:
 
 
 def quack_on(device: torch.device) -> Quack | None:
-    """quack, if it is installed and has kernels for this device. Raises whatever a version that differs raises."""
-    if torch.cuda.get_device_capability(device)[0] != _HOPPER:
+    """quack, if it is installed and has kernels for this device."""
+    if torch.cuda.get_device_capability(device)[0] != _HOPPER or find_spec(NAME) is None:
         return None
     try:
         return Quack()
-    except ImportError:
+    except Exception as error:  # noqa: BLE001 - another package, which may differ in any way
+        _log.warning(_NOT_USED, error)
         return None

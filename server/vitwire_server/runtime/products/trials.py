@@ -34,7 +34,7 @@ def cold_seconds(run: Callable[[Tensor], object], weights: Sequence[Tensor]) -> 
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_REPEATS + 1)]
     torch.cuda.synchronize(weights[0].device)
     with torch.cuda.stream(stream):
-        graph.capture_begin()
+        graph.capture_begin(capture_error_mode="thread_local")  # other threads go on
         try:
             for weight in weights[:count]:
                 run(weight)

@@ -8,14 +8,15 @@ that is as accurate is kept, also on disk. Eager forwards take torch's. Used on 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from vitwire_server.runtime.devices import architecture
 from vitwire_server.runtime.kernels.dependent import is_dependent
-from vitwire_server.runtime.kernels.norms import add_norm
+from vitwire_server.runtime.kernels.norms import Norm, add_norm
 from vitwire_server.runtime.kernels.split_products import TILES, Tile, partial_sums
 from vitwire_server.runtime.products.choices import Choices
 from vitwire_server.runtime.products.cublaslt import Algorithm, CublasLt, CublasLtError, Epilogue
@@ -24,6 +25,8 @@ from vitwire_server.runtime.products.trials import cold_seconds, exact_product, 
 from vitwire_server.runtime.recording import is_recording
 
 _log = logging.getLogger(__name__)
+Linear: TypeAlias = tuple[Tensor, Tensor | None]
+"""Weight and bias of a linear layer."""
 _TUNED = (torch.bfloat16, torch.float16)
 _SPLIT_ROWS = 512
 """Rows up to which a product may be split: with more, there are enough tiles."""
@@ -70,44 +73,42 @@ class Products:
 
     def linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None, *, gelu: bool = False) -> Tensor:
         """`rows (count, depth)` by `weight (columns, depth)`, with tanh GELU if wanted, which needs a bias."""
-        algorithm = self._algorithm(rows, weight, _epilogue(bias, gelu=gelu))
-        if algorithm is None:
-            return _linear(rows, weight, bias, gelu=gelu)
-        out = rows.new_empty(len(rows), len(weight))
-        algorithm.run(rows, weight, bias, out)
-        return out
+        if is_recording() and (algorithm := self._algorithm(rows, weight, _epilogue(bias, gelu=gelu))):
+            out = rows.new_empty(len(rows), len(weight))
+            algorithm.run(rows, weight, bias, out)
+            return out
+        return _linear(rows, weight, bias, gelu=gelu)
 
     def add(self, hidden: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
         """`hidden` with `rows` by `weight` added in place."""
-        algorithm = self._algorithm(rows, weight, Epilogue.NONE, accumulates=True)
-        if algorithm is None:
-            return hidden.addmm_(rows, weight.t())
-        algorithm.run(rows, weight, None, hidden)
-        return hidden
+        if is_recording() and (algorithm := self._algorithm(rows, weight, Epilogue.NONE, accumulates=True)):
+            algorithm.run(rows, weight, None, hidden)
+            return hidden
+        return hidden.addmm_(rows, weight.t())
 
     def add_norm(
         self,
         hidden: Tensor,
         rows: Tensor,
-        linear: nn.Linear,
-        norm: nn.Module,
+        linear: Linear,
+        norm: Norm,
         *,
         ahead: Tensor | None = None,
         factor: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`hidden` with the linear layer of `rows` added, and its norm; as `norms.add_norm`."""
-        tile = self._tile(hidden, rows, linear, norm)
+        weight, bias = linear
+        tile = self._tile(hidden, rows, linear, norm) if is_recording() else None
         if tile is None:
-            added, bias = self.linear(rows, linear.weight, linear.bias), None
-        else:
-            added, bias = partial_sums(rows, linear.weight, tile), linear.bias
+            added = self.linear(rows, weight, bias)
+            return add_norm(hidden, added, norm, ahead, factor=factor, overlapping=True)
+        added = partial_sums(rows, weight, tile)
         return add_norm(hidden, added, norm, ahead, bias=bias, factor=factor, overlapping=True)
 
     def _tunes(self, rows: Tensor, weight: Tensor) -> bool:
         """Whether this product may be tuned."""
         return (
-            is_recording()
-            and not self._unavailable
+            not self._unavailable
             and rows.is_cuda
             and rows.dtype in _TUNED
             and rows.is_contiguous()
@@ -132,7 +133,7 @@ class Products:
         try:
             if self._library is None:
                 self._library = CublasLt(device)
-                self._quack = _quack(device)
+                self._quack = quack_on(device)
             proposals = self._library.proposals(size.rows, weights[0], size.epilogue, accumulates=size.accumulates)
         except (OSError, CublasLtError) as error:
             _log.warning("products take torch's algorithms: %s", error)
@@ -143,23 +144,13 @@ class Products:
             self._choices = Choices.of(device, str(self._library.version), *others)
         known = self._choices.get(size.name)
         ways: list[Algorithm | Plan] = [*proposals]
-        if known is None or known.startswith(NAME):  # else nothing is compiled for it
-            ways += self._plans(size, weights[0])
+        if self._quack and (known is None or known.startswith(NAME)):
+            ways += self._quack.plans(size.rows, weights[0], size.epilogue)  # compiles
         if known is not None:
             return next((each for each in ways if each.name == known), None)
         fastest = self._fastest(size, ways, weights, device)
         self._choices.put(size.name, fastest.name if fastest else "")
         return fastest
-
-    def _plans(self, size: _Size, weight: Tensor) -> list[Plan]:
-        if self._quack is None or size.accumulates:
-            return []
-        try:
-            return self._quack.plans(size.rows, weight, size.epilogue)
-        except Exception as error:  # noqa: BLE001 - another package's compiler may fail in any way
-            _log.warning("quack's products are not used: %s", error)
-            self._quack = None
-            return []
 
     def _fastest(
         self, size: _Size, proposals: Sequence[Algorithm | Plan], weights: Sequence[Tensor], device: torch.device
@@ -195,25 +186,24 @@ class Products:
                 best, least = proposal, taken
         return best
 
-    def _tile(self, hidden: Tensor, rows: Tensor, linear: nn.Linear, norm: nn.Module) -> Tile | None:
-        weight = linear.weight
+    def _tile(self, hidden: Tensor, rows: Tensor, linear: Linear, norm: Norm) -> Tile | None:
+        weight, bias = linear
         if not self._tunes(rows, weight) or len(rows) > _SPLIT_ROWS or not is_dependent(rows.device):
             return None
-        size = _Size(len(rows), *_sides(weight), rows.dtype, _epilogue(linear.bias, gelu=False))
+        size = _Size(len(rows), *_sides(weight), rows.dtype, _epilogue(bias, gelu=False))
         if size not in self._tiles:
             if torch.cuda.is_current_stream_capturing():
                 return None
-            self.linear(rows, weight, linear.bias)  # chooses what tiles are compared with
+            self.linear(rows, weight, bias)  # chooses what tiles are compared with
             self._tiles[size] = self._fastest_tile(size, hidden, rows, linear, norm)
         return self._tiles[size]
 
-    def _fastest_tile(
-        self, size: _Size, hidden: Tensor, rows: Tensor, linear: nn.Linear, norm: nn.Module
-    ) -> Tile | None:
+    def _fastest_tile(self, size: _Size, hidden: Tensor, rows: Tensor, linear: Linear, norm: Norm) -> Tile | None:
+        own, bias = linear
         if self._choices is None:  # the library is missing
             return None
         shared = architecture(rows.device).block_bytes
-        fitting = {str(index): tile for index, tile in enumerate(TILES) if tile.fits(linear.weight, shared)}
+        fitting = {str(index): tile for index, tile in enumerate(TILES) if tile.fits(own, shared)}
         name = f"{size.name} and norm"
         if (known := self._choices.get(name)) is not None:
             return fitting.get(known)
@@ -223,32 +213,24 @@ class Products:
         sample = torch.randn(rows.shape, generator=generator, device=rows.device, dtype=rows.dtype)
 
         def whole(weight: Tensor) -> None:
-            add_norm(hidden, self.linear(sample, weight, linear.bias), norm, overlapping=True)
+            add_norm(hidden, self.linear(sample, weight, bias), norm, overlapping=True)
 
-        exact = exact_product(sample, linear.weight, None, gelu=False)
-        most = _MOST_ERROR * relative_error(_linear(sample, linear.weight, None, gelu=False), exact)
+        exact = exact_product(sample, own, None, gelu=False)
+        most = _MOST_ERROR * relative_error(_linear(sample, own, None, gelu=False), exact)
         best, least = "", _LEAST_GAIN * cold_seconds(whole, weights)
         for index, tile in fitting.items():
-            if not relative_error(partial_sums(sample, linear.weight, tile).sum(0), exact) <= most:
+            if not relative_error(partial_sums(sample, own, tile).sum(0), exact) <= most:
                 continue
 
             def split(weight: Tensor, tile: Tile = tile) -> None:
-                add_norm(hidden, partial_sums(sample, weight, tile), norm, bias=linear.bias, overlapping=True)
+                add_norm(hidden, partial_sums(sample, weight, tile), norm, bias=bias, overlapping=True)
 
-            split(linear.weight)
+            split(own)
             taken = cold_seconds(split, weights)
             if taken < least:
                 best, least = index, taken
         self._choices.put(name, best)
         return fitting.get(best)
-
-
-def _quack(device: torch.device) -> Quack | None:
-    try:
-        return quack_on(device)
-    except Exception as error:  # noqa: BLE001 - another package, which may differ in any way
-        _log.warning("quack's products are not used: %s", error)
-        return None
 
 
 def _sides(weight: Tensor) -> tuple[int, int]:

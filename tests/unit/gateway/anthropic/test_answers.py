@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitwire_gateway.anthropic.answers import error_message_of, message_of, translated_error
+from vitwire_gateway.anthropic.answers import message_of
 from vitwire_gateway.anthropic.message_events import MessageEvents, shortened
+from vitwire_gateway.anthropic.message_parts import error_message_of, translated_error
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.router.endpoint import Exchange
 
@@ -61,6 +62,16 @@ def test_an_answer_without_counts_ends_all_the_same() -> None:
     events = read(fed(MessageEvents(100), b": comment\n\n" + chunk(content="a") + b"data: [DONE]\n\n"))
     assert [each["type"] for each in events[-3:]] == ["content_block_stop", "message_delta", "message_stop"]
     assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def test_counts_in_the_middle_of_an_answer_do_not_end_it() -> None:
+    counts = event({"id": "c", "model": "m", "choices": [], "usage": {"prompt_tokens": 7}})
+    events = read(fed(MessageEvents(100), chunk(content="a") + counts + chunk(content="b") + b"data: [DONE]\n\n"))
+    assert [each["type"] for each in events] == [
+        "message_start", "content_block_start", "content_block_delta", "content_block_delta",
+        "content_block_stop", "message_delta", "message_stop",
+    ]  # fmt: skip
+    assert events[-2]["usage"]["input_tokens"] == 7
 
 
 def test_text_that_is_none_beside_a_call_is_refused() -> None:

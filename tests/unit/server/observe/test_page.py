@@ -15,7 +15,7 @@ from vitwire_server.core.health import Health, State
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import NotOnDevice, Place, Preparation
 from vitwire_server.core.plans import Fallback
-from vitwire_server.core.reports import BatchReport, Outcome
+from vitwire_server.core.reports import BatchReport, Outcome, Waiting
 from vitwire_server.core.runner import Timings
 from vitwire_server.observe.charts import Line, bar, line_chart, nice
 from vitwire_server.observe.metrics import Metrics
@@ -67,7 +67,7 @@ def metrics() -> Metrics:
     ran: Sequence[tuple[Modality, Outcome]] = [(Modality.IMAGE, EncodeFailed("x"))] * 3
     made.engine.batch_ran(BatchReport(ran, 1, small, None, 48, Timings(0.1, 0.2, 0.3)))
     made.engine.batch_ran(BatchReport(ran, 1, None, Fallback.OVERSIZE, 5000, Timings(0.1, 0.2, 0.3)))
-    made.engine.queue_changed(7, 3 << 20, 70, 0.5)
+    made.engine.watch_queue(lambda: Waiting(7, 3 << 20, 70, 0.5))
     made.admission.limits(4096, 4 << 30)
     made.admission.changed(9, 5 << 20)
     made.cache.changed(2 << 20, 3 << 30, 0)
@@ -203,7 +203,7 @@ def test_a_point_is_what_happened_in_between() -> None:
     for method in ("Encode", "EncodeStream"):
         metrics.rpc.request_seconds.labels(method).observe(0.07)
     metrics.rpc.request_seconds.labels("GetModel").observe(9)
-    metrics.engine.queue_changed(3, 1, 3, 0.1)
+    metrics.engine.watch_queue(lambda: Waiting(3, 1, 3, 0.1))
     found = point(before, Readings(metrics.registry))
     assert (found.queued, found.requests) == (3, pytest.approx(1, rel=0.1))
     assert found.median == pytest.approx(0.0625)

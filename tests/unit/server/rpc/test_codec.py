@@ -155,6 +155,29 @@ def test_each_wrong_field_is_named(changes: dict[str, object], field: str) -> No
     assert f"items[1].{field}" in violated(request(message(), message(**changes)))
 
 
+def test_a_header_that_repeats_is_checked_once_and_never_shared() -> None:
+    count = 0
+
+    def footprint(grid: Grid) -> Footprint:
+        nonlocal count
+        count += 1
+        return CODEC._footprints(grid)
+
+    codec, size = Codec(CARD, footprint), 8 * SINGLE
+    unknown = pb.Item.FromString(message().SerializeToString() + b"\xfa\x01\xff\x01" + bytes(255))
+    unusual = message(content_id="x"), message(content_id="y"), unknown, unknown
+    for one in (message(), message(), *unusual):
+        for byte in b"ab":
+            data = bytes([byte]) * size
+            (item,) = codec.items(wire.Request(pb.EncodeRequest(items=[one]), [wire.ItemTensors(data)]))
+            assert isinstance(item, Item)
+            assert item.pixels.data == data
+            assert item.content_id == one.content_id
+    assert count == 1 + 2 * len(unusual)
+    with pytest.raises(InvalidRequest, match="has 3 bytes"):
+        codec.items(wire.Request(pb.EncodeRequest(items=[message()]), [wire.ItemTensors(b"abc")]))
+
+
 def test_wrong_options_and_counts_are_named() -> None:
     assert violated(request()) == {"items"}
     assert violated(request(*[message()] * 4)) == {"items"}

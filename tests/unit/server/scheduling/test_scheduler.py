@@ -14,7 +14,7 @@ from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import DType, Embedding, Item, Modality, Pixels
 from vitwire_server.core.plans import Batch as Planned
 from vitwire_server.core.plans import Fallback
-from vitwire_server.core.reports import BatchReport, Encoded, Outcome, Path
+from vitwire_server.core.reports import BatchReport, Encoded, Outcome, Path, Waiting
 from vitwire_server.core.runner import Collected, Running, Timings
 from vitwire_server.scheduling.canary import Canary
 from vitwire_server.scheduling.planner import Bounds, Planner
@@ -69,9 +69,6 @@ class Notes:
 
     batches: list[BatchReport] = field(default_factory=list)
     dropped: list[tuple[str, str]] = field(default_factory=list)
-    queued: tuple[int, int] = (0, 0)
-    ahead: tuple[int, float] = (0, 0.0)
-    """Tokens that wait, and their predicted seconds."""
     canaries: list[bool] = field(default_factory=list)
 
     def batch_ran(self, report: BatchReport) -> None:
@@ -83,8 +80,8 @@ class Notes:
     def item_dropped(self, stage: str, reason: str) -> None:
         self.dropped.append((stage, reason))
 
-    def queue_changed(self, items: int, nbytes: int, tokens: int, seconds: float) -> None:
-        self.queued, self.ahead = (items, nbytes), (tokens, seconds)
+    def watch_queue(self, waiting: Callable[[], Waiting]) -> None:
+        self.waiting = waiting
 
     def heartbeat(self) -> None:
         pass
@@ -138,7 +135,7 @@ def test_items_of_several_requests_share_a_batch_and_each_gets_its_own_rows() ->
     tokens = {(n, i): o.embedding.shape[0] for n, i, o in rig.outcomes if isinstance(o, Encoded)}
     assert tokens == {(first, 0): 10, (first, 1): 20, (second, 0): 30}
     assert rig.notes.batches[0].requests == 2
-    assert rig.notes.queued == (0, 0)
+    assert rig.notes.waiting()[:2] == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +167,7 @@ def test_cancelled_items_leave_the_queue_and_are_never_delivered() -> None:
     rig.submit(cancelled, 10, 10)
     rig.submit(kept, 10)
     rig.scheduler.intake.cancel(cancelled)
-    assert rig.notes.queued == (1, 4)
+    assert rig.notes.waiting()[:2] == (1, 4)
     rig.finish()
     assert {ticket for ticket, _, _ in rig.outcomes} == {kept}
     assert rig.notes.dropped == [("queue", "cancelled")] * 2
@@ -271,15 +268,13 @@ def test_what_waits_is_shown_in_tokens_and_in_seconds_at_the_measured_pace() -> 
     leaving = rig.ticket()
     rig.submit(leaving, 70)
     rig.submit(rig.ticket(), 100, 100, 60)
-    assert rig.notes.ahead == (330, estimate(330))
+    assert rig.notes.waiting() == (4, 16, 330, estimate(330))
     rig.scheduler.intake.cancel(leaving)
-    assert rig.notes.ahead == (260, estimate(260))
+    assert rig.notes.waiting() == (3, 12, 260, estimate(260))
     rig.scheduler._step()
-    assert rig.notes.ahead == (160, estimate(160)), "nothing was measured when its batch left"
-    rig.scheduler._step()
-    assert rig.notes.ahead == (60, pytest.approx(10 * estimate(60), rel=0.01))
+    assert rig.notes.waiting() == (2, 8, 160, pytest.approx(10 * estimate(160), rel=0.01))
     rig.finish()
-    assert rig.notes.ahead == (0, 0.0)
+    assert rig.notes.waiting() == (0, 0, 0, 0.0)
 
 
 class TestDeadlines:
