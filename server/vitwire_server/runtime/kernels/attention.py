@@ -203,10 +203,8 @@ def _tile(
     q_ptr, k_ptr, v_ptr, out_ptr = pointers
     q_row, k_row, v_row, out_row = strides
     tile = tiles_ptr + 4 * number
-    first = tl.load(tile)
-    edge = tl.load(tile + 1)
-    start = tl.load(tile + 2)
-    last = tl.load(tile + 3)
+    first, edge = tl.load(tile), tl.load(tile + 1)
+    start, last = tl.load(tile + 2), tl.load(tile + 3)
     if edge > 0:
         q_ptr += head * HEAD_DIM
         k_ptr += head * HEAD_DIM
@@ -223,10 +221,8 @@ def _tile(
         else:
             q_rest = q
         q = (q, q_rest)
-        top = tl.full([ROWS], -float("inf"), tl.float32)
-        weight = tl.zeros([ROWS], tl.float32)
-        out = tl.zeros([ROWS, WHOLE], tl.float32)
-        state = (top, weight, out, tl.zeros([ROWS, SPARE], tl.float32))
+        top, weight = tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+        state = (top, weight, tl.zeros([ROWS, WHOLE], tl.float32), tl.zeros([ROWS, SPARE], tl.float32))
         full = start + (last - start) // KEYS * KEYS
         most = tl.where(last - full > FEW, last, full)
         state = _keys(state, q, k_ptr, v_ptr, start, full, scale, k_row, v_row, HEAD_DIM, KEYS, WHOLE, REST, False)
