@@ -118,10 +118,6 @@ def rotation() -> None:
     rotate(torch.zeros(64, 3, HEADS, 72, dtype=torch.bfloat16), *torch.zeros(2, 64, 72), contain=True)
 
 
-def rotation_to_wider_heads() -> None:
-    rotate(torch.zeros(64, 3, HEADS, 72, dtype=torch.bfloat16), *torch.zeros(2, 64, 72), contain=True, apart=True)
-
-
 def norms() -> None:
     rows = torch.zeros(64, 1152, dtype=torch.bfloat16)
     norm = nn.LayerNorm(1152, dtype=torch.bfloat16)
@@ -167,18 +163,7 @@ def positions() -> None:
 
 
 @pytest.mark.parametrize(
-    "launch",
-    [
-        rotation,
-        rotation_to_wider_heads,
-        norms,
-        norms_of_parts,
-        rms_norms,
-        containment,
-        activations,
-        checked_copies,
-        positions,
-    ],
+    "launch", [rotation, norms, norms_of_parts, rms_norms, containment, activations, checked_copies, positions]
 )
 def test_kernels_between_products(
     launch: Callable[[], None], on: Architecture, compiled: dict[str, Any], tmp_path: Path
