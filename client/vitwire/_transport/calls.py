@@ -161,7 +161,7 @@ class Transport:
         return None
 
     def _start(self, channel: grpc.Channel, exchange: Exchange, metadata: Metadata) -> StreamCall:
-        """gRPC takes and returns bytes: it hides what is raised in its serialisers, such as MemoryError."""
+        """A call whose responses are bytes; so is a single request. gRPC hides errors raised in serialisers."""
         part, metadata = exchange.part, exchange.metadata(metadata)
         if part.one_message:
             request = grpc_channel.ENCODE.serializer(part.request())

@@ -49,7 +49,7 @@ class Kernel:
 
 
 class Bound:
-    """A kernel and its constants, launched as `bound(grid, *arguments)`."""
+    """A kernel and its constants, launched as `bound(grid, *arguments)`. torch.compile cannot trace it."""
 
     def __init__(self, function: Any, constants: dict[str, object]) -> None:  # noqa: ANN401 - as above
         self._function, self._constants = function, constants
