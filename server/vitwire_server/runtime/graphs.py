@@ -14,7 +14,7 @@ from torch import Tensor
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import total
-from vitwire_server.runtime.recording import recording
+from vitwire_server.runtime.recording import captured, recording
 from vitwire_server.towers.tower import Tower
 
 _log = logging.getLogger(__name__)
@@ -64,12 +64,8 @@ class CudaRecorder:
         """
         graph = torch.cuda.CUDAGraph()
         try:
-            with recording(), torch.cuda.stream(self._stream):
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    forward()
-                finally:
-                    graph.capture_end()
+            with recording(), torch.cuda.stream(self._stream), captured(graph, self._pool):
+                forward()
         except RuntimeError:
             self._abandon(graph)
             raise

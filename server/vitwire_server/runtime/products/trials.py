@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vitwire_server.runtime.recording import captured
+
 _COLD_BYTES = 100_000_000
 """Weights that a timing goes through: more than the cache of any device of today."""
 _CHECKED_ROWS = 256
@@ -34,12 +36,9 @@ def cold_seconds(run: Callable[[Tensor], object], weights: Sequence[Tensor]) -> 
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_REPEATS + 1)]
     torch.cuda.synchronize(weights[0].device)
     with torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")  # other threads go on
-        try:
+        with captured(graph):
             for weight in weights[:count]:
                 run(weight)
-        finally:
-            graph.capture_end()
         for before, after in events:
             before.record()
             graph.replay()

@@ -1,11 +1,27 @@
-"""The mark of a thread that records a forward."""
+"""The mark of a thread that records a forward, and captures."""
 
+import gc
 from threading import Thread
+from typing import Any
 
 import pytest
 import torch
 
-from vitwire_server.runtime.recording import is_recording, read_beside, recording
+from vitwire_server.runtime.recording import captured, is_recording, read_beside, recording
+
+
+class Graph:
+    """Stands for a CUDA graph, as there is no device."""
+
+    begun = ended = 0
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        assert (pool, capture_error_mode) == (None, "thread_local")
+        self.begun += 1
+
+    def capture_end(self) -> None:
+        assert not gc.isenabled()
+        self.ended += 1
 
 
 def fail() -> None:
@@ -32,3 +48,17 @@ def test_a_recording_is_of_one_thread() -> None:
         thread.join()
         assert is_recording()
     assert seen == [False, []]
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("injected")])
+def test_no_garbage_is_collected_during_a_capture(error: Exception | None) -> None:
+    graph: Any = Graph()
+    try:
+        with captured(graph):
+            assert not gc.isenabled()
+            if error:
+                raise error
+    except RuntimeError as raised:
+        assert raised is error
+    assert gc.isenabled()
+    assert (graph.begun, graph.ended) == (1, 1)
