@@ -88,7 +88,7 @@ def _launched(
 
 @lru_cache
 def _bound(columns: int, parts: int, centres: bool, warps: int, dependent: bool) -> Bound:
-    """The kernel for rows of so many columns, and parts of what is added to them."""
+    """The kernel for rows of this width, and this number of parts to add."""
     options = {"num_warps": warps, **constants_of(dependent)}
     return _add_norm.bound(COUNT=columns, COLUMNS=power_of_two(columns), PARTS=parts, CENTRE=centres, **options)
 

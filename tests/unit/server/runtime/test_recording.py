@@ -11,7 +11,7 @@ from vitwire_server.runtime.recording import captured, is_recording, read_beside
 
 
 class Graph:
-    """Stands for a CUDA graph, as there is no device."""
+    """Stands for a CUDA graph, which needs a device."""
 
     begun = ended = 0
 
