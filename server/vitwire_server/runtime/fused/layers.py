@@ -172,7 +172,7 @@ class TileLayer(Layer):
             segments = Segments(ends, tokens)
             return segments, segment_tiles(segments, tiles * tokens, heads)
 
-        return self._shared.of((tiles, tokens), made)
+        return self._shared.of((tiles, tokens, heads), made)
 
     def compared(self, stock: nn.Module, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
         """See Layer."""
