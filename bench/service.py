@@ -71,7 +71,9 @@ class Bench:
                 if not any(model == setup.model for model, _, _ in self._ceilings):
                     self._measure_ceilings(setup.model, server)
                 for driver, delivery in self._clients():
-                    self._measure(setup, server, driver, delivery)
+                    if self._options.each_device and len(server.processes) > 1:
+                        self._measure(setup, server, driver, delivery, used=1)
+                    self._measure(setup, server, driver, delivery, used=len(server.processes))
                 if self._options.kill and len(server.processes) > 1:
                     self._kill(setup, server)
         except (RuntimeError, DriverFailed) as error:  # a server or client did not start, or was not restarted
@@ -129,16 +131,17 @@ class Bench:
 
     # -- the service -----------------------------------------------------------------------------------
 
-    def _measure(self, setup: Setup, server: Server, driver: str, delivery: str) -> None:
-        """All loads with one kind of client."""
-        own = {**setup.row(), "delivery": delivery, "driver": driver}
+    def _measure(self, setup: Setup, server: Server, driver: str, delivery: str, used: int) -> None:
+        """All loads with one kind of client, on the first `used` devices."""
+        server, part = server.first(used), setup.first(used)
+        own = {**part.row(), "delivery": delivery, "driver": driver}
         with ExitStack() as stack:
             clients = [
                 stack.enter_context(Client(driver, **self._settings(setup, server, driver, delivery, number)))
                 for number in range(self._options.clients)
             ]
             for each in self._options.loads:
-                load = setup.each(each) if self._options.each_device else each
+                load = part.each(each) if self._options.each_device else each
                 if not self._has_time(f"{own} {load}"):
                     continue
                 try:

@@ -52,6 +52,10 @@ class Setup:
         """As columns of a row."""
         return asdict(self)
 
+    def first(self, count: int) -> "Setup":
+        """Only the first devices."""
+        return replace(self, devices=",".join(self.devices.split(",")[:count]))
+
     def each(self, load: Load) -> Load:
         """The load on all devices if each has as many requests in flight as this."""
         return replace(load, in_flight=load.in_flight * count_of(self.devices))
@@ -69,6 +73,10 @@ class Server:
         """One address, or all of them for the client to balance over."""
         targets = [each.target for each in self.processes]
         return targets[0] if len(targets) == 1 else "ipv4:" + ",".join(targets)
+
+    def first(self, count: int) -> "Server":
+        """Only the first processes."""
+        return replace(self, processes=self.processes[:count])
 
     def busy_seconds(self) -> float:
         """Seconds of computation on all devices so far."""

@@ -117,7 +117,7 @@ class Bench:
             if starting:
                 encoders = await asyncio.wrap_future(starting)
                 await asyncio.to_thread(encoders.wait, max(1.0, min(READY_SECONDS, self._clock.left)))
-                server = encoders.root
+                (server,) = encoders.servers
                 client = await stack.enter_async_context(AsyncClient(target))
                 sender = await Sender.start(target)
                 stack.callback(sender.close)

@@ -1,9 +1,10 @@
-"""The Vitwire server of the benchmark: one process on each of its devices."""
+"""The Vitwire servers of the benchmark: one on each of the encoders' devices."""
 
 import argparse
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from bench.engine import checkpoint
 
-from servers import PYTHON, ServerProcess, serving, supervising
+from servers import PYTHON, ServerProcess, end, serving
 
 _FIRST_PORT, _LAST_PORT = 20000, 32000
 """Below those that Linux gives to outgoing connections."""
@@ -20,41 +21,45 @@ _FIRST_PORT, _LAST_PORT = 20000, 32000
 
 @dataclass(frozen=True, slots=True)
 class Encoders:
-    """Processes by label; `root` supervises them, or is the only one."""
+    """Servers, in the order of their devices."""
 
-    root: ServerProcess
-    processes: dict[str, ServerProcess]
+    servers: list[ServerProcess]
 
     def wait(self, seconds: float) -> None:
-        """Until all are ready. Raises RuntimeError if one takes longer, or the server ends."""
-        for label in self.processes:
-            self.root.wait_for(rf"\[{label}\] ready: " if len(self.processes) > 1 else "ready: ", seconds)
+        """Until all are ready. Raises RuntimeError if that takes longer, or a server ends."""
+        deadline = time.monotonic() + seconds
+        for server in self.servers:
+            server.wait_for("ready: ", max(1.0, deadline - time.monotonic()))
+
+    def keep(self, count: int) -> None:
+        """Only the last ones go on; clients that know all of them by affinity then use those."""
+        while len(self.servers) > count:
+            end(self.servers.pop(0).process)
 
     def busy_seconds(self) -> float:
         """Seconds of computation on all devices so far."""
-        return sum(each.metric("vitwire_stage_seconds_sum", stage="execute") for each in self.processes.values())
+        return sum(server.metric("vitwire_stage_seconds_sum", stage="execute") for server in self.servers)
 
 
 @contextmanager
 def starting(
     model: Path, devices: Sequence[str], flags: Sequence[str], wrapper: Sequence[str]
 ) -> "Iterator[tuple[str, Future[Encoders]]]":
-    """The target of a server that starts in the background, so that engines can start at the same time.
+    """The target of servers that start in the background, so that engines can start at the same time.
 
-    wrapper: prefix of commands that run what the server runs.
+    wrapper: prefix of commands that run what the servers run.
     """
     port = _free_ports(len(devices))
-    words = ["--port", str(port), *flags]
+    targets = [f"127.0.0.1:{port + index}" for index in range(len(devices))]
 
     def start() -> Encoders:
-        if len(devices) > 1:
-            supervised = supervising(model, ",".join(devices), *words, ready=False, wrapper=wrapper)
-            return Encoders(*stack.enter_context(supervised))
-        alone = serving(model, "--device", devices[0], *words, wait=False, wrapper=wrapper)
-        return Encoders(server := stack.enter_context(alone), {devices[0]: server})
+        servers = []
+        for index, device in enumerate(devices):
+            words = ["--device", device, "--port", str(port + index), *flags]
+            servers.append(stack.enter_context(serving(model, *words, wait=False, wrapper=wrapper)))
+        return Encoders(servers)
 
     with ExitStack() as stack, ThreadPoolExecutor(1) as starter:
-        targets = [f"127.0.0.1:{port + index}" for index in range(len(devices))]
         yield targets[0] if len(targets) == 1 else f"ipv4:{','.join(targets)}", starter.submit(start)
 
 

@@ -86,7 +86,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     add("--loads", type=_list(Load.of), default="c1,c8", help="cN: N in flight; pN: N requests/s, Poisson; ...")
     ways = f"of {', '.join(WAYS)}; local alone needs no server"
     add("--ways", type=_list(str), default="local,reference,again", help=ways)
-    add("--requests", type=int, default=96, help="of each stream")
+    add("--requests", type=int, default=96, help="of each stream; with --setups at least 4 for each in flight")
     add("--text", type=int, default=64, help="tokens of text in a prompt")
     add("--tokens", type=int, default=16, help="tokens to generate")
     add("--itl", action="store_true", help="times between tokens of generations beside the last load, too")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, cycle, islice
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,6 +28,8 @@ from bench.engine.ways import Local, Reference, Text
 from vitwire import AsyncClient
 
 _STOP_SECONDS = 20
+_DRAWN = 32
+"""Requests of each size, which a stream repeats with other first patches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +244,8 @@ class _Worker:
     async def _done(self, message: Any) -> Any:
         """A share is prepared; a number is the time at which the prepared one starts."""
         if isinstance(message, Share):
-            drawn = (await self._requests(message))[: message.requests]
-            asked = [renewed(each, next(self.names)) for each in drawn]
+            drawn = await self._drawn_for(message)
+            asked = [renewed(each, next(self.names)) for each in islice(cycle(drawn), message.requests)]
             self._stream = await Stream.prepare([self.ways[message.way]], asked, self.names), message
         elif isinstance(message, float):
             assert self._stream, "prepared before"
@@ -259,12 +261,11 @@ class _Worker:
             return others
         return None
 
-    async def _requests(self, share: Share) -> list[Asked]:
-        """Drawn once for each size, with patches if encoders take them; renewed for each load."""
+    async def _drawn_for(self, share: Share) -> list[Asked]:
+        """Drawn once for each size, with patches if encoders take them; renewed for each request."""
         client = self.client if share.way == "reference" else None
         kind = (share.size, share.text, client is None)
-        drawn = self._drawn.get(kind, [])
-        if len(drawn) < share.requests:
+        if kind not in self._drawn:
             self._drawn = {each: drawn for each, drawn in self._drawn.items() if each[0] == share.size}
-            drawn = self._drawn[kind] = await draw(share.size, share.requests, share.text, client, self.index)
-        return drawn
+            self._drawn[kind] = await draw(share.size, _DRAWN, share.text, client, self.index)
+        return self._drawn[kind]

@@ -41,7 +41,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Setups that run one after another on the same processes; those that a setup does not use are idle."""
+    """Setups that are measured on the same processes; those that a setup does not use are idle."""
 
     splits: tuple[Split, ...]
 
@@ -50,16 +50,25 @@ class Group:
         return max(split.engines for split in self.splits)
 
     @property
+    def stages(self) -> list[list[Split]]:
+        """Setups that take turns, those with the most encoders first; those without any are in the last stage."""
+        sizes = sorted({split.encoders for split in self.splits if split.encoders}, reverse=True) or [0]
+        return [
+            [split for split in self.splits if split.encoders in ({size, 0} if size == sizes[-1] else {size})]
+            for size in sizes
+        ]
+
+    @property
     def encoder_devices(self) -> range:
-        """The same for all setups that have encoders."""
-        return next((split.encoder_devices for split in self.splits if split.encoders), range(0))
+        """Of all its setups."""
+        return max((split.encoder_devices for split in self.splits), key=len)
 
 
 def grouped(splits: Sequence[Split]) -> list[Group]:
-    """Each setup once. An engine knows its encoders from its start, so setups with others need other processes."""
+    """Each setup once. Setups of equally many devices have their encoders on the last of them, and share processes."""
     remote = [split for split in splits if split.encoders]
-    places = list(dict.fromkeys(split.encoder_devices for split in remote)) or [range(0)]
-    groups = [[split for split in remote if split.encoder_devices == place] for place in places]
+    groups = [[each for each in remote if each.devices == count] for count in dict.fromkeys(s.devices for s in remote)]
+    groups = groups or [[]]
     groups[0] = [split for split in splits if not split.encoders] + groups[0]
     return [Group(tuple(dict.fromkeys(group))) for group in groups]
 

@@ -36,6 +36,8 @@ _SECONDS = 150
 """For the preparation of a stream, and for the stream."""
 _WARM_UP = 16
 """Requests of each engine, all in flight at once, before its first stream of a size."""
+_ROUNDS = 4
+"""Of the requests in flight, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +151,16 @@ class Sweep:
         return encoders
 
     def _measure(self, language: str, group: Group, crew: Crew, busy: Busy) -> None:
-        """Setups take turns at each load."""
+        """Setups of a stage take turns at each load; encoders that it does not have are stopped before."""
         for split in group.splits:
             if not crew.has(split):
                 self._report.skip(f"{language} {split}", "some of it did not start")
-        splits = [split for split in group.splits if crew.has(split)]
+        for stage in group.stages:
+            if crew.encoders:
+                crew.encoders.keep(max(split.encoders for split in stage))
+            self._take_turns(language, [split for split in stage if crew.has(split)], crew, busy)
+
+    def _take_turns(self, language: str, splits: Sequence[Split], crew: Crew, busy: Busy) -> None:
         options = self._options
         for source, size, load in product(options.sources, options.sizes, (None, *options.loads)):
             for split in splits:
@@ -175,7 +182,7 @@ class Sweep:
         """A load on a setup; with --itl the last one again, beside other generations."""
         encoders = crew.encoders if split.encoders else None
         before = encoders.busy_seconds() if encoders else 0.0
-        stream = self._stream(place, split, load, self._options.requests, crew)
+        stream = self._stream(place, split, load, self._requests(load), crew)
         answers = [answer for _, each in stream.parts for answer in each]
         begin, end = min(answer.start for answer in answers), max(answer.end for answer in answers)
         row = place | figures(answers, load)
@@ -198,7 +205,7 @@ class Sweep:
         try:
             try:
                 ask(seats, [BESIDE] * len(seats), _SECONDS)
-                self._stream(place, split, load, self._options.requests, crew)
+                self._stream(place, split, load, self._requests(load), crew)
             finally:
                 others = ask(seats, [OVER] * len(seats), _SECONDS)
         except SeatFailed as error:
@@ -206,6 +213,11 @@ class Sweep:
             return {}
         found = between_tokens([answer for each in others for answer in each])
         return {f"others_{name}": value for name, value in found.items()}
+
+    def _requests(self, load: Load) -> int:
+        """Of a stream: most of them run with as many others as the load has in flight."""
+        least: int = self._options.requests
+        return max(least, _ROUNDS * int(load.amount)) if load.closed else least
 
     def _stream(self, place: Row, split: Split, load: Load, requests: int, crew: Crew) -> Streamed:
         """One stream over the engines of a setup."""

@@ -26,8 +26,13 @@ ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
 }
-"""Defaults before vLLM is imported; stdout is the benchmark's."""
+"""Defaults before vLLM is imported; stdout is the benchmark's.
+
+OMP_NUM_THREADS is for the front end: with a thread for each core, each copy of pixels into memory that is shared with
+the engine leaves threads that wait busily. vLLM limits them in the engine only.
+"""
 _CAPTURE_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 288, 320, 384, 512, 768, 1024, 1152, 1536, 2048, 2304, 3072, 4096]
 """Prompts with images too: vLLM's default ends at 512 tokens, and it launches a longer prefill kernel by kernel, which
 takes longer than the device needs for it."""
@@ -64,7 +69,12 @@ def arguments(
             "ec_connector": "VitwireECConnector",
             "ec_connector_module_path": "vitwire.integrations.vllm",
             "ec_role": "ec_consumer",
-            "ec_connector_extra_config": {"target": target, "wait": wait, "delivery": delivery},
+            "ec_connector_extra_config": {
+                "target": target,
+                "wait": wait,
+                "delivery": delivery,
+                "delivery_bytes": 1 << 30,  # 32 embeddings of 1024² for the 8B
+            },
         }
     return chosen
 
@@ -75,9 +85,11 @@ def start(chosen: Mapping[str, Any], device: int | None = None) -> Any:
     device: index of the engine's GPU among those visible here; None leaves it to vLLM, which takes the first. Raises
     ValueError without it.
     """
-    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - seconds
+    import torch  # noqa: PLC0415 - seconds
+    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - as above
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415 - as above
 
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # imported before the variable was set
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     if device is not None:  # the engine's first; the others stay visible, as their memory is read over NVLink
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_rotated(device, before))

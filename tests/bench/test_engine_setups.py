@@ -47,19 +47,21 @@ def test_splits_that_are_wrong(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "groups", "engines"),
     [
-        ("4+0,3+1,2+2", ["4+0 3+1", "2+2"], [4, 2]),
-        ("2+2,4+0,4+0,3+1", ["4+0 2+2", "3+1"], [4, 3]),
-        ("2+0,1+0", ["2+0 1+0"], [2]),
-        ("1+1,2+0", ["2+0 1+1"], [2]),
-        ("6+2,8+0", ["8+0 6+2"], [8]),
+        ("4+0,3+1,2+2", [["2+2", "4+0 3+1"]], [4]),
+        ("2+2,4+0,4+0,3+1", [["2+2", "4+0 3+1"]], [4]),
+        ("2+0,1+0", [["2+0 1+0"]], [2]),
+        ("1+1,2+0", [["2+0 1+1"]], [2]),
+        ("1+1,2+0,2+1,1+2", [["2+0 1+1"], ["1+2", "2+1"]], [2, 2]),
+        ("6+2,8+0", [["8+0 6+2"]], [8]),
     ],
 )
-def test_setups_with_the_same_encoders_share_processes(text: str, groups: list[str], engines: list[int]) -> None:
+def test_setups_of_as_many_devices_share_processes(text: str, groups: list[list[str]], engines: list[int]) -> None:
     found = grouped(splits(text))
-    assert [" ".join(map(str, group.splits)) for group in found] == groups
+    assert [[" ".join(map(str, stage)) for stage in group.stages] for group in found] == groups
     assert [group.engines for group in found] == engines
     for group in found:
-        assert all(split.encoder_devices == group.encoder_devices for split in group.splits if split.encoders)
+        last = [split.encoder_devices for stage in group.stages for split in stage if split.encoders]
+        assert all(group.encoder_devices[-len(each) :] == each for each in last)
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,8 @@ def test_service_bench(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 def test_service_bench_on_four_devices(tmp_path: Path) -> None:
-    """A load of each device, against one device, and one of the processes killed."""
-    flags = ("--tiny", "--devices", "cpu", "cpu,cpu,cpu,cpu", "--rpc-processes", "2", "--loads", "112:2")
+    """A load of each device, against one of the devices, and one of the processes killed."""
+    flags = ("--tiny", "--devices", "cpu,cpu,cpu,cpu", "--rpc-processes", "2", "--loads", "112:2")
     tiny = ("--flags", "--graphs simulated --budgets 16,64 --compile off --decode-processes 0", "--bare", "--kill")
     document = last_line("bench/service.py", *flags, *tiny, "--each-device", "--seconds", "2", "--clients", "4")
     assert document["skipped"] == []

@@ -142,12 +142,12 @@ def serving(
 
 @contextmanager
 def supervising(
-    model: Path, devices: str, *flags: str, ready: bool = True, wrapper: Sequence[str] = ()
+    model: Path, devices: str, *flags: str, ready: bool = True
 ) -> Iterator[tuple[ServerProcess, dict[str, ServerProcess]]]:
     """A supervisor of one process per device, and these processes by label, with their ports."""
     names = devices.split(",")
     labels = [f"{name}.{index}" if names.count(name) > 1 else name for index, name in enumerate(names)]
-    with serving(model, "--devices", devices, *flags, wait=False, wrapper=wrapper) as supervisor:
+    with serving(model, "--devices", devices, *flags, wait=False) as supervisor:
         children = {}
         for label in labels:
             ports = supervisor.wait_for(rf"\[{label}\] listening on [\d.]+:(\d+), metrics on [\d.]+:(\d+)")

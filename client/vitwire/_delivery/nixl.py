@@ -28,6 +28,8 @@ _ABANDONED_SHARE = 1 / 4
 """Of a pool without room, from which on it is replaced."""
 ROOM_SECONDS = 0.002
 """Between looks for room to lease."""
+_BUSY = "busy"
+"""The server's reason if it has no room for a transfer now, and did not begin it."""
 _ROOM_SECONDS = 5.0
 """For which an item whose rows the server announced waits for room: the server holds a place in its queue for it."""
 
@@ -245,8 +247,8 @@ class Leases:
         with self._changed:
             self._settle({number})
         lease = self.leases[number]
-        if lease and self.is_late(number) and not reason:
-            lease.release()  # the region came after the server had stopped waiting for it
+        if lease and (reason == _BUSY or (self.is_late(number) and not reason)):
+            lease.release()  # the server wrote nothing: without a reason, the region came after it had stopped waiting
         elif lease and self._pool:
             lease.abandon()
             self._nixl.failed(self._pool, reason or "the server gave no reason")

@@ -70,7 +70,7 @@ class Fallback(StrEnum):
     """Why rows are sent in the response although the item has a region."""
 
     BUSY = "busy"
-    """Too many transfers are under way."""
+    """Too many transfers are under way, or there is no room. Nothing is written: the client uses the region again."""
     REFUSED = "refused"
     """The agent cannot be used: its metadata is invalid, or its name belongs to another."""
     FAILED = "failed"
@@ -80,7 +80,7 @@ class Fallback(StrEnum):
     TOO_SMALL = "too_small"
     """The region of an item without pixels is smaller than the rows that were cached."""
     OFF = "off"
-    """NIXL delivery is not enabled."""
+    """NIXL delivery is not enabled, or has ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,15 +55,16 @@ class Courier:
         """
         job = Job(placing, rows, time.monotonic())
         with self._lock:
-            accepted = not self._closed and len(self._done) < self._bounds.deliveries
-            if accepted:
+            is_full = len(self._done) >= self._bounds.deliveries
+            refusal = Fallback.OFF if self._closed else Fallback.BUSY if is_full else None
+            if refusal is None:
                 self._done[job] = done
-        if accepted:
+        if refusal is None:
             self._send(lambda: self._transfers.accept(job))
         else:
             rows.release()
-            self._metrics.fell_back(Fallback.BUSY)
-            done(NotDelivered(Fallback.BUSY))
+            self._metrics.fell_back(refusal)
+            done(NotDelivered(refusal))
 
     def add_device(self, memory: Memory, outbox: Outbox, upload: Upload) -> None:
         """Deliver from device memory as well. `upload` copies rows from the host into it.

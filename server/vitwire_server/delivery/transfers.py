@@ -154,7 +154,7 @@ class Transfers:
         jobs = [*self.waiting, *self._posted.values()]
         self.waiting, self._posted = [], {}
         for job in jobs:
-            self._end(job, Fallback.BUSY)
+            self._end(job, Fallback.OFF)
 
     def _post(self, job: Job) -> bool:
         """Post a waiting job, or end it; False if it has to wait on."""

@@ -45,6 +45,17 @@ def test_a_region_that_the_server_no_longer_awaited_is_free_and_no_failure(nixl:
     assert pool.lease(4 * PAGE)
 
 
+def test_a_server_without_room_costs_one_delivery(nixl: Nixl, pool: Pool) -> None:
+    """Whether the region was leased before the item was sent or late."""
+    leases = Leasing(nixl, 4).leases([Expected(rows=2, width=PAGE // 4)])
+    assert leases
+    for each in (leases, late(nixl)):
+        each.returned(0, "busy")
+    assert nixl.pool() is pool, "NIXL is not paused"
+    assert pool.abandoned == 0
+    assert pool.lease(4 * PAGE)
+
+
 def test_a_region_that_the_server_tried_is_abandoned(nixl: Nixl, pool: Pool) -> None:
     late(nixl).returned(0, "timeout")
     assert pool.abandoned == 2 * PAGE

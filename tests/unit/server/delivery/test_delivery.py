@@ -344,9 +344,9 @@ def test_closing_answers_everything() -> None:
         rows.ready = False
         deliveries.post(process.consumer(), rows)
         deliveries.courier.close()
-        assert deliveries.next() == NotDelivered(Fallback.BUSY)
+        assert deliveries.next() == NotDelivered(Fallback.OFF)
         assert rows.released.is_set()
-        assert deliveries.deliver(process.consumer(), HostRows(1, 1)) == NotDelivered(Fallback.BUSY)
+        assert deliveries.deliver(process.consumer(), HostRows(1, 1)) == NotDelivered(Fallback.OFF)
 
 
 def test_an_unexpected_error_answers_everything() -> None:
@@ -358,7 +358,7 @@ def test_an_unexpected_error_answers_everything() -> None:
         deliveries.post(process.consumer(), BrokenRows(1, 1000))
         deliveries.post(process.consumer(), BrokenRows(2, 1000), offset=8192)
         assert {type(deliveries.next()) for _ in range(2)} == {NotDelivered}
-        assert deliveries.deliver(process.consumer(), HostRows(3, 1000)) == NotDelivered(Fallback.BUSY)
+        assert deliveries.deliver(process.consumer(), HostRows(3, 1000)) == NotDelivered(Fallback.OFF)
 
 
 @pytest.mark.parametrize("fault", [OSError, None])
