@@ -27,6 +27,8 @@ _LEADING = 5
 """Tokens of a tile that are not rotated when layers are compared."""
 _FEW_TOKENS = 320
 """Tiles of up to this size are faster by our kernel than by torch's attention."""
+_LONG = 4096
+"""Segments of so many patches gain if flash attention 4 finds queries and keys at multiples of 32 bytes."""
 _KNOWN = {PLAIN: frozenset[str](), ROTARY: frozenset({"position_embeddings"})}
 """See `Layer.known_arguments`: of packed layers, but for Qwen's blocks."""
 Made = TypeVar("Made")
@@ -96,9 +98,8 @@ class Layer(ABC):
         count = rows.shape[0]
         return self.parts.end(hidden, attend(qkv.view(count, 3, self._heads, -1)).reshape(count, -1))
 
-    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _normed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys with their norms, and values, `(count, heads, head_dim)` each."""
-        q, k, v = qkv.unbind(1)
         if self._head_norms:
             q, k = (
                 norm(each.flatten(-2)).view(each.shape) for each, norm in zip((q, k), self._head_norms, strict=True)
@@ -145,11 +146,12 @@ class TileLayer(Layer):
             if position_embeddings:
                 cos, sin = self._shared.of(position_embeddings[0], lambda: _padded(*position_embeddings, tiles, tokens))
                 rotate(qkv, cos, sin)
+            heads = self._normed(*qkv.unbind(1))
             if found := self._segments(attention_mask, tiles, tokens, qkv.device):
                 segments, own = found
-                return segment_attention(*self._split(qkv), segments, self._scale, own)
+                return segment_attention(*heads, segments, self._scale, own)
             shape = tiles, tokens, self._heads, -1
-            q, k, v = (each.view(shape).transpose(1, 2) for each in self._split(qkv))
+            q, k, v = (each.view(shape).transpose(1, 2) for each in heads)
             attended = functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=attention_mask, scale=self._scale, is_causal=causal
             )
@@ -247,9 +249,9 @@ class PackedLayer(Layer):
         attending = chosen if rotary else self._attention  # as `rotate` or the selection contains NaN
 
         def attend(qkv: Tensor) -> Tensor:
-            if rotary:
-                rotate(qkv, *rotary, contain=not chosen.isolates)
-            q, k, v = self._split(qkv)
+            apart = chosen.name == "fa4" and longest >= _LONG
+            heads = rotate(qkv, *rotary, contain=not chosen.isolates, apart=apart) if rotary else qkv.unbind(1)
+            q, k, v = self._normed(*heads)
             if chosen.name != "triton":
                 return attending.attend(q, k, v, segments, self._scale)
             tiles = self._shared.of(ends, lambda: segment_tiles(segments, len(q), self._heads))
