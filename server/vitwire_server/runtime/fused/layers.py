@@ -27,8 +27,8 @@ _LEADING = 5
 """Tokens of a tile that are not rotated when layers are compared."""
 _FEW_TOKENS = 320
 """Tiles of up to this size are faster by our kernel than by torch's attention."""
-_LONG = 4096
-"""Segments of so many patches gain if flash attention 4 finds queries and keys at multiples of 32 bytes."""
+_LONG = 8192
+"""Longer segments gain if flash attention 4 finds the heads of queries and keys at multiples of 32 bytes."""
 _KNOWN = {PLAIN: frozenset[str](), ROTARY: frozenset({"position_embeddings"})}
 """See `Layer.known_arguments`: of packed layers, but for Qwen's blocks."""
 Made = TypeVar("Made")
@@ -220,7 +220,7 @@ class PackedLayer(Layer):
         units, tokens = rows.shape[:2]
         ends = torch.arange(0, (units + 1) * tokens, tokens, dtype=torch.int32, device=rows.device)
         packed, rotary, pairs = rows.flatten(0, 1), self._rotary(units * tokens, rows), []
-        for longest in self._attention.lengths:
+        for longest in (*self._attention.lengths, *filter(self._is_apart, [_LONG + 1])):
             self._shared.clear()
             expected, got = self._both(stock, packed, ends, longest, rotary)
             pairs.append((expected.view(rows.shape), got.view(rows.shape)))
@@ -231,12 +231,8 @@ class PackedLayer(Layer):
     ) -> tuple[Tensor, Tensor]:
         """Outputs of the stock layer and this one for packed rows."""
         packed = rows[None]
-        arguments: dict[str, Any] = {
-            "cu_seq_lens_q": ends,
-            "cu_seq_lens_k": ends,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
+        arguments: dict[str, Any] = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        arguments |= {"max_length_q": longest, "max_length_k": longest}
         if self.form is ROTARY:
             arguments |= {"attention_mask": None, "position_embeddings": rotary}
             return stock(packed, **arguments), self(packed, **arguments)
@@ -247,9 +243,9 @@ class PackedLayer(Layer):
         """The forward on `rows (patches, hidden)` of segments with these boundaries."""
         chosen, segments = self._attention.at(longest), Segments(ends, longest)
         attending = chosen if rotary else self._attention  # as `rotate` or the selection contains NaN
+        apart = self._is_apart(longest)
 
         def attend(qkv: Tensor) -> Tensor:
-            apart = chosen.name == "fa4" and longest >= _LONG
             heads = rotate(qkv, *rotary, contain=not chosen.isolates, apart=apart) if rotary else qkv.unbind(1)
             q, k, v = self._normed(*heads)
             if chosen.name != "triton":
@@ -258,6 +254,10 @@ class PackedLayer(Layer):
             return segment_attention(q, k, v, segments, self._scale, tiles)
 
         return self._computed(rows, attend)
+
+    def _is_apart(self, longest: int) -> bool:
+        """Whether heads of queries and keys begin at multiples of 32 bytes."""
+        return longest > _LONG and self._attention.at(longest).name == "fa4"
 
 
 class Block(PackedLayer):
