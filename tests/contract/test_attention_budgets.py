@@ -134,8 +134,8 @@ class Timed:
 
 
 @pytest.mark.parametrize(("share", "kept"), [(0.9, True), (0.99, False), (1.5, False)])
-def test_only_what_is_faster_is_kept(share: float, kept: bool, rig: Rig) -> None:
-    ladder = rig.graphs.ladder
+def test_only_what_is_faster_or_holds_more_is_kept(share: float, kept: bool, rig: Rig) -> None:
+    ladder = Ladder(tuple(replace(each, max_segments=8) for each in rig.graphs.ladder))
     costs = calibration.measure_costs(cast("Engine", Timed(share)), rig.tower, ladder, 320, 8)
     short = [each for each in ladder if each.tokens > 64 and each.max_segment_patches == 256]
     assert len(short) == 2
@@ -143,14 +143,18 @@ def test_only_what_is_faster_is_kept(share: float, kept: bool, rig: Rig) -> None
     assert all(saved == pytest.approx(max(0.0, 1 - share) * 1e-2) for saved in costs.saved.values())
     left = calibration.worthwhile(ladder, costs)
     assert [each for each in ladder if each not in left.budgets] == ([] if kept else short)
+    assert calibration.worthwhile(rig.graphs.ladder, replace(costs, saved={})) == rig.graphs.ladder
 
 
 def test_budgets_for_short_segments_are_bounded() -> None:
     ladder = Ladder(tuple(budget(size, merge=2, max_items=64, max_frames=512) for size in (16, 64, 127, 128, 4096)))
     lengths = {256: [], 64: [], 508: [256], 512: [256], 8192: [256, 1024]}
     both = with_shorter(ladder, lambda longest: lengths[longest], merge=2)
-    added = [(each.tokens, each.max_segment_patches) for each in both if each not in ladder.budgets]
-    assert added == [(128, 256), (4096, 256), (4096, 1024)]
-    assert both.largest == ladder.largest
+    kinds = [(each.tokens, each.max_segment_patches, each.max_segments) for each in both]
+    assert kinds == [
+        (16, 64, 8), (64, 256, 8), (127, 508, 8), (128, 256, 8), (128, 512, 8),
+        (4096, 256, 256), (4096, 1024, 64), (4096, 8192, 16),
+    ]  # fmt: skip
+    assert both.budgets[-1].max_items == 16
     with pytest.raises(ValueError, match="ascend strictly in tokens and longest segments"):
         Ladder((ladder.budgets[1], ladder.budgets[1]))

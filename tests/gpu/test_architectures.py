@@ -118,6 +118,10 @@ def rotation() -> None:
     rotate(torch.zeros(64, 3, HEADS, 72, dtype=torch.bfloat16), *torch.zeros(2, 64, 72), contain=True)
 
 
+def rotation_apart() -> None:
+    rotate(torch.zeros(64, 3, HEADS, 72, dtype=torch.bfloat16), *torch.zeros(2, 64, 72), contain=True, apart=True)
+
+
 def norms() -> None:
     rows = torch.zeros(64, 1152, dtype=torch.bfloat16)
     norm = nn.LayerNorm(1152, dtype=torch.bfloat16)
@@ -163,7 +167,18 @@ def positions() -> None:
 
 
 @pytest.mark.parametrize(
-    "launch", [rotation, norms, norms_of_parts, rms_norms, containment, activations, checked_copies, positions]
+    "launch",
+    [
+        rotation,
+        rotation_apart,
+        norms,
+        norms_of_parts,
+        rms_norms,
+        containment,
+        activations,
+        checked_copies,
+        positions,
+    ],
 )
 def test_kernels_between_products(
     launch: Callable[[], None], on: Architecture, compiled: dict[str, Any], tmp_path: Path

@@ -228,7 +228,8 @@ def _budgets(tower: Tower, sizes: Sequence[int]) -> list[Budget]:
     """Of these sizes; where tokens come in tiles, every other one of the tower's own, up to 20 tiles."""
     if tower.segmented or not sizes:
         area = tower.geometry.merge**2
-        return [Budget(size, min(size, 8), max(8, min(24, size // 4)), size * area) for size in sizes]
+        slots = {size: max(8, min(24, size // 4)) for size in sizes}
+        return [Budget(size, size * area, max_items=min(size, 8), max_segments=slots[size]) for size in sizes]
     own = tower.sizes(min(20 * tower.footprint(Grid(1, 1, 1)).tokens, _MOST))
     return [tower.budget(size, max_items=8, max_frames=24) for size in own[::2]]
 

@@ -14,14 +14,14 @@ _FEWEST_SHORT = 2
 
 @dataclass(frozen=True, slots=True, order=True)
 class Budget:
-    """Capacity of one captured graph; ordered by cost, that is by tokens."""
+    """Capacity of one captured graph; ordered by cost, that is by tokens, then by the longest segment."""
 
     tokens: int
+    max_segment_patches: int
+    """Maximum length of an attention segment, in patches: the static `max_seqlen`."""
     max_items: int
     max_segments: int
     """Attention segments of real items; padding has separate segments."""
-    max_segment_patches: int
-    """Maximum length of an attention segment, in patches: the static `max_seqlen`."""
     max_crops: int = 0
     """Rows of crops, in towers that take them; their tokens are among `tokens`."""
 
@@ -100,15 +100,21 @@ def with_shorter(ladder: Ladder, shorter: Callable[[int], Iterable[int]], *, mer
     """The ladder, and budgets of as many tokens for short segments that can be attended in a faster way.
 
     `shorter` has the lengths below a budget's longest segment at which they can. A budget for short segments holds at
-    least two of the longest.
+    least two of the longest. Next to it, the budget for longer ones has a slot for each segment that is longer, and at
+    least eight.
     """
-    added = {
-        replace(budget, max_segment_patches=longest)
-        for budget in ladder
-        for longest in shorter(budget.max_segment_patches)
-        if budget.tokens * merge * merge >= _FEWEST_SHORT * longest
-    }
-    return Ladder(tuple(sorted({*ladder, *added})))
+    budgets = set()
+    for budget in ladder:
+        patches, slots = budget.tokens * merge * merge, budget.max_segments
+        for longest in sorted(each for each in shorter(budget.max_segment_patches) if patches >= _FEWEST_SHORT * each):
+            budgets.add(_with_slots(replace(budget, max_segment_patches=longest), slots))
+            slots = min(slots, max(_FEWEST_SEGMENTS, patches // longest))
+        budgets.add(_with_slots(budget, slots))
+    return Ladder(tuple(sorted(budgets)))
+
+
+def _with_slots(budget: Budget, slots: int) -> Budget:
+    return replace(budget, max_items=min(budget.max_items, slots), max_segments=slots)
 
 
 def default_tokens(max_tokens: int, *, smallest: int = 16, ratio: float = 1.25) -> list[int]:

@@ -27,6 +27,8 @@ _LEADING = 5
 """Tokens of a tile that are not rotated when layers are compared."""
 _FEW_TOKENS = 320
 """Tiles of up to this size are faster by our kernel than by torch's attention."""
+_LONG = 8192
+"""Longer segments gain if flash attention 4 finds the heads of queries and keys at multiples of 32 bytes."""
 _KNOWN = {PLAIN: frozenset[str](), ROTARY: frozenset({"position_embeddings"})}
 """See `Layer.known_arguments`: of packed layers, but for Qwen's blocks."""
 Made = TypeVar("Made")
@@ -96,9 +98,8 @@ class Layer(ABC):
         count = rows.shape[0]
         return self.parts.end(hidden, attend(qkv.view(count, 3, self._heads, -1)).reshape(count, -1))
 
-    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _normed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys with their norms, and values, `(count, heads, head_dim)` each."""
-        q, k, v = qkv.unbind(1)
         if self._head_norms:
             q, k = (
                 norm(each.flatten(-2)).view(each.shape) for each, norm in zip((q, k), self._head_norms, strict=True)
@@ -145,11 +146,12 @@ class TileLayer(Layer):
             if position_embeddings:
                 cos, sin = self._shared.of(position_embeddings[0], lambda: _padded(*position_embeddings, tiles, tokens))
                 rotate(qkv, cos, sin)
+            heads = self._normed(*qkv.unbind(1))
             if found := self._segments(attention_mask, tiles, tokens, qkv.device):
                 segments, own = found
-                return segment_attention(*self._split(qkv), segments, self._scale, own)
+                return segment_attention(*heads, segments, self._scale, own)
             shape = tiles, tokens, self._heads, -1
-            q, k, v = (each.view(shape).transpose(1, 2) for each in self._split(qkv))
+            q, k, v = (each.view(shape).transpose(1, 2) for each in heads)
             attended = functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=attention_mask, scale=self._scale, is_causal=causal
             )
@@ -218,7 +220,7 @@ class PackedLayer(Layer):
         units, tokens = rows.shape[:2]
         ends = torch.arange(0, (units + 1) * tokens, tokens, dtype=torch.int32, device=rows.device)
         packed, rotary, pairs = rows.flatten(0, 1), self._rotary(units * tokens, rows), []
-        for longest in self._attention.lengths:
+        for longest in (*self._attention.lengths, *filter(self._is_apart, [_LONG + 1])):
             self._shared.clear()
             expected, got = self._both(stock, packed, ends, longest, rotary)
             pairs.append((expected.view(rows.shape), got.view(rows.shape)))
@@ -229,12 +231,8 @@ class PackedLayer(Layer):
     ) -> tuple[Tensor, Tensor]:
         """Outputs of the stock layer and this one for packed rows."""
         packed = rows[None]
-        arguments: dict[str, Any] = {
-            "cu_seq_lens_q": ends,
-            "cu_seq_lens_k": ends,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
+        arguments: dict[str, Any] = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        arguments |= {"max_length_q": longest, "max_length_k": longest}
         if self.form is ROTARY:
             arguments |= {"attention_mask": None, "position_embeddings": rotary}
             return stock(packed, **arguments), self(packed, **arguments)
@@ -245,17 +243,21 @@ class PackedLayer(Layer):
         """The forward on `rows (patches, hidden)` of segments with these boundaries."""
         chosen, segments = self._attention.at(longest), Segments(ends, longest)
         attending = chosen if rotary else self._attention  # as `rotate` or the selection contains NaN
+        apart = self._is_apart(longest)
 
         def attend(qkv: Tensor) -> Tensor:
-            if rotary:
-                rotate(qkv, *rotary, contain=not chosen.isolates)
-            q, k, v = self._split(qkv)
+            heads = rotate(qkv, *rotary, contain=not chosen.isolates, apart=apart) if rotary else qkv.unbind(1)
+            q, k, v = self._normed(*heads)
             if chosen.name != "triton":
                 return attending.attend(q, k, v, segments, self._scale)
             tiles = self._shared.of(ends, lambda: segment_tiles(segments, len(q), self._heads))
             return segment_attention(q, k, v, segments, self._scale, tiles)
 
         return self._computed(rows, attend)
+
+    def _is_apart(self, longest: int) -> bool:
+        """Whether heads of queries and keys begin at multiples of 32 bytes."""
+        return longest > _LONG and self._attention.at(longest).name == "fa4"
 
 
 class Block(PackedLayer):

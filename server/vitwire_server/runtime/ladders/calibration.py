@@ -87,12 +87,13 @@ def measure_costs(engine: Engine, tower: Tower, ladder: Ladder, most: int, items
 
 
 def worthwhile(ladder: Ladder, costs: Costs) -> Ladder:
-    """Without budgets for short segments that are hardly faster than those for all."""
+    """Without budgets for short segments that are hardly faster than those for all, and hold no more of them."""
     largest = {budget.tokens: budget for budget in ladder}
     kept = [
         budget
         for budget in ladder
         if budget is largest[budget.tokens]
+        or budget.max_segments > largest[budget.tokens].max_segments
         or costs.saved.get(budget, 0.0) >= _GAIN * costs.replay_work(budget.tokens).device
     ]
     return Ladder(tuple(kept))

@@ -196,17 +196,17 @@ def test_new_budgets_get_others_for_short_segments_where_those_are_faster(
 
     def timed(self: LiveCapture, budget: Budget, on: Budget) -> Generator[None, None, float | None]:
         yield
-        return None if faster is None else 1.8e-3 if faster and on.max_segment_patches == 128 else 2e-3
+        return None if faster is None else 1.8e-3 if faster and on.max_segment_patches == 64 else 2e-3
 
     if faster is not None:
         costs = replace(ASSUMED, measured={size: 1e-5 * size for size in DEFAULT})
         made.planner = made.learner._planner = made.planner.changed(made.planner.ladder, costs)
-    made.capture.completed = lambda ladder: with_shorter(ladder, lambda _: [128], merge=2)
+    made.capture.completed = lambda ladder: with_shorter(ladder, lambda _: [64], merge=2)
     monkeypatch.setattr(LiveCapture, "timed", timed)
     assert made.plan(200, 2048) < 2048
     assert made.planner.ladder == made.rig.graphs.ladder
-    short = [budget for budget in made.planner.ladder if budget.max_segment_patches == 128]
+    short = [budget for budget in made.planner.ladder if budget.max_segment_patches == 64]
     assert [budget.tokens for budget in short] == ([200] if faster else [])
-    window = [Footprint(128, 32, 1, 128)] * 6
+    window = [Footprint(128, 32, 2, 64)] * 6
     (batch,) = made.planner.plan(window).batches
     assert batch.budget == (short[0] if short else made.demands.budget(200))

@@ -41,7 +41,7 @@ def live(rig: Rig, recorder: Recorder | None = None, bound: int = BOUND) -> Live
 
 
 def budget(tokens: int) -> Budget:
-    return Budget(tokens, min(tokens, 8), 8, 4 * tokens)
+    return Budget(tokens, 4 * tokens, max_items=min(tokens, 8), max_segments=8)
 
 
 def finish(parts: Iterator[None]) -> None:
