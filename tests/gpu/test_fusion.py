@@ -23,6 +23,7 @@ from vitwire_server.runtime.fused.surroundings import hasten_mergers, hasten_pos
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, SimulatedRecorder
 from vitwire_server.runtime.kernels import rotary
 from vitwire_server.runtime.memory.streams import CudaStreams, HostStreams
+from vitwire_server.runtime.products.tuned import Products
 from vitwire_server.runtime.staging import Stager
 from vitwire_server.towers.layouts.packed import PackedTower
 
@@ -101,7 +102,7 @@ def test_a_fused_block_contains_what_its_backend_spreads(
     ends = torch.tensor([0, 16, 32], dtype=torch.int32, device=device)
     for name, contained in (("fa4", True), ("varlen", False)):
         stock: Any = tower.blocks[0]
-        block = Block(stock, Selection.only(LoadedBackend(name, spreading), ""), Shared(), first=True)
+        block = Block(stock, Selection.only(LoadedBackend(name, spreading), ""), Shared(Products()), first=True)
         rows = torch.zeros(32, stock.attn.qkv.in_features, dtype=tower.dtype, device=device)
         rows[:16] = torch.nan
         angles = torch.zeros(32, tower.attention_heads[1], device=device)

@@ -5,8 +5,9 @@ and buffer reuse are then the same as on a GPU and can be tested on any machine.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,8 +15,12 @@ from torch import Tensor
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import total
-from vitwire_server.runtime.recording import captured, recording
+from vitwire_server.runtime.joining import joined
+from vitwire_server.runtime.recording import captured, join, recording
 from vitwire_server.towers.tower import Tower
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
 
 _log = logging.getLogger(__name__)
 _WARM_UPS = 3
@@ -28,11 +33,46 @@ class SimulatedRecorder:
     """As CudaRecorder; a replay calls the recorded function again."""
 
     def record(self, forward: Callable[[], None]) -> Callable[[], None]:
-        forward()
         return self.capture(forward)
 
     def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
+        with recording():
+            forward()
         return forward
+
+    def interrupted(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class Slices:
+    """A forward that is captured as one graph after the other, all in one memory pool."""
+
+    def __init__(self, pool: "_POOL_HANDLE") -> None:
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self._pool = pool
+        self._open = ExitStack()
+
+    def begin(self) -> None:
+        """Begin the next graph on the current stream. Raises RuntimeError."""
+        self.graphs.append(torch.cuda.CUDAGraph(keep_graph=True))
+        self._open.enter_context(captured(self.graphs[-1], self._pool))
+
+    def end(self) -> None:
+        """End the graph, with all that runs beside it. Raises RuntimeError."""
+        join()
+        self.close()
+
+    def close(self) -> None:
+        """End the graph if it was not. Raises RuntimeError."""
+        self._open.close()
+
+    def replay(self, stream: torch.cuda.Stream) -> Callable[[], None]:
+        """Of all graphs, on this stream. Raises RuntimeError."""
+        if len(self.graphs) > 1:
+            return joined(self.graphs, stream)
+        (graph,) = self.graphs
+        graph.instantiate()
+        return graph.replay
 
 
 class CudaRecorder:
@@ -41,6 +81,8 @@ class CudaRecorder:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
         self._pool = torch.cuda.graph_pool_handle()
+        self._slices: Slices | None = None
+        """Of the forward that is captured."""
         self._invalidated: list[torch.cuda.CUDAGraph] = []
         """Kept alive, as torch's host allocator may still query their capture."""
 
@@ -62,14 +104,34 @@ class CudaRecorder:
         Unlike `torch.cuda.graph`, neither waits for the device nor frees cached memory, which batches go on using.
         Other threads may use the device meanwhile.
         """
-        graph = torch.cuda.CUDAGraph()
+        slices = self._slices = Slices(self._pool)
         try:
-            with recording(), torch.cuda.stream(self._stream), captured(graph, self._pool):
-                forward()
+            with recording(), torch.cuda.stream(self._stream):
+                try:
+                    slices.begin()
+                    forward()
+                    slices.end()
+                finally:
+                    slices.close()
+                return slices.replay(self._stream)
         except RuntimeError:
-            self._abandon(graph)
+            self._abandon(slices.graphs[-1])
             raise
-        return graph.replay
+        finally:
+            self._slices = None
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Within this context nothing is captured: a forward that is has another slice afterwards.
+
+        Entered by the forward. Raises RuntimeError.
+        """
+        slices = self._slices
+        if slices:
+            slices.end()
+        yield
+        if slices:
+            slices.begin()
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """Undo the capture in torch's allocator, and use a new pool from now on.
@@ -250,6 +312,10 @@ class GraphSet:
     def keep(self, ladder: Ladder) -> None:
         """Drop the graphs of all other budgets; none of them may be in flight."""
         self._graphs = {budget: self._graphs[budget] for budget in ladder}
+
+    def drop(self, budget: Budget) -> None:
+        """Drop the graph of a budget, which may not be in flight."""
+        del self._graphs[budget]
 
 
 def _no_pixels(pixels: Tensor, crops: Tensor | None) -> None:

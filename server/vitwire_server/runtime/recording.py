@@ -6,12 +6,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE, CUDAGraph
 
-_RECORDING = ContextVar[list[Tensor] | None]("recording", default=None)
+_RECORDING = ContextVar[list[tuple[torch.cuda.Stream, Tensor]] | None]("recording", default=None)
+"""Streams that run beside the recorded one, and tensors that they read."""
 
 
 @contextmanager
@@ -29,10 +31,21 @@ def is_recording() -> bool:
     return _RECORDING.get() is not None
 
 
-def read_beside() -> list[Tensor]:
-    """Tensors of the calling thread's recording that a second stream still reads; none of one that failed."""
-    kept = _RECORDING.get()
-    return [] if kept is None else kept
+def read_beside(rows: Tensor, stream: torch.cuda.Stream) -> None:
+    """A second stream of the calling thread's recording reads these rows from now on.
+
+    They are kept until `join`, as other kernels could be given their memory.
+    """
+    if (beside := _RECORDING.get()) is not None:
+        beside.append((stream, rows))
+
+
+def join() -> None:
+    """Let the current stream wait for all that run beside it in the calling thread's recording."""
+    beside = _RECORDING.get() or []
+    for stream in {stream.cuda_stream: stream for stream, _ in beside}.values():
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
+    beside.clear()
 
 
 @contextmanager

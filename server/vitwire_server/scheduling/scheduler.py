@@ -34,7 +34,7 @@ class Learner(Protocol):
         ...
 
     def step(self) -> Planner | None:
-        """Do a part of the work, which takes about as long as a batch.
+        """Do a part of the work, which takes a few milliseconds.
 
         Returns the planner to use from now on, if that changes. Raises DeviceLost.
         """
@@ -42,6 +42,10 @@ class Learner(Protocol):
 
     def replaced(self) -> None:
         """The planner that `step` returned is in use, and nothing is in flight on budgets that it does not have."""
+        ...
+
+    def stop(self) -> None:
+        """The engine stops: what is under way ends."""
         ...
 
 
@@ -113,6 +117,9 @@ class Scheduler:
             for entry in self.intake.abandon():
                 self._deliver(entry, EncodeFailed("the engine stopped"))
             raise
+        finally:
+            if self._learner:
+                self._learner.stop()
 
     def _step(self) -> None:
         launched = self._launched

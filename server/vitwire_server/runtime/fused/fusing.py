@@ -12,6 +12,7 @@ from vitwire_server.runtime.attention.selection import Selection
 from vitwire_server.runtime.fused.layers import Block, Layer, NotFusable, PackedLayer, Shared, TileLayer
 from vitwire_server.runtime.fused.surroundings import hasten_mergers, hasten_positions
 from vitwire_server.runtime.precision.float8 import is_reduced
+from vitwire_server.runtime.products.tuned import Products
 from vitwire_server.towers.tower import Tower
 
 _log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ def fuse(layers: Sequence[nn.Module], attention: Selection | None) -> int:
 
     Of layers that `float8` has reduced, only Qwen's blocks can be fused.
     """
-    shared, reasons = Shared(), set()
+    shared, reasons = Shared(Products()), set()
     fused: list[TileLayer | PackedLayer | None] = []
     blocks = attention is not None and all(hasattr(layer, "attn") for layer in layers)
     for stock in layers:

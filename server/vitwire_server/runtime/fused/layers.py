@@ -8,6 +8,7 @@ attends: to a tile, or within segments of packed patches.
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set
+from threading import local
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -38,11 +39,11 @@ class NotFusable(Exception):
     """A layer does not have a supported form; the message says how it differs."""
 
 
-class Shared:
-    """State that the layers of a tower share: products, and values computed once per forward."""
+class Shared(local):
+    """State that the layers of a tower share: products, and values computed once per forward, of each thread."""
 
-    def __init__(self) -> None:
-        self.products = Products()
+    def __init__(self, products: Products) -> None:
+        self.products = products
         self._made: dict[int | tuple[int, ...], Any] = {}
 
     def clear(self) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from inspect import signature
 from operator import attrgetter
-from typing import Any
+from threading import local
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ _MLPS = (
 _LLAMA = ("input_layernorm", "post_attention_layernorm")
 _IDLE = (nn.Identity, nn.Dropout)
 """Modules that do nothing in inference."""
+Normed = TypeVar("Normed", Tensor, Scaled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +102,24 @@ OF_BLOCKS = tuple(
 """Qwen's blocks, and those that take the same arguments."""
 
 
+class Ahead(local, Generic[Normed]):
+    """Rows and their norm, computed by the layer before in the same thread."""
+
+    norm: tuple[Tensor, Normed] | None = None
+
+    def taken(self, hidden: Tensor) -> tuple[Tensor, Normed] | None:
+        """These rows and their norm, which are then forgotten. No tower writes to rows between its layers."""
+        norm, self.norm = self.norm, None
+        is_same = norm and norm[0].data_ptr() == hidden.data_ptr() and norm[0].shape == hidden.shape
+        return norm if is_same else None
+
+
 class ExactHeads:
     """Queries, keys and values in the tower's dtype: one product, whose weight the stock modules' become views of."""
 
-    _entered: tuple[Tensor, Tensor] | None = None
-    """As in Float8Heads."""
-
     def __init__(self, form: Form, stock: nn.Module, products: Products) -> None:
         """Raises ValueError, AttributeError."""
+        self._ahead = Ahead[Tensor]()
         attention = stock.get_submodule(form.attention)
         self._norm, self._products = Norm.of(stock.get_submodule(form.norms[0])), products
         self._qkv = _joined(*(getattr(attention, name) for name in form.projections))
@@ -117,39 +129,33 @@ class ExactHeads:
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """See `Parts.heads`."""
-        entered, self._entered = self._entered, None
-        if not entered or not _is_same(entered[0], hidden):
-            entered = add_norm(hidden, None, self._norm, overlapping=True)
-        return entered[0], self._products.linear(entered[1], *self._qkv)
+        hidden, normed = self._ahead.taken(hidden) or add_norm(hidden, None, self._norm, overlapping=True)
+        return hidden, self._products.linear(normed, *self._qkv)
 
     def enter(self, hidden: Tensor, added: Tensor, factor: Tensor) -> Tensor:
         """`hidden + factor * added`, which the next call is given: one kernel computes it and its norm."""
-        self._entered = add_norm(hidden, added, self._norm, factor=factor, overlapping=True)
-        return self._entered[0]
+        self._ahead.norm = add_norm(hidden, added, self._norm, factor=factor, overlapping=True)
+        return self._ahead.norm[0]
 
 
 class Float8Heads:
     """Queries, keys and values in float8: the norm before them writes float8 rows and their scales."""
 
-    _entered: tuple[Tensor, Scaled] | None = None
-    """The previous layer's output: the residual stream, and its norm."""
-
     def __init__(self, form: Form, stock: nn.Module) -> None:
         """Raises ValueError; AttributeError also if they are not one product."""
+        self._ahead = Ahead[Scaled]()
         self._norm = Norm.of(stock.get_submodule(form.norms[0]))
         self._qkv: Float8Linear = stock.get_submodule(form.attention).get_submodule("qkv")  # type: ignore[assignment]
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """See `Parts.heads`."""
-        entered, self._entered = self._entered, None
-        if not entered or entered[0] is not hidden:
-            entered = add_norm_quantise(hidden, None, self._norm)
-        return entered[0], self._qkv(entered[1])
+        hidden, normed = self._ahead.taken(hidden) or add_norm_quantise(hidden, None, self._norm)
+        return hidden, self._qkv(normed)
 
     def enter(self, hidden: Tensor, added: Tensor) -> Tensor:
         """The sum of both, which the next call is given: one kernel computes it and its norm."""
-        self._entered = add_norm_quantise(hidden, added, self._norm)
-        return self._entered[0]
+        self._ahead.norm = add_norm_quantise(hidden, added, self._norm)
+        return self._ahead.norm[0]
 
 
 class ExactEnd:
@@ -243,11 +249,6 @@ class Parts:
             end.following = heads if isinstance(heads, Float8Heads) else None
         elif self.factors:
             end.following = heads if isinstance(heads, ExactHeads) else None
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    """True if both are the same rows, which `one` keeps alive. No tower writes to rows between its layers."""
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
 def _in_float8(layers: Sequence[nn.Module]) -> bool:

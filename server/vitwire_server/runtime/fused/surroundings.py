@@ -6,6 +6,7 @@ mergers of inner layers on a separate stream, and waits for them before the towe
 """
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from vitwire_server.runtime.kernels.rowwise import interpolated
 from vitwire_server.runtime.products.tuned import Products
-from vitwire_server.runtime.recording import is_recording, read_beside
+from vitwire_server.runtime.recording import is_recording, join, read_beside
 
 _INDICES, _WEIGHTS = "interp_indices", "interp_weights"
 _MOST_ROWS = 512
@@ -55,16 +56,14 @@ class Branches:
         if not rows.is_cuda or len(rows) > _MOST_ROWS or not is_recording():
             return forward(rows)
         self._stream = self._stream or torch.cuda.Stream(rows.device)
-        read_beside().append(rows)  # kept until `joined`, as other kernels could be given their memory
+        read_beside(rows, self._stream)
         self._stream.wait_stream(torch.cuda.current_stream(rows.device))
         with torch.cuda.stream(self._stream):
             return forward(rows)
 
     def joined(self, forward: Forward, rows: Tensor) -> Tensor:
         """The result of `forward`, after all branches."""
-        if self._stream is not None and (read := read_beside()):
-            torch.cuda.current_stream(rows.device).wait_stream(self._stream)
-            read.clear()
+        join()
         return forward(rows)
 
 
@@ -84,20 +83,21 @@ def hasten_positions(model: nn.Module) -> bool:
         return False
     weight, look_up, forward = table.weight, table.forward, model.forward
     one = torch.ones((1, 1), dtype=weight.dtype, device=weight.device)
-    sums: list[Tensor] = []  # of the forward that runs
+    sums: ContextVar[Tensor | None] = ContextVar("sums", default=None)  # of the forward that this thread runs
 
     def looked_up(indices: Tensor) -> Tensor:
-        return sums[0][:, None] if sums else look_up(indices)
+        own = sums.get()
+        return look_up(indices) if own is None else own[:, None]
 
     def summed(*arguments: object, **named: Any) -> Any:  # noqa: ANN401 - of transformers
         indices, weights = named.get(_INDICES), named.get(_WEIGHTS)
         if indices is None or weights is None or not weight.is_cuda:
             return forward(*arguments, **named)
-        sums.append(interpolated(weight, indices, weights))
+        token = sums.set(interpolated(weight, indices, weights))
         try:
             return forward(*arguments, **named | {_WEIGHTS: one.expand(len(indices), 1)})
         finally:
-            sums.clear()
+            sums.reset(token)
 
     table.forward, model.forward = looked_up, summed  # type: ignore[assignment, method-assign]
     return True

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.reports import LadderMonitor, Refit
-from vitwire_server.fitting.ladders import Proposal, gain, propose
+from vitwire_server.fitting.ladders import Proposal, gain, interpolated, propose
 from vitwire_server.fitting.learned import Demands, Learned, LoadHistogram
 from vitwire_server.runtime.ladders.calibration import worthwhile
 from vitwire_server.runtime.ladders.live_capture import CaptureFailed, LiveCapture
@@ -22,8 +22,10 @@ _FIT_EVERY = 256
 """Loads from one fit to the next."""
 _FIT_SHARE = 0.02
 """Share of a core that fits may take: they hold the interpreter."""
-_SHARE = 0.2
-"""Share of the engine thread's time that captures may take."""
+_SHARE = 0.1
+"""Share of the engine thread's time that a change may take."""
+_POLL_SECONDS = 1e-3
+"""Time from one part to the next at least."""
 _MOST_FAILURES = 3
 """Failed changes after which the ladder stays as it is: each may cost a memory pool, see CudaRecorder."""
 
@@ -44,7 +46,7 @@ class Change:
 
 
 class LadderLearner:
-    """See Learner. Fits in a thread, captures between batches."""
+    """See Learner. Fits in a thread, captures in turns between batches."""
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class LadderLearner:
         """A proposal, and the seconds of a core that it took."""
         self._fit_after = 0.0
         self._change: Change | None = None
-        self._parts: Generator[None, None, Planner] | None = None
+        self._parts: Generator[None, None, Planner | None] | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="fitting")
         self.on_change: Callable[[Ladder], None] | None = None
         """Called with each new ladder, on the engine thread."""
@@ -106,28 +108,26 @@ class LadderLearner:
         if self._fit and self._fit.done():
             self._begin(self._fit)
             self._fit = None
-        if self._parts is None or self._change is None:
+        if self._parts is None:
             return None
-        start = self._clock()
+        start, planner, failure = self._clock(), None, ""
         try:
             next(self._parts)
         except StopIteration as end:
-            self._parts = None
-            self._rest(start)
-            return end.value  # type: ignore[no-any-return]  # of the generator
+            self._parts, planner = None, end.value
         except CaptureFailed as error:
-            self._give_up(error)
+            failure = str(error)
+        if failure:  # outside of the block: the traceback keeps tensors alive
+            self._give_up(failure)
         self._rest(start)
-        return None
+        return planner
 
     def replaced(self) -> None:
         """See Learner."""
         change, ladder = self._change, self._planner.ladder
         assert change, "a change ends with a new planner"
         self._change = None
-        start = self._clock()
-        self._capture.keep(ladder)
-        self._rest(start)
+        self._parts = self._capture.keep(ladder)
         self._served = 0
         if change.gain <= 0:
             self._monitor.refitted(Refit.KEPT)
@@ -138,6 +138,14 @@ class LadderLearner:
             self.on_change(ladder)
         if self._keep:
             self._worker.submit(self._keep, Learned(change.proposal.sizes, self._histogram.loads))
+
+    def stop(self) -> None:
+        """See Learner."""
+        if self._parts:
+            self._parts.close()
+        self._parts = self._change = None
+        self._failures = _MOST_FAILURES
+        self._capture.turns.close()
 
     def _start_fit(self) -> None:
         if self._fit or self._parts:
@@ -174,24 +182,29 @@ class LadderLearner:
         ladder = self._capture.completed(Ladder(tuple(sorted({self._demands.budget(size) for size in proposal.sizes}))))
         ladder = Ladder(tuple(each for each in ladder if each in planner.ladder or each.tokens not in known))
         all_segments = {budget.tokens: budget for budget in ladder}
-        measured, saved = dict(planner.costs.measured), dict(planner.costs.saved)
+        predicted = interpolated(planner.costs, all_segments)  # as what cannot be timed is assumed to take
+        measured, saved = dict(predicted.measured), dict(planner.costs.saved)
         for budget in sorted(set(ladder) - set(planner.ladder), reverse=True):
-            yield from self._capture.capture(budget)
+            yield from self._capture.capture(budget, planner.costs.eager_work(budget.tokens).device)
             change.captured += 1
-            seconds = yield from self._capture.timed(budget, budget)
+            replay = predicted.replay_work(budget.tokens).device
+            seconds = yield from self._capture.timed(budget, budget, replay)
             if seconds is None:
                 continue
             if budget == all_segments[budget.tokens]:
                 measured[budget.tokens] = seconds
             else:
-                others = yield from self._capture.timed(budget, all_segments[budget.tokens])
+                others = yield from self._capture.timed(budget, all_segments[budget.tokens], replay)
                 saved[budget] = max(0.0, (others or 0.0) - seconds)
         costs = replace(planner.costs, measured=MappingProxyType(measured), saved=MappingProxyType(saved))
-        change.gain = gain(self._histogram.loads, sorted(known), proposal.sizes, costs)
+        judged = self._worker.submit(gain, self._histogram.loads, sorted(known), proposal.sizes, costs)
+        while not judged.done():
+            yield
+        change.gain = judged.result()
         self._planner = planner.changed(worthwhile(ladder, costs) if change.gain > 0 else planner.ladder, costs)
         return self._planner
 
-    def _give_up(self, error: CaptureFailed) -> None:
+    def _give_up(self, error: str) -> None:
         self._parts = self._change = None
         self._failures += 1
         self._served = 0  # the next attempt has to be worth as much again
@@ -204,7 +217,7 @@ class LadderLearner:
         """Leave the engine's thread to the batches for a while after a part."""
         now = self._clock()
         spent = now - start
-        self._rest_until = now + spent * (1 / _SHARE - 1)
+        self._rest_until = now + max(_POLL_SECONDS, spent * (1 / _SHARE - 1))
         self._monitor.spent(spent)
         if self._change:
             self._change.spent += spent

@@ -1,8 +1,14 @@
-"""Capture of further budgets while the engine serves: in parts between batches. Used on the engine thread."""
+"""Capture of further budgets while the engine serves, in turns between batches. Used on the engine thread.
+
+A forward is captured on a second thread, which waits before a layer once its turn is over: the engine's thread gets to
+batches every few milliseconds, however long the forward takes. No graph is open meanwhile, as a capture ends with each
+turn and continues as another slice.
+"""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -14,7 +20,14 @@ from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import GraphSet, Recorder
 from vitwire_server.runtime.ladders.calibration import sample_items
 from vitwire_server.runtime.memory.streams import Streams
+from vitwire_server.runtime.recording import is_recording
+from vitwire_server.runtime.turns import Turns
 from vitwire_server.towers.tower import Tower
+
+TURN_SECONDS = 0.003
+"""Time of a turn, after which the engine's thread gets to batches."""
+LONGEST_REPLAY = 0.006
+"""Seconds of a replay that is timed, at most."""
 
 
 class CaptureFailed(Exception):
@@ -40,26 +53,37 @@ class LiveCapture:
     """Bytes that the pool may grow by, all captures together."""
     grown: int = 0
     """Bytes that it grew by."""
+    turns: Turns = field(default_factory=Turns)
 
-    def capture(self, budget: Budget) -> Generator[None, None, None]:
-        """Capture a budget, in parts that take about as long as a forward each. Raises CaptureFailed."""
-        with self._computing(budget):
-            graph = self.graphs.warmed_up(budget)
-        yield
-        before = self._reserved()
-        with self._computing(budget):
-            self.graphs.add(graph, self.recorder)
-        self.grown += self._reserved() - before
+    def capture(self, budget: Budget, seconds: float) -> Generator[None, None, None]:
+        """Capture a budget, a turn for each part; its forward takes these seconds of the device. Raises CaptureFailed.
+
+        A turn takes `TURN_SECONDS` of the host and of the device, and at most a layer longer.
+        """
+        blocks = self.tower.blocks
+        work = _Work(self, max(1, int(len(blocks) * TURN_SECONDS / seconds)))
+        hooks = [block.register_forward_pre_hook(work.before_layer) for block in blocks]
+        try:
+            yield from self.turns.of(partial(work.capture, budget), TURN_SECONDS)
+        except CaptureFailed:
+            raise
+        except Exception as error:  # of a compiler, say: it must not end the engine
+            raise CaptureFailed(f"budget of {budget.tokens} tokens: {error!r}") from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.grown += work.grown
         if self.grown > self.memory_bound:
             raise CaptureFailed(f"budget of {budget.tokens} tokens: the graphs take more than --graph-memory")
         yield
 
-    def timed(self, budget: Budget, on: Budget) -> Generator[None, None, float | None]:
+    def timed(self, budget: Budget, on: Budget, seconds: float) -> Generator[None, None, float | None]:
         """The device's seconds for a full batch of `budget` on the graph of `on`, a part for each replay.
 
-        On the host nothing is timed and the result is None. Raises CaptureFailed.
+        None if a replay is predicted to take more than `LONGEST_REPLAY`, as batches would wait for it, and on the host.
+        Raises CaptureFailed.
         """
-        if self.tower.device.type != "cuda":
+        if self.tower.device.type != "cuda" or seconds > LONGEST_REPLAY:
             return None
         items = sample_items(self.tower, self.tower.samples_for(budget))
         taken = []
@@ -68,22 +92,22 @@ class LiveCapture:
             yield
         return min(taken)
 
-    def keep(self, ladder: Ladder) -> None:
-        """Drop the graphs of all other budgets, once nothing runs on them."""
-        if self.tower.device.type == "cuda":
-            torch.cuda.synchronize(self.tower.device)
-        self.graphs.keep(ladder)
+    def keep(self, ladder: Ladder) -> Generator[None, None, None]:
+        """Drop the graphs of all other budgets, a part for each. Nothing runs on them any more."""
+        for budget in set(self.graphs.ladder) - set(ladder):
+            self.graphs.drop(budget)
+            yield
 
     def give_up(self, ladder: Ladder) -> None:
         """Drop the graphs of all other budgets after a failure, and the memory that they alone used."""
-        self.keep(ladder)
-        before = self._reserved()
+        self.graphs.keep(ladder)
+        before = self.reserved()
         if self.tower.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.grown -= before - self._reserved()
+        self.grown -= before - self.reserved()
 
     @contextmanager
-    def _computing(self, budget: Budget) -> Iterator[None]:
+    def computing(self, budget: Budget) -> Iterator[None]:
         """Work on the stream of the replays, as it shares their static buffers."""
         try:
             with torch.inference_mode(), self.streams.computing():
@@ -98,5 +122,46 @@ class LiveCapture:
             raise CaptureFailed(f"budget of {budget.tokens} tokens: its replay failed: {failed or 'out of memory'}")
         return collected.timings.execute if collected.timings else 0.0
 
-    def _reserved(self) -> int:
+    def reserved(self) -> int:
         return torch.cuda.memory_reserved(self.tower.device) if self.tower.device.type == "cuda" else 0
+
+
+@dataclass(slots=True)
+class _Work:
+    """The capture of a budget, on the second thread."""
+
+    live: LiveCapture
+    most: int
+    """Layers of an eager forward in a turn."""
+    layers: int = 0
+    """Of this turn."""
+    grown: int = 0
+    """Bytes that the pool grew by."""
+
+    def capture(self, budget: Budget) -> None:
+        """Raises CaptureFailed."""
+        live = self.live
+        with live.computing(budget):
+            graph = live.graphs.warmed_up(budget)
+            self._wait()
+            self.grown -= live.reserved()
+            live.graphs.add(graph, live.recorder)
+            self.grown += live.reserved()
+
+    def before_layer(self, *_: object) -> None:
+        """Wait for the next turn if this one is over."""
+        if not self.live.turns.is_mine():
+            return
+        self.layers += 1
+        if not is_recording():
+            if self.layers > self.most or self.live.turns.is_over():
+                self._wait()
+        elif self.live.turns.is_over():
+            with self.live.recorder.interrupted():
+                self.grown += self.live.reserved()
+                self._wait()
+                self.grown -= self.live.reserved()
+
+    def _wait(self) -> None:
+        self.live.turns.wait()
+        self.layers = 1

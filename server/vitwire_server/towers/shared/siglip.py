@@ -34,8 +34,8 @@ def packed_layers(layers: Iterable[Any], states: Tensor, implementation: str, at
     projections are called one by one.
     """
     for layer in layers:
-        if fused := vars(layer).get("forward"):
-            states = fused(states, **attended)
+        if "forward" in vars(layer):
+            states = layer(states, **attended)
             continue
         module, normed = layer.self_attn, layer.layer_norm1(states)
         projections = (module.q_proj, module.k_proj, module.v_proj)

@@ -1,13 +1,14 @@
 """The mark of a thread that records a forward, and captures."""
 
 import gc
+import weakref
 from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 
-from vitwire_server.runtime.recording import captured, is_recording, read_beside, recording
+from vitwire_server.runtime.recording import captured, is_recording, join, read_beside, recording
 
 
 class Graph:
@@ -24,30 +25,43 @@ class Graph:
         self.ended += 1
 
 
-def fail() -> None:
+def fail(rows: list[torch.Tensor], stream: Any) -> None:
     with recording():
-        read_beside().append(torch.zeros(1))
-        assert len(read_beside()) == 1
+        read_beside(rows.pop(), stream)
         raise RuntimeError("injected")
 
 
-def test_a_recording_that_fails_leaves_no_tensors_to_the_next() -> None:
+def test_a_recording_that_fails_leaves_nothing_to_join() -> None:
+    rows = [torch.zeros(1)]
+    kept = weakref.ref(rows[0])
     with pytest.raises(RuntimeError, match="injected"):
-        fail()
+        fail(rows, object())
+    assert kept() is None
     assert not is_recording()
-    with recording():
-        assert read_beside() == []
+    join()  # would fail on the stream
 
 
 def test_a_recording_is_of_one_thread() -> None:
-    seen: list[object] = []
+    stream: Any = object()
+    rows = torch.zeros(1)
+    kept = weakref.ref(rows)
+    seen: list[bool] = []
+
+    def other() -> None:
+        seen.append(is_recording())
+        join()  # would fail on the stream of the other recording
+        with recording():
+            seen.append(is_recording())
+
     with recording():
-        read_beside().append(torch.zeros(1))
-        thread = Thread(target=lambda: seen.extend([is_recording(), read_beside()]))
+        read_beside(rows, stream)
+        del rows
+        thread = Thread(target=other)
         thread.start()
         thread.join()
         assert is_recording()
-    assert seen == [False, []]
+        assert kept() is not None
+    assert seen == [False, True]
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("injected")])

@@ -9,7 +9,7 @@ import pytest
 
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.costs import Costs
-from vitwire_server.core.errors import DeadlineExceeded, EncodeFailed, Unavailable
+from vitwire_server.core.errors import DeadlineExceeded, DeviceLost, EncodeFailed, Unavailable
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import DType, Embedding, Item, Modality, Pixels
 from vitwire_server.core.plans import Batch as Planned
@@ -414,7 +414,7 @@ class Replacing:
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
         self.seen: list[tuple[int, int]] = []
-        self.steps = 0
+        self.steps = self.stops = 0
         self.events: list[tuple[str, int]] = []
         self.done: list[tuple[str, int]] = []
 
@@ -430,6 +430,9 @@ class Replacing:
 
     def replaced(self) -> None:
         self.done = [*self.events]
+
+    def stop(self) -> None:
+        self.stops += 1
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -450,6 +453,24 @@ def test_a_planner_is_replaced_between_batches_with_nothing_in_flight(depth: int
     assert learner.seen[0] == (1, 1)
     assert (2, 2) in learner.seen
     assert canary.batch.fallback is Fallback.OVERSIZE
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_learner_stops_with_the_engine(fails: bool) -> None:
+    learner = Replacing(Planner(Ladder(), Bounds(100, 64, 64), without_graph=Fallback.GRAPHS_OFF, costs=COSTS))
+    rig = Rig(Recorder(), learner=learner)
+    rig.submit(rig.ticket(), 80)
+    if fails:
+
+        def lose(_: Sequence[Item]) -> None:
+            raise DeviceLost("gone")
+
+        rig.runner.on_launch = lose
+        with pytest.raises(DeviceLost):
+            rig.finish()
+    else:
+        rig.finish()
+    assert learner.stops == 1
 
 
 def test_a_part_of_a_capture_does_not_count_as_a_slow_batch() -> None:

@@ -1,8 +1,10 @@
 """The learner on a real engine with simulated graphs: it fits, captures in parts, swaps, and stops after failures."""
 
 import logging
-from collections.abc import Callable, Generator
+import threading
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from vitwire_server.core.grids import Footprint
 from vitwire_server.core.plans import Fallback
 from vitwire_server.fitting.learned import Demands, StateFile
 from vitwire_server.observe.metrics import Metrics
-from vitwire_server.runtime.ladders import learning
+from vitwire_server.runtime.ladders import learning, live_capture
 from vitwire_server.runtime.ladders.learning import LadderLearner
 from vitwire_server.runtime.ladders.live_capture import LiveCapture
 from vitwire_server.scheduling.planner import Bounds, Planner
@@ -74,14 +76,14 @@ class Learning:
     def finish(self) -> bool:
         """Wait for a fit, and do the parts of a change."""
         self.learner._worker.submit(int).result()
-        while self.learner.seconds_until_due() == 0:
+        changed = False
+        while self.learner.seconds_until_due() < inf:
+            self.clock.now += self.learner.seconds_until_due()
             if planner := self.learner.step():
-                self.planner = planner
+                self.planner, changed = planner, True
                 self.learner.replaced()
-                self.learner._worker.submit(int).result()
-                return True
-            self.clock.now += 100.0
-        return False
+        self.learner._worker.submit(int).result()
+        return changed
 
     def refits(self, result: str) -> float:
         value = self.metrics.registry.get_sample_value("vitwire_ladder_refits_total", {"result": result})
@@ -90,8 +92,10 @@ class Learning:
 
 
 @pytest.fixture
-def made(checkpoints: Callable[[str], Path], tmp_path: Path, device: torch.device) -> Learning:
-    return Learning(checkpoints("qwen2_vl"), tmp_path, device)
+def made(checkpoints: Callable[[str], Path], tmp_path: Path, device: torch.device) -> Iterator[Learning]:
+    learning = Learning(checkpoints("qwen2_vl"), tmp_path, device)
+    yield learning
+    learning.learner.stop()
 
 
 def test_it_follows_the_loads_and_a_restart_begins_there(
@@ -116,7 +120,7 @@ def test_it_follows_the_loads_and_a_restart_begins_there(
 
 
 def test_parts_leave_the_thread_to_the_batches(made: Learning, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a part of a second, four seconds without one."""
+    """After a part of a second, nine seconds without one."""
     monkeypatch.setattr(made.rig.tower, "forward", tick(made))
     window = [Footprint(384, 96, 1, 384)]
     for _ in range(learning._FIT_EVERY):
@@ -124,8 +128,8 @@ def test_parts_leave_the_thread_to_the_batches(made: Learning, monkeypatch: pyte
     made.learner._worker.submit(int).result()
     assert made.learner.seconds_until_due() == 0
     assert made.learner.step() is None
-    assert made.learner.seconds_until_due() == pytest.approx(4.0)
-    made.clock.now += 5.0
+    assert made.learner.seconds_until_due() == pytest.approx(9.0)
+    made.clock.now += 10.0
     assert made.learner.seconds_until_due() == 0
 
 
@@ -154,9 +158,25 @@ def test_failed_captures_keep_the_ladder_and_end_the_learning(
     assert made.file.read() is None
 
 
+def test_a_change_ends_with_the_server(made: Learning, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_capture, "TURN_SECONDS", 0.0)
+    window = [Footprint(384, 96, 1, 384)]
+    for _ in range(learning._FIT_EVERY):
+        made.learner.planned(window, 1)
+    made.learner._worker.submit(int).result()
+    assert made.learner.step() is None
+    (capturing,) = (thread for thread in threading.enumerate() if thread.name == "capturing")
+    made.learner.stop()
+    capturing.join(60)
+    assert not capturing.is_alive()
+    assert made.learner.seconds_until_due() == inf
+    assert made.plan(96, 1024) == 1024
+
+
 def test_memory_beyond_the_bound_is_a_failure(made: Learning, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_capture, "TURN_SECONDS", 600.0)
     taken = iter([0, 2 << 20, 2 << 20, 0] * 9)
-    monkeypatch.setattr(LiveCapture, "_reserved", lambda _: next(taken))
+    monkeypatch.setattr(LiveCapture, "reserved", lambda _: next(taken))
     assert made.plan(96, 4096) == 4096
     assert made.sizes() == list(DEFAULT)
     assert (made.refits("failed"), made.capture.grown) == (3, 0)
@@ -167,7 +187,7 @@ def test_a_ladder_that_is_measured_to_be_slower_is_not_used(
 ) -> None:
     caplog.set_level(logging.INFO)
 
-    def slow(self: LiveCapture, budget: Budget, on: Budget) -> Generator[None, None, float]:
+    def slow(self: LiveCapture, budget: Budget, on: Budget, seconds: float) -> Generator[None, None, float]:
         yield
         return 1.0
 
@@ -194,7 +214,7 @@ def test_new_budgets_get_others_for_short_segments_where_those_are_faster(
 ) -> None:
     """None: nothing is timed, as on the host."""
 
-    def timed(self: LiveCapture, budget: Budget, on: Budget) -> Generator[None, None, float | None]:
+    def timed(self: LiveCapture, budget: Budget, on: Budget, seconds: float) -> Generator[None, None, float | None]:
         yield
         return None if faster is None else 1.8e-3 if faster and on.max_segment_patches == 64 else 2e-3
 

@@ -1,25 +1,31 @@
-"""Captures between batches, on a real engine. tests/gpu runs the same on a GPU."""
+"""Captures in turns between batches, on a real engine. tests/gpu runs the same on a GPU."""
 
 import gc
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rigs import RIGHT, Rig, Yardstick, rows_of
 from vitwire_server.core.budgets import Budget, Ladder
+from vitwire_server.core.errors import EncodeFailed
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.runner import Running
-from vitwire_server.runtime.graphs import Graph, Recorder, SimulatedRecorder
+from vitwire_server.runtime.ladders import live_capture
 from vitwire_server.runtime.ladders.live_capture import CaptureFailed, LiveCapture
+from vitwire_server.runtime.recording import is_recording
 
 MODEL_TYPE = "qwen3_vl"
 BF16 = torch.bfloat16
 GRIDS = (Grid(1, 8, 10), Grid(2, 4, 6), Grid(1, 2, 2), Grid(1, 12, 6))
 TOKENS = sum(grid.patches for grid in GRIDS) // 4
 BOUND = 64 << 20
+SECONDS = 1e-3
+"""Of a forward of the device."""
 SEGMENT = 2 << 20
 """What torch's allocator takes for small tensors at a time: metadata of other sizes may begin another one."""
 
@@ -34,10 +40,13 @@ def yardstick(yardsticks: Callable[[str, torch.dtype], Yardstick]) -> Yardstick:
     return yardsticks(MODEL_TYPE, BF16)
 
 
-def live(rig: Rig, recorder: Recorder | None = None, bound: int = BOUND) -> LiveCapture:
-    return LiveCapture(
-        rig.tower, rig.engine, rig.graphs, rig.streams, recorder or rig.recorder, lambda ladder: ladder, bound
-    )
+@pytest.fixture(autouse=True)
+def a_turn_for_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_capture, "TURN_SECONDS", 0.0)
+
+
+def live(rig: Rig) -> LiveCapture:
+    return LiveCapture(rig.tower, rig.engine, rig.graphs, rig.streams, rig.recorder, lambda ladder: ladder, BOUND)
 
 
 def budget(tokens: int) -> Budget:
@@ -49,57 +58,134 @@ def finish(parts: Iterator[None]) -> None:
         pass
 
 
+class Breaking:
+    """Lets the last layer of a tower fail while it is recorded, and raises no error elsewhere."""
+
+    def __init__(self, rig: Rig, error: Exception) -> None:
+        self._error = error
+        self._hook = rig.tower.blocks[-1].register_forward_pre_hook(self._break)
+
+    def _break(self, *_: object) -> None:
+        if is_recording():
+            raise self._error
+
+    def end(self) -> None:
+        self._hook.remove()
+
+
+def fail(*_: object) -> Any:
+    raise RuntimeError("injected")
+
+
 def wrong(rig: Rig, yardstick: Yardstick, running: Running, seed: int) -> bool:
     return max(yardstick.errors(rig, rows_of(running.collect()), GRIDS, seed=seed)) >= RIGHT
 
 
-def test_batches_run_on_between_the_parts_of_a_capture(rig: Rig, yardstick: Yardstick) -> None:
-    """One is in flight during each part, on the budget whose static buffers the capture shares."""
+def test_batches_run_on_between_the_turns_of_a_capture(rig: Rig, yardstick: Yardstick) -> None:
+    """One is in flight during each turn, on the budget whose static buffers the capture shares, or eagerly."""
     own, new = rig.holding(rig.items(GRIDS)), budget(TOKENS)
     running = [rig.engine.launch(rig.items(GRIDS), own)]
-    for _ in live(rig).capture(new):
-        running.append(rig.engine.launch(rig.items(GRIDS, seed=len(running)), own))
+    for _ in live(rig).capture(new, SECONDS):
+        running.append(rig.engine.launch(rig.items(GRIDS, seed=len(running)), own if len(running) % 2 else None))
+    assert len(running) > 2 * len(rig.tower.blocks), "the forward runs twice, a layer in each turn"
     for on in (new, own, new):
         running.append(rig.engine.launch(rig.items(GRIDS, seed=len(running)), on))
     assert not any(wrong(rig, yardstick, each, seed) for seed, each in enumerate(running))
 
 
-def test_a_failed_capture_leaves_the_graphs_as_they_were(rig: Rig, yardstick: Yardstick) -> None:
-    class Failing(SimulatedRecorder):
-        left = 1
+def test_slices_give_the_rows_of_a_whole_graph(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture, new, rows = live(rig), budget(TOKENS), []
+    for seconds in (600.0, 0.0):
+        monkeypatch.setattr(live_capture, "TURN_SECONDS", seconds)
+        finish(capture.capture(new, SECONDS))
+        rows.append(rows_of(rig.engine.launch(rig.items(GRIDS), new).collect()))
+    for one, other in zip(*rows, strict=True):
+        np.testing.assert_array_equal(one, other)
 
-        def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
-            if not self.left:
-                raise torch.OutOfMemoryError("no room\nat line 3")
-            self.left -= 1
-            return rig.recorder.capture(forward)
 
-    before = rig.graphs.ladder
-    capture = live(rig, Failing())
-    finish(capture.capture(budget(100)))
-    with pytest.raises(CaptureFailed, match=r"^budget of 90 tokens: no room$"):
-        finish(capture.capture(budget(90)))
+def test_a_turn_takes_several_layers_if_they_are_short(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_capture, "TURN_SECONDS", 600.0)
+    assert len(list(live(rig).capture(budget(TOKENS), SECONDS))) == 2, "the eager forward, and the capture"
+
+
+def test_layers_that_take_the_device_long_have_turns_of_their_own(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_capture, "TURN_SECONDS", 600.0)
+    parts = list(live(rig).capture(budget(TOKENS), 600.0 * len(rig.tower.blocks)))
+    assert len(parts) == 2 + len(rig.tower.blocks) - 1
+
+
+def test_a_batch_may_fail_between_the_turns(rig: Rig, yardstick: Yardstick, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, new, failed = rig.engine._forward, budget(TOKENS), 0
+    parts = live(rig).capture(new, SECONDS)
+    for number, _ in enumerate(parts):
+        breaking = rig.tower.blocks[-1].register_forward_pre_hook(fail)
+        if number % 2:
+            monkeypatch.setattr(rig.engine, "_forward", fail)
+        (result,) = rig.engine.launch(rig.items(GRIDS[:1]), None).collect().results
+        failed += isinstance(result, EncodeFailed)
+        breaking.remove()
+        monkeypatch.setattr(rig.engine, "_forward", forward)
+    assert failed > 2 * len(rig.tower.blocks)
+    assert not wrong(rig, yardstick, rig.engine.launch(rig.items(GRIDS), new), 0)
+    assert not wrong(rig, yardstick, rig.engine.launch(rig.items(GRIDS), None), 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (torch.OutOfMemoryError("no room\nat line 3"), r"^budget of 90 tokens: no room$"),
+        (KeyError("of a compiler"), r"^budget of 90 tokens: KeyError\('of a compiler'\)$"),
+    ],
+)
+def test_a_capture_that_fails_in_a_turn_leaves_the_graphs_as_they_were(
+    error: Exception, message: str, rig: Rig, yardstick: Yardstick
+) -> None:
+    before, capture = rig.graphs.ladder, live(rig)
+    finish(capture.capture(budget(100), SECONDS))
+    breaking = Breaking(rig, error)
+    with pytest.raises(CaptureFailed, match=message):
+        finish(capture.capture(budget(90), SECONDS))
+    breaking.end()
     capture.give_up(before)
     assert rig.graphs.ladder == before
     assert max(yardstick.errors(rig, rig.run(rig.items(GRIDS)), GRIDS)) < RIGHT
+    finish(capture.capture(budget(TOKENS), SECONDS))
+    assert not wrong(rig, yardstick, rig.engine.launch(rig.items(GRIDS), budget(TOKENS)), 0)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.75])
+def test_a_capture_may_end_in_the_middle(share: float, rig: Rig, yardstick: Yardstick) -> None:
+    """As when the server stops: in the eager forward, or in the capture."""
+    before, capture = rig.graphs.ladder, live(rig)
+    turns = len(list(capture.capture(budget(100), SECONDS)))
+    parts = capture.capture(budget(90), SECONDS)
+    for _ in range(int(share * turns)):
+        next(parts)
+    parts.close()
+    assert not any(block._forward_pre_hooks for block in rig.tower.blocks)
+    capture.give_up(before)
+    assert rig.graphs.ladder == before
+    finish(capture.capture(budget(TOKENS), SECONDS))
+    for on in (budget(TOKENS), None, rig.holding(rig.items(GRIDS))):
+        assert not wrong(rig, yardstick, rig.engine.launch(rig.items(GRIDS), on), 0)
 
 
 def test_a_budget_larger_than_the_static_buffers_is_refused(rig: Rig) -> None:
     with pytest.raises(CaptureFailed, match="larger than the static buffers"):
-        finish(live(rig).capture(budget(321)))
+        finish(live(rig).capture(budget(321), SECONDS))
 
 
 def test_memory_is_flat_over_twenty_changes(rig: Rig, yardstick: Yardstick) -> None:
     capture, device, first = live(rig), rig.tower.device, rig.graphs.ladder
-    graphs: list[weakref.ref[Graph]] = []
+    graphs: list[weakref.ref[Any]] = []
     reserved = []
     for change in range(20):
         sizes = [budget(size) for size in (20 + change, TOKENS + change, 100 + 2 * change)]
         ladder = Ladder((*sizes, first.budgets[-1]))
         for each in sizes:
-            finish(capture.capture(each))
+            finish(capture.capture(each, SECONDS))
             graphs.append(weakref.ref(rig.graphs[each]))
-        capture.keep(ladder)
+        finish(capture.keep(ladder))
         assert rig.graphs.ladder == ladder
         if change % 7 == 0:
             items = rig.items(GRIDS, seed=change)

@@ -1,0 +1,96 @@
+"""Work that takes turns with the thread that waits for it."""
+
+import weakref
+from collections.abc import Iterator
+from threading import current_thread
+
+import pytest
+
+from vitwire_server.runtime.turns import Abandoned, Turns
+
+
+class Work:
+    """Waits three times, unless it is abandoned or fails."""
+
+    def __init__(self, turns: Turns, *, fails: bool = False) -> None:
+        self.steps: list[str] = []
+        self.running = False
+        self._turns, self._fails = turns, fails
+
+    def __call__(self) -> str:
+        assert self._turns.is_mine()
+        try:
+            for number in range(3):
+                self.running = True
+                self.steps.append(str(number))
+                if self._fails and number == 1:
+                    raise KeyError(number)
+                if self._turns.is_over():
+                    self.running = False
+                    self._turns.wait()
+        except Abandoned:
+            self.steps.append("abandoned")
+            raise
+        self.running = False
+        return current_thread().name
+
+
+@pytest.fixture
+def turns() -> Iterator[Turns]:
+    made = Turns()
+    yield made
+    made.close()
+    assert made._thread
+    assert not made._thread.is_alive()
+
+
+def finished(turns: Turns) -> Work:
+    """Work that is done turn by turn, and what it returns."""
+    work = Work(turns)
+    parts, seen = turns.of(work, 0.0), []
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            assert end.value == "capturing"
+            break
+        assert not work.running
+        assert not turns.is_mine()
+        seen.append(list(work.steps))
+    assert seen == [["0"], ["0", "1"], ["0", "1", "2"]]
+    return work
+
+
+def test_one_of_the_threads_runs_at_a_time(turns: Turns) -> None:
+    finished(turns)
+
+
+def test_one_thread_does_all_work_and_keeps_none_of_it(turns: Turns) -> None:
+    kept, thread = weakref.ref(finished(turns)), turns._thread
+    finished(turns)
+    assert turns._thread is thread
+    assert kept() is None
+
+
+def test_a_turn_may_be_long_enough_for_all(turns: Turns) -> None:
+    work = Work(turns)
+    with pytest.raises(StopIteration):
+        next(turns.of(work, 600.0))
+    assert work.steps == ["0", "1", "2"]
+
+
+def test_what_the_work_raises_is_raised_where_it_is_waited_for(turns: Turns) -> None:
+    parts = turns.of(Work(turns, fails=True), 0.0)
+    next(parts)
+    with pytest.raises(KeyError):
+        next(parts)
+    finished(turns)
+
+
+def test_work_that_nobody_waits_for_ends_where_it_waits(turns: Turns) -> None:
+    work = Work(turns)
+    parts = turns.of(work, 0.0)
+    next(parts)
+    parts.close()
+    assert work.steps == ["0", "abandoned"]
+    finished(turns)
