@@ -129,7 +129,7 @@ def test_heads_that_are_apart_change_nothing(
     monkeypatch.setattr(rotary, "_SECTOR", 256)
     for long in (16, 15):
         monkeypatch.setattr(layers, "_LONG", long)
-        block = Block(stock, Selection.only(LoadedBackend("fa4", attending), ""), Shared(), first=True)
+        block = Block(stock, Selection.only(LoadedBackend("fa4", attending), ""), Shared(Products()), first=True)
         outs.append(block(rows, ends, (angles.cos(), angles.sin()), 16))
     (narrow, _), wide = strides
     assert wide[0] == wide[1] > narrow
