@@ -27,7 +27,6 @@ class ImageFile(NamedTuple):
 
     @classmethod
     def of(cls, content: Buffer, modality: Modality = "image") -> "ImageFile":
-        """The file with these bytes."""
         digest = hashlib.sha256(content).digest()
         if modality == "video":  # sent as an image too, the same bytes are other content
             digest = hashlib.sha256(b"video" + digest).digest()

@@ -94,7 +94,6 @@ class CropCapacities(Capacities):
         return dict(sorted(shares.items()))
 
     def tokens(self, overviews: int, crops: int) -> int:
-        """Tokens of these overviews and crops."""
         return overviews * self.overview + crops * self.crop
 
     def share(self, tokens: int) -> tuple[int, int]:
