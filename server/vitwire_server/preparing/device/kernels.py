@@ -63,19 +63,35 @@ def _rounded(total):
 
 
 @triton.jit
-def _summed(
-    source_ptr, start, last, step, rest, channel, weights_ptr, length, taps, there, inside,
+def _down(
+    source_ptr, start, last, below, at_x, channel, weights_ptr, height, taps, tall, inside,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sums along an axis of `length` results, each with one weight for a tap; `rest` are the other axis's offsets.
-
-    Of `start`, `weights_ptr` and `there` one axis is the summed one, and the other has length 1.
-    """
+    """Sums of rows, with one weight for each row of the result."""
     red = tl.full([ROWS, COLUMNS], _HALF, tl.int32)
     green, blue = red, red
     for tap in range(taps):
-        weight = tl.load(weights_ptr + tap * length, mask=there, other=0)
-        first, second, third = _bytes(source_ptr, tl.minimum(start + tap, last) * step + rest, channel, inside)
+        weight = tl.load(weights_ptr + tap * height, mask=tall, other=0)[:, None]
+        at = (tl.minimum(start + tap, last) * below)[:, None] + at_x[None, :]
+        first, second, third = _bytes(source_ptr, at, channel, inside)
+        red += weight * first
+        green += weight * second
+        blue += weight * third
+    return _rounded(red), _rounded(green), _rounded(blue)
+
+
+@triton.jit
+def _across(
+    source_ptr, start, last, right, at_y, channel, weights_ptr, width, taps, wide, inside,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sums of columns, with one weight for each column of the result."""
+    red = tl.full([ROWS, COLUMNS], _HALF, tl.int32)
+    green, blue = red, red
+    for tap in range(taps):
+        weight = tl.load(weights_ptr + tap * width, mask=wide, other=0)[None, :]
+        at = at_y[:, None] + (tl.minimum(start + tap, last) * right)[None, :]
+        first, second, third = _bytes(source_ptr, at, channel, inside)
         red += weight * first
         green += weight * second
         blue += weight * third
@@ -138,16 +154,14 @@ def _follow(
     taps, last, axis = _field(pass_ptr, _TAPS), _field(pass_ptr, _LAST), _field(pass_ptr, _AXIS)
     if axis == 0:
         top = tl.load(starts_ptr + y, mask=tall, other=0)
-        red, green, blue = _summed(
-            source_ptr, top[:, None], last, below, (x * right)[None, :], channel, (weights_ptr + y)[:, None], height,
-            taps, tall[:, None], inside, ROWS, COLUMNS,
-        )  # fmt: skip
+        red, green, blue = _down(
+            source_ptr, top, last, below, x * right, channel, weights_ptr + y, height, taps, tall, inside, ROWS, COLUMNS
+        )
     elif axis == 1:
         left = tl.load(starts_ptr + x, mask=wide, other=0)
-        red, green, blue = _summed(
-            source_ptr, left[None, :], last, right, (y * below)[:, None], channel, (weights_ptr + x)[None, :], width,
-            taps, wide[None, :], inside, ROWS, COLUMNS,
-        )  # fmt: skip
+        red, green, blue = _across(
+            source_ptr, left, last, right, y * below, channel, weights_ptr + x, width, taps, wide, inside, ROWS, COLUMNS
+        )
     else:
         red, green, blue = _bytes(source_ptr, (y * below)[:, None] + (x * right)[None, :], channel, inside)
 
