@@ -76,7 +76,6 @@ def clip_items(clips: Sequence[Clip], model: Model, options: ClipOptions) -> lis
 def batch_items(
     pixel_values: object, grid_thw: object = None, model: Model | None = None, **options: Unpack[BatchOptions]
 ) -> list[Item]:
-    """See `Client.encode_batch`."""
     content_ids, keep_ratio, crops = options.get("content_ids"), options.get("keep_ratio", 0.0), options.get("crops")
     modality = options.get("modality", "image")
     if isinstance(pixel_values, Mapping):

@@ -33,7 +33,6 @@ class ApiError(Exception):
 
     @property
     def body(self) -> bytes:
-        """The response's body."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()

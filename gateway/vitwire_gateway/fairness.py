@@ -73,7 +73,6 @@ class Holding:
         self._budget.count(self, amount)
 
     def release(self) -> None:
-        """Hold nothing."""
         self._budget.count(self, -self.held)
 
     @asynccontextmanager

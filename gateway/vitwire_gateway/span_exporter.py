@@ -26,7 +26,6 @@ class _RequestSpan:
 
     @contextmanager
     def stage(self, name: str, attributes: Attributes, *, is_call: bool) -> Iterator[Note]:
-        """See Span."""
         kind = trace.SpanKind.CLIENT if is_call else trace.SpanKind.INTERNAL
         # Messages of errors are not recorded: they may quote the request.
         with self._tracer.start_as_current_span(
@@ -39,13 +38,11 @@ class _RequestSpan:
                 raise
 
     def headers(self) -> dict[str, str]:
-        """See Span."""
         carrier: dict[str, str] = {}
         _W3C.inject(carrier)
         return carrier
 
     def end(self, ending: Ending) -> None:
-        """See Span."""
         self._span.update_name(ending.name)
         self._span.set_attributes(ending.attributes)
         if ending.error:
@@ -75,12 +72,10 @@ class SpanExporter:
     """Opens spans and sends them in the background."""
 
     def __init__(self, endpoint: str, service: str) -> None:
-        """See `tracer_provider`."""
         self._provider = tracer_provider(endpoint, service, __version__)
         self._tracer = self._provider.get_tracer("vitwire_gateway", __version__)
 
     def begin(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> _RequestSpan:
-        """See Spans."""
         parent = _W3C.extract(headers)
         span = self._tracer.start_span(name, parent, trace.SpanKind.SERVER, attributes)
         return _RequestSpan(self._tracer, span)

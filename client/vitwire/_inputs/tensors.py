@@ -16,16 +16,6 @@ Batch: TypeAlias = "Tensor | list[Tensor]"
 """One tensor, or a list of tensors of one rank, as processors return for content of different sizes."""
 
 
-class _DetachedTensor(Protocol):
-    def cpu(self) -> "_DetachedTensor": ...
-
-    def contiguous(self) -> "_DetachedTensor": ...
-
-    def view(self, dtype: Any, /) -> "_DetachedTensor": ...  # noqa: ANN401  # torch.dtype
-
-    def numpy(self) -> npt.NDArray[Any]: ...
-
-
 @runtime_checkable
 class TorchTensor(Protocol):
     """The parts of torch.Tensor in use; torch itself is not imported."""
@@ -36,7 +26,7 @@ class TorchTensor(Protocol):
     @property
     def shape(self) -> Sequence[int]: ...
 
-    def detach(self) -> "_DetachedTensor": ...
+    def detach(self) -> Tensor: ...
 
 
 Array = npt.NDArray[Any]

@@ -64,7 +64,6 @@ class AsyncArrivals(Generic[T]):
         return result
 
     async def close(self) -> None:
-        """Cancel the tasks."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -234,7 +234,6 @@ class Acceptance:
         self._timer = None if timeout is None else timers.start(timeout, self._check)
 
     def close(self) -> None:
-        """The call has ended."""
         if self._timer:
             self._timers.cancel(self._timer)
 

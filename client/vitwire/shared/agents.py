@@ -7,6 +7,8 @@ transfers, while any are in flight.
 import importlib
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -63,6 +65,15 @@ def problem_of(name: str, metadata: bytes) -> str | None:
     return None
 
 
+@contextmanager
+def _refused(errors: tuple[type[Exception], ...], what: str = "") -> Iterator[None]:
+    """Errors of NIXL in the block become AgentError, whose message begins with `what`."""
+    try:
+        yield
+    except errors as error:
+        raise AgentError(f"{what}{error}") from None
+
+
 class Transfer:
     """A write that was posted. `release` it once, by the thread that uses its agent."""
 
@@ -73,20 +84,16 @@ class Transfer:
 
     def is_done(self) -> bool:
         """Whether all bytes were written. Raises AgentError if the transfer failed."""
-        try:
+        with _refused(self._errors):
             state = self._agent.check_xfer_state(self._handle)
-        except self._errors as error:
-            raise AgentError(str(error)) from None
         if state not in ("DONE", "PROC"):
             raise AgentError("the transfer failed")
         return bool(state == "DONE")
 
     def release(self) -> None:
         """Forget the transfer. One that is not done may still read its source memory until its agent is closed."""
-        try:
+        with _refused(self._errors):
             self._agent.release_xfer_handle(self._handle)
-        except self._errors as error:
-            raise AgentError(str(error)) from None
 
 
 class Agent:
@@ -97,10 +104,8 @@ class Agent:
         api = load()
         self._errors = _errors(api)
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND])
-        try:
+        with _refused(self._errors, "the NIXL agent cannot start: "):
             self._agent = api.nixl_agent(name, config)
-        except self._errors as error:
-            raise AgentError(f"the NIXL agent cannot start: {error}") from None
         if _BACKEND not in self._agent.backends:
             raise AgentError(f"the NIXL agent cannot start: its backend {_BACKEND} is missing")
         self.name = name
@@ -113,51 +118,42 @@ class Agent:
     def register(self, memory: Memory) -> None:
         """Make memory usable as source and target of transfers. Raises AgentError."""
         parts = [(memory.address, memory.nbytes, memory.device or 0, "")]
-        try:
+        with _refused(self._errors, f"{memory.nbytes} bytes of memory cannot be registered: "):
             self._agent.register_memory(parts, mem_type=memory.kind)
-        except self._errors as error:
-            raise AgentError(f"{memory.nbytes} bytes of memory cannot be registered: {error}") from None
 
     def add(self, metadata: bytes) -> str:
         """Add a remote agent; returns its name. Invalid metadata may end the process. Raises AgentError."""
-        try:
+        with _refused(self._errors):
             name = self._agent.add_remote_agent(metadata)
-        except self._errors as error:
-            raise AgentError(str(error)) from None
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def remove(self, name: str) -> None:
         """Disconnect from a remote agent. Raises AgentError."""
-        try:
+        with _refused(self._errors):
             self._agent.remove_remote_agent(name)
-        except self._errors as error:
-            raise AgentError(str(error)) from None
 
     def write(self, source: Memory, target: Memory, name: str) -> Transfer:
         """Start to write `source` into as many bytes at `target`, in the memory of agent `name`. Raises AgentError."""
         agent = self._agent
-        try:
+        with _refused(self._errors):
             local, remote = (
                 agent.get_xfer_descs([(each.address, source.nbytes, each.device or 0)], mem_type=each.kind)
                 for each in (source, target)
             )
             handle = agent.initialize_xfer("WRITE", local, remote, name)
-        except self._errors as error:
-            raise AgentError(str(error)) from None
         transfer = Transfer(agent, handle, self._errors)
         try:
-            agent.transfer(handle)
-        except self._errors as error:
+            with _refused(self._errors):
+                agent.transfer(handle)
+        except AgentError:
             transfer.release()
-            raise AgentError(str(error)) from None
+            raise
         return transfer
 
     def progress(self) -> None:
         """Advance connections and writes by other agents. Raises AgentError."""
-        try:
+        with _refused(self._errors):
             self._agent.get_new_notifs()
-        except self._errors as error:
-            raise AgentError(str(error)) from None
 
     def close(self) -> None:
         """Close every connection, once all transfers were released; source memory is not read any more."""

@@ -93,7 +93,6 @@ class MetricsSender:
     """Sends the metrics of a registry to a collector at intervals, and once more when it is closed."""
 
     def __init__(self, endpoint: str, service: str, version: str, registry: CollectorRegistry) -> None:
-        """See `tracer_provider`."""
         self._registry = registry
         self._translator = Translator()
         self._resource = _resource(service, version)

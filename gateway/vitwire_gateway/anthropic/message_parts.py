@@ -77,5 +77,4 @@ def event_of(content: Json) -> bytes:
 
 
 def encoded(content: Json) -> bytes:
-    """The content as JSON."""
     return json.dumps(content, separators=(",", ":")).encode()

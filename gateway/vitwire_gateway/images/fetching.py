@@ -90,7 +90,6 @@ class Fetcher:
             raise
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._pool.aclose()
 
     async def _fetched(self, url: str, param: str | None, hold: Hold) -> bytes:

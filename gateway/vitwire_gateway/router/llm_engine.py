@@ -99,7 +99,6 @@ class Engine:
         return "ok" if status == 200 else f"the engine's {self._health_path} returned {status}"
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._transport.aclose()
 
 

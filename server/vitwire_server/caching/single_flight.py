@@ -2,26 +2,16 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from vitwire_server.caching.cache import EmbeddingCache, Key, Name
 from vitwire_server.core.errors import DeadlineExceeded, EncoderError, NotCached, Unavailable
-from vitwire_server.core.items import CacheLookup, Embedding, Modality
+from vitwire_server.core.items import CacheLookup, Embedding
 from vitwire_server.core.reports import Encoded, ItemReport, Outcome, Path
+from vitwire_server.observe.metrics.sessions import CacheMetrics
 from vitwire_server.scheduling.tickets import Ticket
 
 _OF_THE_REQUEST = (DeadlineExceeded, Unavailable)
 """Errors that concern one request only, not the content of its items."""
-
-
-class CacheMonitor(Protocol):
-    """Counts hits and misses; implemented by the metrics."""
-
-    def cache_hit(self, modality: Modality) -> None: ...
-
-    def cache_missed(self) -> None: ...
-
-    def served_from_device(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +66,7 @@ class SingleFlight:
     `leave`.
     """
 
-    def __init__(self, cache: EmbeddingCache, monitor: CacheMonitor) -> None:
+    def __init__(self, cache: EmbeddingCache, monitor: CacheMetrics) -> None:
         self.is_on = cache.is_on
         """Whether anything is ever found here."""
         self.fetch = cache.fetch

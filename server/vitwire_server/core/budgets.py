@@ -117,14 +117,13 @@ def _with_slots(budget: Budget, slots: int) -> Budget:
     return replace(budget, max_items=min(budget.max_items, slots), max_segments=slots)
 
 
-def default_tokens(max_tokens: int, *, smallest: int = 16, ratio: float = 1.25) -> list[int]:
-    """Budget sizes from `smallest` to `max_tokens` in steps of about `ratio`.
+def default_tokens(max_tokens: int) -> list[int]:
+    """Budget sizes from 16 to `max_tokens` in steps of about 1.25.
 
-    A geometric ladder limits padding to a share of `ratio - 1`; sizes are multiples of 8, which keeps rows aligned
-    for matrix units.
+    A geometric ladder limits padding to a quarter; sizes are multiples of 8, which keeps rows aligned for matrix units.
     """
-    sizes = [min(smallest, max_tokens)]
+    sizes = [min(16, max_tokens)]
     while sizes[-1] < max_tokens:
-        step = max(sizes[-1] + 8, int(sizes[-1] * ratio) // 8 * 8)
+        step = max(sizes[-1] + 8, int(sizes[-1] * 1.25) // 8 * 8)
         sizes.append(min(step, max_tokens))
     return sizes

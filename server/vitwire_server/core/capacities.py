@@ -64,7 +64,6 @@ class TileCapacities(Capacities):
     """Tiles of the smallest item."""
 
     def budget(self, tokens: int, *, max_items: int, max_frames: int) -> Budget:
-        del max_frames
         tiles = max(self.fewest, tokens // self.tile)
         return Budget(
             tokens=tiles * self.tile,
@@ -95,7 +94,6 @@ class CropCapacities(Capacities):
         return dict(sorted(shares.items()))
 
     def tokens(self, overviews: int, crops: int) -> int:
-        """Tokens of these overviews and crops."""
         return overviews * self.overview + crops * self.crop
 
     def share(self, tokens: int) -> tuple[int, int]:
@@ -103,7 +101,6 @@ class CropCapacities(Capacities):
         return self.shares[max((size for size in self.shares if size <= tokens), default=min(self.shares))]
 
     def budget(self, tokens: int, *, max_items: int, max_frames: int) -> Budget:
-        del max_frames
         overviews, crops = self.share(tokens)
         return Budget(
             tokens=self.tokens(overviews, crops),

@@ -91,7 +91,6 @@ class DeviceLost(Exception):
 
 
 def _rebuilt(kind: type[EncoderError], arguments: tuple[object, ...], state: Mapping[str, object]) -> EncoderError:
-    """An error from its parts."""
     error = kind.__new__(kind, *arguments)
     error.args = arguments
     error.__dict__.update(state)

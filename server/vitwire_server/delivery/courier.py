@@ -104,7 +104,6 @@ class Courier:
         self._thread.join(_CLOSE_SECONDS)
 
     def _send(self, call: Callable[[], None]) -> None:
-        """Have the delivery thread call something."""
         self._inbox.put(call)
         self._transfers.senders.wake()
 
@@ -132,7 +131,6 @@ class Courier:
         self._end()
 
     def _handle_inbox(self) -> None:
-        """Handle what other threads sent."""
         with suppress(Empty):
             while True:
                 self._inbox.get_nowait()()

@@ -105,7 +105,6 @@ class Transfers:
         self._outbox = memory
 
     def accept(self, job: Job) -> None:
-        """Begin a delivery."""
         peer = self.peers.find(job.placing.consumer) if self._can_send(job.rows) else Fallback.BUSY
         if isinstance(peer, Fallback):
             self._end(job, peer)
@@ -149,7 +148,6 @@ class Transfers:
         return before != len(self.waiting)
 
     def close(self) -> None:
-        """End everything."""
         self.senders.close()
         jobs = [*self.waiting, *self._posted.values()]
         self.waiting, self._posted = [], {}

@@ -128,9 +128,8 @@ _LARGER = {"image_size": 112}
 _SIGLIP = {"model_type": "siglip_vision_model"}
 _SAM: Json = {"hidden_size": 32, "mlp_dim": 48, "num_attention_heads": 2, "image_size": 128}
 _WINDOWED_SAM: Json = {**_SAM, "patch_size": 16, "window_size": 3}
-_OCR_IMAGE: Json = {**HALF, **_TILED, **_square(128), "min_patches": 2, "tile_size": 96}
-_OCR_IMAGE |= {"background_color": [127, 127, 127], "resample": 3}
-_GEMMA4 = {"model_type": "gemma4_vision", "standardize": True}
+_OCR_IMAGE: Json = {**_square(128), "tile_size": 96}
+_GEMMA4 = {"standardize": True}
 _WINDOWS: Json = {"num_hidden_layers": 4, "layer_types": ["window_attention", "full_attention"] * 2}
 _PIXTRAL = {"image_size": 448}
 _PIXTRAL_IMAGE: Json = {"size": {"longest_edge": 448}}
@@ -156,19 +155,18 @@ _OVIS = _demo(
     image=_TILED,
 )
 _PHI: DemoModel = _demo(
-    {**_LARGER, "crop_size": 112},
+    _LARGER,
     image={**HALF, **_square(112), "dynamic_hd": 36, "patch_size": 14},
     build=AutoModelForCausalLM.from_config,
 )
 _GEMMA3 = _demo(_LARGER)
-_T5_GEMMA: Json = {"vision_config": _LARGER, "text_config": {"dropout_rate": 0.0}}
 _BERT = {"pixel_shuffle_factor": 2}
 _INTERNVL = {**IMAGENET, **_TILED}
 _CHAT = _demo(
     {"image_size": [112, 112], "norm_type": "rms_norm", "use_qk_norm": True}, base="internvl", files=_INTERNVL_FILES
 )
 _MINICPMV = _demo(
-    {**_SIGLIP, "image_size": 224},
+    {"image_size": 224},
     {"hidden_size": 256},
     fields={"query_num": 16},
     base="deepseek_vl",
@@ -182,11 +180,11 @@ _WRITTEN: Mapping[str, DemoModel] = {
         fields={"projector_patch_to_query_dict": {"25": 4, "100": 8}},
         image={"do_resize": False, "max_image_size": 490, "min_image_size": 168},
     ),
-    "aya_vision": _demo(image={**HALF, **_TILED}),
+    "aya_vision": _demo(image={**HALF, "crop_to_patches": True}),
     "clip_vision_model": _demo(build=CLIPVisionModelWithProjection._from_config),  # noqa: SLF001 - as automatic classes
     "cohere2_vision": _demo(image={**HALF, **_square(56), "max_patches": 6}),
     "cohere_compass": _demo(text={"rope_parameters": _TWO_ROPES}),
-    "colpali": _demo(fields={"vlm_config": {"model_type": "paligemma", "projection_dim": 64}}),
+    "colpali": _demo(fields={"vlm_config": {"projection_dim": 64}}),
     "colmodernvbert": _demo(fields={"vlm_config": _BERT}, processor="idefics3"),
     "cosmos3_edge": _demo({"num_hidden_layers": 4, "patch_size": 16}),
     "deepseek_ocr2": _demo(
@@ -199,7 +197,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
         image={**_square(128, "high_res_size"), **{f"high_res_{name}": value for name, value in IMAGENET.items()}},
     ),
     "deepseek_vl_v2": _demo(
-        {**_SIGLIP, "image_size": 76},
+        {"image_size": 76},
         fields=_DEEPSEEK_FIELDS,
         base="deepseek_vl",
         files=_DEEPSEEK_FILES,
@@ -221,7 +219,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
         image={**IMAGENET, **_square(56), "resample": 2},
     ),
     "eagle_2_5_vl": _demo(
-        {**_SIGLIP, **_LARGER},
+        _LARGER,
         fields={"downsample_ratio": 0.5, "projector_hidden_act": "gelu"},
         base="deepseek_vl",
         files=_EAGLE_FILES,
@@ -245,13 +243,13 @@ _WRITTEN: Mapping[str, DemoModel] = {
     ),
     "gemma3": _GEMMA3,
     "gemma4": _demo(_GEMMA4, {"hidden_size_per_layer_input": 0}, image=_GEMMA4_IMAGE, save=saving.save_gemma4),
-    "glm4v_moe": _demo(text={"rope_parameters": {**MROPE, "mrope_section": [2, 1, 1]}}),
+    "glm4v_moe": _demo(text={"rope_parameters": {"mrope_section": [2, 1, 1]}}),
     "glm_ocr": _demo(processor="glm46v"),
     "got_ocr2": _demo(_WINDOWED_SAM),
     "granite_docling": _demo(_LARGER, fields={"density_router_hidden_size": 16}, image={"max_patches": 20}),
     "h2ovl_chat": replace(_CHAT, save=saving.save_internvl("h2ovl_chat", "H2OVLChatModel", use_msac=True)),
     "hunyuan_vl": _demo(
-        text={"head_dim": 16, "rope_parameters": {**MROPE, "mrope_section": [2, 2, 2, 2]}},
+        text={"head_dim": 16, "rope_parameters": {"mrope_section": [2, 2, 2, 2]}},
         image={"resample": 1, "size": {"shortest_edge": 56**2, "longest_edge": 448**2}},
     ),
     "idefics2": _demo(_LARGER, image={"size": {"longest_edge": 224, "shortest_edge": 56}}),
@@ -267,7 +265,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
     "internvl_chat": replace(_CHAT, save=saving.save_internvl()),
     "janus": _demo(
         {"image_size": 128, "patch_size": 16, "projection_dim": 64},
-        fields={"vq_config": {"channel_multiplier": [1, 1], "num_patches": 8}},
+        fields={"vq_config": {"channel_multiplier": [1, 1]}},
         image=HALF,
     ),
     "kimi_k25": _demo(image=HALF, save=saving.save_kimi),
@@ -296,13 +294,13 @@ _WRITTEN: Mapping[str, DemoModel] = {
     "llava_next_video": _demo(
         fields={"image_grid_pinpoints": PINPOINTS[1:]}, image={"image_grid_pinpoints": PINPOINTS[1:]}
     ),
-    "minicpm_ocr": replace(_MINICPM, image={**_MINICPM.image, **HALF, "patch_size": 14, "resample": 3}),
+    "minicpm_ocr": replace(_MINICPM, image={**_MINICPM.image, **HALF, "patch_size": 14}),
     "minicpmo": replace(_MINICPMV, save=published.save_minicpm("minicpmo", "MiniCPMO")),
     "minicpmv": replace(_MINICPMV, save=published.save_minicpm("minicpmv", "MiniCPMV")),
     "minicpmv4_6": _MINICPM,
     "minicpmv4_7": _MINICPM,
     "minimax_m3_vl": _demo(image=CLIP),
-    "mistral3": _demo(_PIXTRAL, fields={"vision_feature_layer": -1}, image=_PIXTRAL_IMAGE),
+    "mistral3": _demo(_PIXTRAL, image=_PIXTRAL_IMAGE),
     "mistral_large4": _demo(_PIXTRAL, image=_MERGED_IMAGE),
     "mllama": _demo({"vision_output_dim": 192}, {"cross_attention_layers": [1]}),
     "mlcd": _demo(base="mlcd_vision_model", save=saving.save_typed("mlcd")),
@@ -356,8 +354,8 @@ _WRITTEN: Mapping[str, DemoModel] = {
     "step3_vl": replace(_STEP, base="step3p7", save=saving.save_step3("step3_vl")),
     "step3p7": _STEP,
     "step_robotics": replace(_STEP, base="step3p7", save=saving.save_step3("step_robotics")),
-    "t5gemma2": _demo(fields={"encoder": _T5_GEMMA}),
-    "t5gemma2_encoder": _demo(fields=_T5_GEMMA),
+    "t5gemma2": _demo(fields={"encoder": {"vision_config": _LARGER}}),
+    "t5gemma2_encoder": _demo(_LARGER, {"dropout_rate": 0.0}),
     "tipsv2": _demo(
         {"image_size": 70, "num_register_tokens": 2, "use_swiglu_ffn": True},
         image={**_square(56), "do_normalize": False, "resample": 2},
@@ -365,7 +363,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
     "ultravbert": _demo(fields=_BERT, processor="idefics3"),
     "unlimited_ocr": _demo(
         {"sam_config": {**_SAM, "patch_size": 4}, "encoder_config": {"image_size": 32, "patch_size": 4}},
-        image=_OCR_IMAGE,
+        image={**HALF, **_TILED, **_OCR_IMAGE, "min_patches": 2, "background_color": [127, 127, 127]},
     ),
     "video_llama_3": _demo({"patch_size": 14}, video={"merge_size": 2}),
     "videollama3_qwen2": _demo(

@@ -23,7 +23,6 @@ Build = Callable[..., Any]
 
 
 def nvlm(config: Config, dtype: torch.dtype) -> nn.Module:
-    """InternVL with NVLM-D's projector."""
     model: Any = AutoModelForImageTextToText.from_config(config, dtype=dtype)
     model.model.multi_modal_projector = NvlmProjector(config).to(dtype)
     return model  # type: ignore[no-any-return]

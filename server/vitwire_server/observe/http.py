@@ -115,7 +115,6 @@ class _Connection(asyncio.Protocol):
         self._request = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by asyncio once."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._end = asyncio.get_running_loop().call_later(_SECONDS, transport.abort)
@@ -132,7 +131,6 @@ class _Connection(asyncio.Protocol):
             self._finish(_Exchange(self._routes, bytes(self._request)).raw_response)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the base class's signature
-        """Called by asyncio once."""
         self._end.cancel()
         self._opened.pop(self, None)
 
@@ -166,7 +164,6 @@ class MetricsServer:
         self._thread = Thread(target=self._run, name="metrics", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:

@@ -22,7 +22,6 @@ class JsonFormatter(logging.Formatter):
     """One JSON object per line: time (RFC 3339, UTC), level, logger, message, request, trace and error."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Called by logging."""
         line = _json_line(record.created, record.levelname.lower(), record.name, record.getMessage())
         if name := _request_id(record):
             line["request_id"] = name

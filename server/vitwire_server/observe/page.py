@@ -35,7 +35,6 @@ def policy() -> str:
 
 
 def page(readings: Readings, points: Sequence[Point], health: Health) -> str:
-    """The page as HTML."""
     model = next(iter(readings.labels("vitwire_model_info")), {})
     name = escape(model.get("model", "no model yet"))
     body = [

@@ -78,7 +78,6 @@ class PrivateMemory:
     """Memory of this process."""
 
     def allocate(self, nbytes: int) -> memoryview:
-        """See Memory."""
         return np.empty(nbytes, np.uint8).data
 
 

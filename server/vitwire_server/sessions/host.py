@@ -73,7 +73,6 @@ class SessionHost:
     """Copies that are being read, by the identity of their source."""
 
     def receive(self, message: messages.OfSession) -> None:
-        """Handle a message of the process."""
         match message:
             case messages.Open():
                 self._open(message)

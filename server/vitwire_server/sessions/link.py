@@ -56,12 +56,10 @@ class Link(asyncio.Protocol, Generic[In, Out]):
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by asyncio."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Called by asyncio."""
         self._unread += data
         position, end = 0, len(self._unread)
         with memoryview(self._unread) as unread:
@@ -76,7 +74,6 @@ class Link(asyncio.Protocol, Generic[In, Out]):
         del self._unread[:position]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called by asyncio."""
         del exc
         self.lost.set()
 

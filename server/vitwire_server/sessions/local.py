@@ -51,7 +51,6 @@ class LocalSessions:
 
     def open(self, opening: Opening, settle: Settle, fail: Fail) -> "LocalSession":
         """See Sessions. An engine that ends settles all items first, so `fail` is not called."""
-        del fail
         return LocalSession(self, opening, settle)
 
     def find(self, name: Name | None, lookup: CacheLookup) -> Encoded | NotCached | None:
@@ -61,7 +60,6 @@ class LocalSessions:
         return flight.find(name, lookup) or (flight.missed(lookup) if lookup.store_only else None)
 
     def run(self, ticket: Ticket, items: Mapping[int, Item]) -> None:
-        """Hand items to the engine."""
         now = self.intake.now()
         self.intake.submit(Entry(ticket, key, item, now) for key, item in items.items())
 
@@ -84,24 +82,19 @@ class LocalSession:
         engine.monitor.session_opened()
 
     async def reserve(self, key: int, item: Item) -> memoryview:
-        """See Session."""
         return await self._when_released(lambda: self.try_reserve(key, item))
 
     async def submit(self, items: Mapping[int, Item | CacheLookup], digests: Mapping[int, bytes]) -> None:
-        """See Session."""
         await self._when_released(lambda: self.try_admit(items) or None)
         self.queue({key: item for key, item in items.items() if isinstance(item, Item)}, digests)
 
     async def answer(self, key: int, item: Item, digest: bytes) -> bool:
-        """See Session."""
         return await self._when_released(lambda: self.try_answer(key, item, digest))
 
     async def forecast(self, tokens: int) -> float:
-        """See Session."""
         return self._engine.intake.forecast(self._opening.priority, tokens)
 
     def try_reserve(self, key: int, item: Item) -> memoryview | None:
-        """See `reserve`."""
         self._outcomes.raise_if_closed()
         engine = self._engine
         held = self._outcomes.held.setdefault(key, Held())
@@ -118,7 +111,6 @@ class LocalSession:
         return memory
 
     def try_answer(self, key: int, item: Item, digest: bytes) -> bool | None:
-        """See `answer`."""
         self._outcomes.raise_if_closed()
         engine = self._engine
         waiter = self._waiter(key, item, digest)
@@ -191,13 +183,11 @@ class LocalSession:
             engine.trace.record(items.values())
 
     def release(self, key: int) -> None:
-        """See Session."""
         if held := self._outcomes.held.pop(key, None):
             held.give_back(self._engine.single_flight)
         self._released.set()
 
     def close(self) -> None:
-        """See Session."""
         if self._ticket.cancelled:
             return
         self._engine.intake.cancel(self._ticket)

@@ -35,14 +35,12 @@ class RemoteSessions:
     """The error of every request; None while the engine's process responds."""
 
     def open(self, opening: Opening, settle: Settle, fail: Fail) -> "RemoteSession":
-        """See Sessions."""
         session = next(self._numbers)
         self._open[session] = settle, fail
         self.link.send(messages.Open(session, opening))
         return RemoteSession(self, session)
 
     def receive(self, message: messages.ToSession) -> None:
-        """Handle a message of the engine."""
         match message:
             case messages.Spare():
                 self._spares.append(message)
@@ -127,17 +125,14 @@ class RemoteSession:
         self._reserved: set[int] = set()
 
     async def reserve(self, key: int, item: Item) -> memoryview:
-        """See Session."""
         (offset,) = await self._request(messages.Reserve, key, form_of(item))
         self._reserved.add(key)
         return self._engine.arena.view(offset, item.nbytes)
 
     async def answer(self, key: int, item: Item, digest: bytes) -> bool:
-        """See Session."""
         return bool(await self._request(messages.Find, key, form_of(item), digest))
 
     async def submit(self, items: Mapping[int, Item | CacheLookup], digests: Mapping[int, bytes]) -> None:
-        """See Session."""
         arena, engine = self._engine.arena, self._engine
         engine.check(self._session)
         new = {key: item for key, item in items.items() if key not in self._reserved}
@@ -161,17 +156,14 @@ class RemoteSession:
             await self._request(messages.Queue, list(ready), dict(digests), regions)
 
     async def forecast(self, tokens: int) -> float:
-        """See Session."""
         (microseconds,) = await self._request(messages.Ask, tokens)
         return microseconds / 1e6
 
     def release(self, key: int) -> None:
-        """See Session."""
         self._reserved.discard(key)
         self._engine.release(self._session, key)
 
     def close(self) -> None:
-        """See Session."""
         self._engine.closed(self._session)
 
 

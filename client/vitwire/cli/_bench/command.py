@@ -97,9 +97,9 @@ def _progress(trial: Verdict) -> None:
 def _show(result: Run | Finding, shapes: Sequence[Shape], document: dict[str, object], options: Options) -> None:
     console = Console()
     if shapes:
-        console.print(report.shapes_table(shapes))
+        console.print(report.list_table(shapes))
     if isinstance(result, Finding) and result.trials:
-        console.print(report.trials_table(result.trials))
+        console.print(report.list_table(result.trials))
     console.print(report.table(document))
     typer.echo(json.dumps(document))
     if options.plot:

@@ -42,25 +42,19 @@ def rows(document: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str
             yield name, ", ".join(f"{inner.replace('_', ' ')} {_text(each)}" for inner, each in known.items())
 
 
-def trials_table(trials: Sequence[Verdict]) -> Table:
-    """The trials of a search for capacity, one a row."""
-    shown = Table(*(each.name.replace("_", " ") for each in fields(Verdict)))
-    for trial in trials:
-        shown.add_row(*("" if value is None else _text(value) for value in astuple(trial)))
-    return shown
-
-
-def shapes_table(shapes: Sequence[Shape]) -> Table:
-    """A table of what the model makes of each size."""
-    shown = Table("size", "resized to", "grid", "tokens")
-    for shape in shapes:
-        shown.add_row(shape.size, shape.resized_to or "", "x".join(map(str, shape.grid)), str(shape.tokens))
+def list_table(entries: Sequence[Verdict] | Sequence[Shape]) -> Table:
+    """Trials of a search for capacity, or what the model makes of each size; one a row."""
+    shown = Table(*(each.name.replace("_", " ") for each in fields(entries[0])))
+    for entry in entries:
+        shown.add_row(*("" if value is None else _text(value) for value in astuple(entry)))
     return shown
 
 
 def _text(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
+    if isinstance(value, tuple):  # a grid
+        return "x".join(map(str, value))
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 

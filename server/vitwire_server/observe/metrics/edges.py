@@ -83,7 +83,6 @@ class EdgeMetrics(Collector):
         yield from merged([*self._engine.collect(), *edges])
 
     def close(self) -> None:
-        """Remove the folder."""
         with self._lock:
             shutil.rmtree(self._folder, ignore_errors=True)
             os.close(self._owner)

@@ -56,7 +56,6 @@ class RpcMetrics:
         self._prepare_seconds = series.prepare_seconds
 
     def item_failed(self, code: str) -> None:
-        """An item was answered with an error."""
         self._items_failed.labels(code).inc()
 
     def decoded(self, modality: Modality, seconds: float) -> None:
@@ -73,7 +72,6 @@ class RpcMetrics:
             self._prepare_seconds.labels(where, stage).observe(seconds)
 
     def decode_failed(self, reason: Fault) -> None:
-        """An encoded item was not decoded."""
         self._decode_failures.labels(reason).inc()
 
     def decoders(self, count: int, busy: int) -> None:

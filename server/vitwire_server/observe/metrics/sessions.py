@@ -20,7 +20,6 @@ class AdmissionMetrics:
         self.session_closed = series.counter("tickets_closed", "RPCs that closed their ticket").inc
 
     def limits(self, items: int, nbytes: int) -> None:
-        """Set the limits."""
         self._limit_items.set(items)
         self._limit_bytes.set(nbytes)
 

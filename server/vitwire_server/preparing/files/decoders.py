@@ -58,7 +58,6 @@ class CpuDecoders:
             await self._drop(child)
 
     async def close(self) -> None:
-        """End all."""
         self.closed = True
         await asyncio.gather(*(child.close() for child in self._all))
         self._all.clear()
@@ -115,7 +114,6 @@ class DeviceDecoder:
             self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
 
     async def close(self) -> None:
-        """End the process."""
         child, self._child = self._child, None  # so that none is started in its place
         if self._starting:
             self._starting.cancel()

@@ -6,11 +6,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from vitwire.wire import Buffer
 from vitwire_server.core.decoding import Fault
 from vitwire_server.core.items import Modality
+from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.preparing.files.child import Child
 from vitwire_server.preparing.files.decoders import DEVICE_SECONDS, CpuDecoders, DeviceDecoder
 from vitwire_server.preparing.files.messages import Decode, Decoded, Measure, Measured, NotDecoded, Setup, Sizes
@@ -23,14 +24,6 @@ _PATIENCE = 10.0
 """A job may take its processor time and one second more, times this, of wall-clock time."""
 _LEAST_SECONDS, _SECONDS_PER_PIXEL = 1.0, 5e-7
 """Of processor time that a file may take: several times what the slowest format needs."""
-
-
-class DecodeMonitor(Protocol):
-    """Counts decoders and the files that wait for one; implemented by the metrics."""
-
-    def decoders(self, count: int, busy: int) -> None: ...
-
-    def waiting(self, count: int) -> None: ...
 
 
 class Prepared(NamedTuple):
@@ -48,9 +41,7 @@ class Prepared(NamedTuple):
 class DecodePool:
     """Lends decoders to jobs, in turn. Used on one event loop."""
 
-    def __init__(
-        self, sizes: Sizes, recipes: Mapping[Modality, Recipe], monitor: DecodeMonitor, *, clips: bool
-    ) -> None:
+    def __init__(self, sizes: Sizes, recipes: Mapping[Modality, Recipe], monitor: RpcMetrics, *, clips: bool) -> None:
         """`clips` is true if files of clips are read."""
         self._sizes = sizes
         self._recipes = recipes
@@ -130,7 +121,6 @@ class DecodePool:
         return await decoded(self._decoders, self._decoding, seconds, _PATIENCE * (1 + seconds))
 
     async def close(self) -> None:
-        """End all decoders."""
         self._decoders.closed = True
         for task in self._returning:
             task.cancel()

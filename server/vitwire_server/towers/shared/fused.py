@@ -41,19 +41,15 @@ def rotary_halves(rows: Tensor, heads: int) -> Tensor:
     return halves
 
 
-def ungrouped(config: Config, path: str = "vision_config.") -> Config:
+def ungrouped(config: Config) -> Config:
     """A configuration whose tower has as many key heads as query heads, which attention here needs.
 
     Raises AttributeError or ZeroDivisionError.
     """
-    own = getattr(config, path.rstrip("."))
-    return changed(
-        config,
-        {
-            f"{path}{SHARED_BY}": own.num_attention_heads // own.num_key_value_heads,
-            f"{path}num_key_value_heads": own.num_attention_heads,
-        },
-    )
+    own = config.vision_config
+    shared_by = own.num_attention_heads // own.num_key_value_heads
+    heads = {SHARED_BY: shared_by, "num_key_value_heads": own.num_attention_heads}
+    return changed(config, {f"vision_config.{name}": value for name, value in heads.items()})
 
 
 def copied(rows: Tensor, config: Config) -> Tensor:

@@ -27,7 +27,7 @@ from vitwire.cli._bench import load
 from vitwire.cli._bench.capacity import Finding, Verdict
 from vitwire.cli._bench.load import Sample
 from vitwire.cli._bench.options import Options
-from vitwire.cli._bench.report import rows, trials_table
+from vitwire.cli._bench.report import list_table, rows
 from vitwire.cli._bench.results import Run
 from vitwire.cli._bench.workload import Size, Trace, of_trace
 from vitwire.model import TileShapes
@@ -95,7 +95,7 @@ def test_tables_have_no_gaps_and_no_dicts() -> None:
     assert shown["confirmation: latency ms"].startswith("mean 50.0, p50 50.0")
     assert shown["confirmation: generator"].startswith("kept pace yes, cpu cores 0.0")
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(trials_table(verdicts))
+    console.print(list_table(verdicts))
     assert not {"-", "None", "True", "False"} & set(console.export_text().split())
 
 
