@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from typing import Protocol
 
@@ -81,10 +82,13 @@ class Scheduler:
         *,
         canary: Canary | None = None,
         learner: Learner | None = None,
+        launching: AbstractContextManager[object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`launching` is entered while a batch is launched."""
         self._canary = canary
         self._learner = learner
+        self._launching = launching or nullcontext()
         self._forecast = Forecast()
         self._runner = runner
         self._monitor = monitor
@@ -160,22 +164,23 @@ class Scheduler:
         predicted = self.intake.planner.predict(taken.batch.budget, [item.footprint for item in items])
         self._beat(predicted)
         self._forecast.launched(predicted.work, started)
-        running = self._runner.launch(items, taken.batch.budget)
+        with self._launching:
+            running = self._runner.launch(items, taken.batch.budget)
         for entry in taken.entries:
             self._monitor.item_waited(started - entry.arrived)
         return Launched(taken.entries, taken.batch, running, started, predicted)
 
     def _commit(self, done: Launched) -> None:
-        """Bring a batch's rows to the host, count it and deliver the rows."""
+        """Bring a batch's rows to the host, deliver them and count the batch."""
         self._beat(done.predicted)
         collected = done.running.collect()
         now = self._clock()
         self._forecast.ran(done.predicted.work, done.started, now)
         report = done.report(collected, now)
-        log_failures(done.entries, report)
-        self._monitor.batch_ran(report)
         for entry, (_, outcome) in zip(done.entries, report.items, strict=True):
             self._deliver(entry, outcome)
+        log_failures(done.entries, report)  # requests do not wait for what is logged and counted
+        self._monitor.batch_ran(report)
 
     def _deliver(self, entry: Entry, outcome: Outcome) -> None:
         self.intake.answered(entry)

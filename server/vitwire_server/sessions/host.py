@@ -81,11 +81,10 @@ class SessionHost:
                 self._sessions[message.session].release(message.key)
             case messages.Close():
                 self._sessions.pop(message.session).close()
+                self._grant()
             case _:
                 opened = self._sessions[message.session]
                 self._reply(opened, message.number, self._attempt(opened, message))
-                if isinstance(message, messages.Submit):
-                    self._grant()
 
     def close(self) -> None:
         """The process is gone: end its sessions."""
