@@ -202,7 +202,8 @@ def _place(groups: Sequence[Sequence[Tensor]], starts: Sequence[int], target: Te
     places: list[Tensor] = []
     for group, start in zip(groups, starts, strict=True):
         sizes = [source.numel() for source in group]
-        places += target[start : start + sum(sizes)].split(sizes)
+        place = target[start : start + sum(sizes)]
+        places += place.split(sizes) if len(sizes) > 1 else [place]
     _copy(places, [source for group in groups for source in group])
 
 
