@@ -85,7 +85,7 @@ class Scheduler:
         launching: AbstractContextManager[object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`launching` is entered while a batch is launched."""
+        """`launching` is entered while a batch is planned and launched."""
         self._canary = canary
         self._learner = learner
         self._launching = launching or nullcontext()
@@ -148,12 +148,15 @@ class Scheduler:
         """The next batch, launched; None if nothing waits (and, with `wait`, after a heartbeat)."""
         self._beat()
         self._monitor.heartbeat()
-        due = self._learner.seconds_until_due() if self._learner else inf
-        taken = self.intake.take(min(_HEARTBEAT_SECONDS, due) if wait else 0.0)
-        for entry in taken.expired:
-            self._monitor.item_dropped("queue", "deadline")
-            self._deliver(entry, DeadlineExceeded("the deadline passed while the item was queued"))
-        return self._execute(taken) if taken.batch else None
+        if wait:
+            due = self._learner.seconds_until_due() if self._learner else inf
+            self.intake.wait(min(_HEARTBEAT_SECONDS, due))
+        with self._launching:
+            taken = self.intake.take()
+            for entry in taken.expired:
+                self._monitor.item_dropped("queue", "deadline")
+                self._deliver(entry, DeadlineExceeded("the deadline passed while the item was queued"))
+            return self._execute(taken) if taken.batch else None
 
     def _execute(self, taken: Taken) -> Launched:
         assert taken.batch, "there is a batch to launch"
@@ -164,8 +167,7 @@ class Scheduler:
         predicted = self.intake.planner.predict(taken.batch.budget, [item.footprint for item in items])
         self._beat(predicted)
         self._forecast.launched(predicted.work, started)
-        with self._launching:
-            running = self._runner.launch(items, taken.batch.budget)
+        running = self._runner.launch(items, taken.batch.budget)
         for entry in taken.entries:
             self._monitor.item_waited(started - entry.arrived)
         return Launched(taken.entries, taken.batch, running, started, predicted)
