@@ -64,7 +64,7 @@ def test_nothing_runs_during_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
             def release(self) -> None:
                 launching.release()
 
-        monkeypatch.setattr(watched.loop._selector, "_launching", Reporting())  # type: ignore[attr-defined]
+        monkeypatch.setattr(watched.loop._selector, "_launching", Reporting())
         with launching:
             noted = watched.call("ran")
             assert asked.wait(60), "the loop woke up and waits"
