@@ -79,6 +79,7 @@ class SessionHost:
                 self._open(message)
             case messages.Release():
                 self._sessions[message.session].release(message.key)
+                self._grant()
             case messages.Close():
                 self._sessions.pop(message.session).close()
                 self._grant()
