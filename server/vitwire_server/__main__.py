@@ -137,6 +137,7 @@ def _serve_device(settings: "ServeSettings", heartbeat: int | None) -> NoReturn:
     sys.setswitchinterval(_SWITCH_SECONDS)
     _import_torch(settings.device)
     from vitwire_server.process.serve import serve  # noqa: PLC0415 - torch takes its allocator's settings as they are now
+    from vitwire_server.process.yielding import YieldingLoop  # noqa: PLC0415 - as above
     from vitwire_server.towers.files import CheckpointError  # noqa: PLC0415 - as above
 
     async def run() -> NoReturn:
@@ -148,7 +149,8 @@ def _serve_device(settings: "ServeSettings", heartbeat: int | None) -> NoReturn:
             code = _fail(error, 2, settings.log_format)
         _leave(code)
 
-    asyncio.run(run())
+    with asyncio.Runner(loop_factory=YieldingLoop) as runner:
+        runner.run(run())
 
 
 def _import_torch(device: str) -> None:

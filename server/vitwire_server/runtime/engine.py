@@ -44,9 +44,9 @@ class Launch:
             execute, preparing = self.download.wait()
         except torch.AcceleratorError as error:
             raise DeviceLost(_first_line(error)) from None
-        *rows, finite, kept = self.download.tensors
-        on_host = iter(rows)
-        data = [memoryview(b"") if outgoing else _bytes(next(on_host)) for outgoing in self.outgoing]
+        finite, kept = self.download.checks
+        on_host = iter(self.download.rows)
+        data = [memoryview(b"") if outgoing else next(on_host) for outgoing in self.outgoing]
         results = [
             Embedding(own, item.output, (shape[0], shape[1]), tokens, outgoing)
             if is_finite
@@ -66,7 +66,7 @@ class Launch:
 
     def _finite(self, finite: Tensor) -> Sequence[bool]:
         """Whether all rows of each item are finite; nearly always all of the batch are."""
-        if bool(finite.all()):
+        if finite.numpy().all():
             return [True] * len(self.items)
         return [bool(rows.all()) for rows in finite.split([item.footprint.rows for item in self.items])]
 
@@ -250,11 +250,6 @@ class Staged:
 def _form(item: Item) -> tuple[Modality, DType, tuple[int, ...], int]:
     """The key of staging: items with equal keys are staged as one; a picture always alone."""
     return item.modality, item.pixels.dtype, item.pixels.shape[1:], id(item) if item.is_picture else 0
-
-
-def _bytes(rows: Tensor) -> memoryview:
-    """Rows on the host as bytes, which keep the tensor alive."""
-    return rows.view(torch.uint8).numpy().reshape(-1).data
 
 
 def _non_finite(item: Item, dtype: torch.dtype) -> NonFinite | InvalidTensors:

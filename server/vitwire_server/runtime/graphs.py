@@ -170,7 +170,8 @@ class InputBuffer:
             raise ValueError(f"{used} rows of pixels do not fit in a budget of {capacity} rows")
         stale = self._dirty
         self._dirty = used if stale <= capacity else stale
-        self.tensor[used : max(used, min(stale, capacity))].zero_()
+        if used < min(stale, capacity):
+            self.tensor[used : min(stale, capacity)].zero_()
         return self.tensor[:used]
 
 

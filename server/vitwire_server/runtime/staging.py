@@ -46,8 +46,9 @@ class Stager:
             target = out.view(patches, geometry.channels, geometry.temporal, area)
         if source.dtype is torch.uint8:
             scale, offset = (self._crops if crops else self._affine)[modality]
-            shaped = torch.mul(shaped, scale).add_(offset)
-        target.copy_(shaped)
+            torch.add(torch.mul(shaped, scale).expand(target.shape), offset, out=target)
+        else:
+            target.copy_(shaped)
 
     def _scaling(self, settings: Preprocessing, device: torch.device) -> tuple[Tensor, Tensor]:
         """Scale and offset per channel, `(C,)` or `(C, 1, 1)` float32."""

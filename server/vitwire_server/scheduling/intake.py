@@ -29,7 +29,7 @@ class Taken:
 
 
 class Intake:
-    """The queue with its lock. Thread-safe; `take`, `answered` and `abandon` belong to the engine's thread."""
+    """The queue with its lock. Thread-safe; `wait`, `take`, `answered` and `abandon` belong to the engine's thread."""
 
     def __init__(self, planner: Planner, forecast: Forecast, monitor: Monitor, clock: Callable[[], float]) -> None:
         self.planner = planner
@@ -104,11 +104,15 @@ class Intake:
         with self._changed:
             return self._closed and not self._queue
 
-    def take(self, wait_seconds: float = 0.0) -> Taken:
-        """Remove what runs next and what has expired, after waiting at most `wait_seconds` for items."""
+    def wait(self, seconds: float) -> None:
+        """Wait at most this long for items."""
         with self._changed:
-            if wait_seconds and not self._queue and not self._closed:
-                self._changed.wait(wait_seconds)
+            if seconds and not self._queue and not self._closed:
+                self._changed.wait(seconds)
+
+    def take(self) -> Taken:
+        """Remove what runs next and what has expired."""
+        with self._changed:
             window = self._queue.window(_WINDOW, self.planner.capacity)
             now = self._clock()
             expired = [entry for entry in window if entry.ticket.is_expired(now)]

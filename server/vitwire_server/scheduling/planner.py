@@ -108,6 +108,7 @@ class Planner:
         self._bounds = bounds
         self._without_graph = without_graph
         self._least = lru_cache(_MOST_KEPT)(self._cheapest)  # each request asks for some
+        self._alone = lru_cache(_MOST_KEPT)(lambda footprint: self._planned([footprint], 0.0))
         self._by_cost = _ByCost(ladder, costs)
         self._options = Options(sorted({budget.tokens for budget in ladder}), costs.replay)
 
@@ -120,6 +121,11 @@ class Planner:
 
         The device is still busy for `backlog` predicted seconds.
         """
+        if len(footprints) == 1 and not backlog:  # nothing else is in flight, and the request waits for its plan
+            return self._alone(footprints[0])
+        return self._planned(footprints, backlog)
+
+    def _planned(self, footprints: Sequence[Footprint], backlog: float) -> Plan:
         captured: list[int] = []
         eager: dict[Fallback, list[int]] = {}
         for item, footprint in enumerate(footprints):

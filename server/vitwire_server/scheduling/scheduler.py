@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from typing import Protocol
 
@@ -85,10 +86,13 @@ class Scheduler:
         *,
         canary: Canary | None = None,
         learner: Learner | None = None,
+        launching: AbstractContextManager[object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`launching` is entered while a batch is planned and launched."""
         self._canary = canary
         self._learner = learner
+        self._launching = launching or nullcontext()
         self._forecast = Forecast()
         self._runner = runner
         self._monitor = monitor
@@ -151,12 +155,15 @@ class Scheduler:
         """The next batch, launched; None if nothing waits (and, with `wait`, after a heartbeat)."""
         self._beat()
         self._monitor.heartbeat()
-        due = self._learner.seconds_until_due() if self._learner else inf
-        taken = self.intake.take(min(_HEARTBEAT_SECONDS, due) if wait else 0.0)
-        for entry in taken.expired:
-            self._monitor.item_dropped("queue", "deadline")
-            self._deliver(entry, DeadlineExceeded("the deadline passed while the item was queued"))
-        return self._execute(taken) if taken.batch else None
+        if wait:
+            due = self._learner.seconds_until_due() if self._learner else inf
+            self.intake.wait(min(_HEARTBEAT_SECONDS, due))
+        with self._launching:
+            taken = self.intake.take()
+            for entry in taken.expired:
+                self._monitor.item_dropped("queue", "deadline")
+                self._deliver(entry, DeadlineExceeded("the deadline passed while the item was queued"))
+            return self._execute(taken) if taken.batch else None
 
     def _execute(self, taken: Taken) -> Launched:
         assert taken.batch, "there is a batch to launch"
@@ -173,16 +180,16 @@ class Scheduler:
         return Launched(taken.entries, taken.batch, running, started, predicted)
 
     def _commit(self, done: Launched) -> None:
-        """Bring a batch's rows to the host, count it and deliver the rows."""
+        """Bring a batch's rows to the host, deliver them and count the batch."""
         self._beat(done.predicted)
         collected = done.running.collect()
         now = self._clock()
         self._forecast.ran(done.predicted.work, done.started, now)
         report = done.report(collected, now)
-        log_failures(done.entries, report)
-        self._monitor.batch_ran(report)
         for entry, (_, outcome) in zip(done.entries, report.items, strict=True):
             self._deliver(entry, outcome)
+        log_failures(done.entries, report)  # requests do not wait for what is logged and counted
+        self._monitor.batch_ran(report)
 
     def _deliver(self, entry: Entry, outcome: Outcome) -> None:
         self.intake.answered(entry)

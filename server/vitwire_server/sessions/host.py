@@ -78,13 +78,13 @@ class SessionHost:
                 self._open(message)
             case messages.Release():
                 self._sessions[message.session].release(message.key)
+                self._grant()
             case messages.Close():
                 self._sessions.pop(message.session).close()
+                self._grant()
             case _:
                 opened = self._sessions[message.session]
                 self._reply(opened, message.number, self._attempt(opened, message))
-                if isinstance(message, messages.Submit):
-                    self._grant()
 
     def close(self) -> None:
         """The process is gone: end its sessions."""

@@ -36,9 +36,11 @@ class HostMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """A transfer of tensors to the host."""
+    """A transfer of tensors to the host, whose memory may be read after `wait`."""
 
-    tensors: Sequence[Tensor]
+    rows: Sequence[memoryview]
+    """The bytes of each tensor of rows."""
+    checks: Sequence[Tensor]
     wait: Callable[[], tuple[float, float]]
     """Blocks until the transfer is done; returns the seconds of computation on the device, and of `preparing` in it."""
 
@@ -77,7 +79,7 @@ class HostStreams:
         seconds = time.perf_counter() - self._started, self._preparing
         if self._memory:
             rows = [_host_tensor(tensor, self._memory).copy_(tensor) for tensor in rows]
-        return Download([*rows, *checks], lambda: seconds)
+        return Download([_bytes(tensor) for tensor in rows], checks, lambda: seconds)
 
 
 class CudaStreams:
@@ -100,12 +102,15 @@ class CudaStreams:
         self._in = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)
         self._started = torch.cuda.Event(enable_timing=True)
+        self._copied = torch.cuda.Event(enable_timing=True)
+        """The end of the last transfer to the host, and so of its batch."""
         self._preparing: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def upload(self, groups: Sequence[Sequence[Pixels]]) -> list[Tensor]:
         """The bytes of each group as a flat tensor on the device, to be read within `computing`.
 
-        The tensors of a group have one type; without `joins` a group is a single tensor.
+        The tensors of a group have one type; without `joins` a group is a single tensor. An idle device has nothing to
+        overlap the upload with: it then precedes the computation on its stream, which saves waiting for another one.
         """
         ends = [0]
         starts: list[int] = []
@@ -113,7 +118,8 @@ class CudaStreams:
             starts.append(-(-ends[-1] // _ALIGNMENT) * _ALIGNMENT)
             ends.append(starts[-1] + sum(one.nbytes for one in group))
         sources = [[torch.frombuffer(one.data, dtype=torch.uint8) for one in group] for group in groups]
-        with torch.cuda.stream(self._in):  # also sets the thread's device, to which pinned memory belongs
+        stream = self.compute if self._copied.query() else self._in
+        with torch.cuda.stream(stream):  # also sets the thread's device, to which pinned memory belongs
             memory = self._memory
             if memory and all(memory.is_kept(one.data) for group in groups for one in group):
                 uploaded = torch.empty(ends[-1], dtype=torch.uint8, device=self._device)
@@ -122,8 +128,9 @@ class CudaStreams:
                 pinned = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
                 _place(sources, starts, pinned)
                 uploaded = pinned.to(self._device, non_blocking=True)
-        self.compute.wait_stream(self._in)
-        uploaded.record_stream(self.compute)
+        if stream is not self.compute:
+            self.compute.wait_stream(stream)
+            uploaded.record_stream(self.compute)
         return [
             uploaded[start:end].view(TORCH_TYPES[group[0].dtype])
             for start, end, group in zip(starts, ends[1:], groups, strict=True)
@@ -154,18 +161,18 @@ class CudaStreams:
         done.record(self.compute)
         self._out.wait_event(done)
         with torch.cuda.stream(self._out):
-            host = [_host_tensor(tensor, self._memory) for tensor in rows]
-            host += [_host_tensor(tensor, None) for tensor in checks]
-            _copy(host, [*rows, *checks])
+            to, read = [_host_tensor(tensor, self._memory) for tensor in rows], [_host_tensor(c, None) for c in checks]
+            _copy([*to, *read], [*rows, *checks])
             for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in (*rows, *checks)}.values():
                 tensor.record_stream(self._out)
             copied.record(self._out)
+        self._copied = copied
 
         def wait() -> tuple[float, float]:
             copied.synchronize()
             return _seconds(started, done), _seconds(*preparing) if preparing else 0.0
 
-        return Download(host, wait)
+        return Download([_bytes(tensor) for tensor in to], read, wait)
 
 
 Streams: TypeAlias = HostStreams | CudaStreams
@@ -185,12 +192,18 @@ def _host_tensor(tensor: Tensor, memory: HostMemory | None) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
+def _bytes(rows: Tensor) -> memoryview:
+    """Rows on the host as bytes, which keep the tensor alive."""
+    return rows.view(torch.uint8).numpy().reshape(-1).data
+
+
 def _place(groups: Sequence[Sequence[Tensor]], starts: Sequence[int], target: Tensor) -> None:
     """Copy each group to its start; from pinned memory to a device without waiting."""
     places: list[Tensor] = []
     for group, start in zip(groups, starts, strict=True):
         sizes = [source.numel() for source in group]
-        places += target[start : start + sum(sizes)].split(sizes)
+        place = target[start : start + sum(sizes)]
+        places += place.split(sizes) if len(sizes) > 1 else [place]
     _copy(places, [source for group in groups for source in group])
 
 

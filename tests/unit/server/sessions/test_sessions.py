@@ -290,6 +290,24 @@ async def remote() -> AsyncIterator[Rig]:
         await made.close()
 
 
+async def test_spare_blocks_are_replaced_while_a_session_is_open() -> None:
+    made = Rig(cached=False, nbytes=SIZES["spares"])
+    try:
+        await made.over_a_link(spares=True)
+        assert isinstance(made.sessions, RemoteSessions)
+        full = len(made.sessions._spares)
+        rpc = made.session()
+        for key in range(full + 1):
+            await rpc.submit({key: item(key)})
+            assert await rpc.level(key) == key
+            rpc.forget(key)
+            await until(lambda: len(made.sessions._spares) == full)
+        rpc.close()
+        await made.settle_memory()
+    finally:
+        await made.close()
+
+
 async def test_items_are_answered_with_their_rows_and_reports(rig: Rig) -> None:
     rpc = rig.session()
     await rpc.submit({1: item(10), 2: item(20, tokens=7)})
