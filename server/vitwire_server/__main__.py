@@ -137,7 +137,6 @@ def _serve_device(settings: "ServeSettings", heartbeat: int | None) -> NoReturn:
     sys.setswitchinterval(_SWITCH_SECONDS)
     _import_torch(settings.device)
     from vitwire_server.process.serve import serve  # noqa: PLC0415 - torch takes its allocator's settings as they are now
-    from vitwire_server.process.yielding import YieldingLoop  # noqa: PLC0415 - as above
     from vitwire_server.towers.files import CheckpointError  # noqa: PLC0415 - as above
 
     async def run() -> NoReturn:
@@ -149,8 +148,7 @@ def _serve_device(settings: "ServeSettings", heartbeat: int | None) -> NoReturn:
             code = _fail(error, 2, settings.log_format)
         _leave(code)
 
-    with asyncio.Runner(loop_factory=YieldingLoop) as runner:
-        runner.run(run())
+    asyncio.run(run())
 
 
 def _import_torch(device: str) -> None:

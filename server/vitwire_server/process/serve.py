@@ -38,7 +38,6 @@ from vitwire_server.process.hanging_files import in_daemon_thread, read_at_start
 from vitwire_server.process.lifecycle import EngineThread, Lifecycle
 from vitwire_server.process.loading import LoadedModel, load_model
 from vitwire_server.process.system import metrics_connections, on_signals, raise_limit
-from vitwire_server.process.yielding import YieldingLoop
 from vitwire_server.rpc.server import bracketed
 from vitwire_server.runtime.ladders.learning import LadderLearner
 from vitwire_server.runtime.memory.outbox import Outbox
@@ -128,10 +127,7 @@ class _Server:
             return int(watching_front.done())
         (batch,) = model.planner.plan([model.canary.footprint]).batches
         canary = Canary(model.canary, batch, settings.canary_seconds)
-        loop = asyncio.get_running_loop()
-        launching = loop.launching if isinstance(loop, YieldingLoop) and _is_on_cuda(settings.device) else None
-        parts = model.engine, model.planner, self.metrics.engine
-        scheduler = Scheduler(*parts, canary=canary, learner=model.learner, launching=launching)
+        scheduler = Scheduler(model.engine, model.planner, self.metrics.engine, canary=canary, learner=model.learner)
         engine = EngineThread(scheduler)
         engine.start()
         if courier and model.outbox:

@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from typing import Protocol
 
@@ -86,13 +85,10 @@ class Scheduler:
         *,
         canary: Canary | None = None,
         learner: Learner | None = None,
-        launching: AbstractContextManager[object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`launching` is entered while a batch is planned and launched."""
         self._canary = canary
         self._learner = learner
-        self._launching = launching or nullcontext()
         self._forecast = Forecast()
         self._runner = runner
         self._monitor = monitor
@@ -158,12 +154,11 @@ class Scheduler:
         if wait:
             due = self._learner.seconds_until_due() if self._learner else inf
             self.intake.wait(min(_HEARTBEAT_SECONDS, due))
-        with self._launching:
-            taken = self.intake.take()
-            for entry in taken.expired:
-                self._monitor.item_dropped("queue", "deadline")
-                self._deliver(entry, DeadlineExceeded("the deadline passed while the item was queued"))
-            return self._execute(taken) if taken.batch else None
+        taken = self.intake.take()
+        for entry in taken.expired:
+            self._monitor.item_dropped("queue", "deadline")
+            self._deliver(entry, DeadlineExceeded("the deadline passed while the item was queued"))
+        return self._execute(taken) if taken.batch else None
 
     def _execute(self, taken: Taken) -> Launched:
         assert taken.batch, "there is a batch to launch"
