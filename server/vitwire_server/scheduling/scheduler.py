@@ -175,16 +175,16 @@ class Scheduler:
         return Launched(taken.entries, taken.batch, running, started, predicted)
 
     def _commit(self, done: Launched) -> None:
-        """Bring a batch's rows to the host, deliver them and count the batch."""
+        """Bring a batch's rows to the host, count it and deliver the rows: metrics include what clients have."""
         self._beat(done.predicted)
         collected = done.running.collect()
         now = self._clock()
         self._forecast.ran(done.predicted.work, done.started, now)
         report = done.report(collected, now)
+        log_failures(done.entries, report)
+        self._monitor.batch_ran(report)
         for entry, (_, outcome) in zip(done.entries, report.items, strict=True):
             self._deliver(entry, outcome)
-        log_failures(done.entries, report)  # requests do not wait for what is logged and counted
-        self._monitor.batch_ran(report)
 
     def _deliver(self, entry: Entry, outcome: Outcome) -> None:
         self.intake.answered(entry)
