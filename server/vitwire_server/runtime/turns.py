@@ -5,8 +5,7 @@ engine's thread launches batches meanwhile.
 """
 
 import time
-from collections.abc import Callable, Generator
-from concurrent.futures import Future
+from collections.abc import Callable, Generator, Sequence
 from queue import SimpleQueue
 from threading import Semaphore, Thread, current_thread
 from typing import TypeVar
@@ -36,14 +35,15 @@ class Turns:
 
         A turn ends as soon as the work can wait after `seconds`.
         """
-        done: Future[Result] = Future()
+        results: list[Result] = []
+        errors: list[BaseException] = []
 
         def run() -> None:
             self._given.acquire()
             try:
-                done.set_result(work())
+                results.append(work())
             except BaseException as error:  # noqa: BLE001 - it belongs to the thread that waits
-                done.set_exception(error)
+                errors.append(error)
             self._returned.release()
 
         if self._thread is None:
@@ -52,13 +52,17 @@ class Turns:
         self._abandoned = False
         self._jobs.put(run)
         try:
-            while self._next(done, seconds):
+            while self._next(seconds, results, errors):
                 yield
-        finally:
+        except BaseException:
             self._abandoned = True
-            while self._next(done, seconds):
+            while self._next(seconds, results, errors):
                 pass
-        return done.result()
+            errors.clear()
+            raise
+        if errors:
+            raise errors.pop()  # kept here, it would keep its traceback, and that the memory of the work
+        return results.pop()
 
     def close(self) -> None:
         """End the thread, between two pieces of work."""
@@ -86,10 +90,10 @@ class Turns:
             job()
             del job  # with all that it keeps
 
-    def _next(self, done: "Future[Result]", seconds: float) -> bool:
+    def _next(self, seconds: float, *ends: Sequence[object]) -> bool:
         """Let the work have a turn; whether it has more to do."""
-        if not done.done():
+        if not any(ends):
             self._ends = time.perf_counter() + seconds
             self._given.release()
             self._returned.acquire()
-        return not done.done()
+        return not any(ends)

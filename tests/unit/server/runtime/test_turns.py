@@ -1,5 +1,6 @@
 """Work that takes turns with the thread that waits for it."""
 
+import gc
 import weakref
 from collections.abc import Iterator
 from threading import current_thread
@@ -94,3 +95,24 @@ def test_work_that_nobody_waits_for_ends_where_it_waits(turns: Turns) -> None:
     parts.close()
     assert work.steps == ["0", "abandoned"]
     finished(turns)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_work_that_does_not_end_well_is_not_kept(turns: Turns, *, fails: bool) -> None:
+    """Its frames have the tensors of a forward, which are to be free before garbage is collected."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        work = Work(turns, fails=fails)
+        parts, kept = turns.of(work, 0.0), weakref.ref(work)
+        del work
+        next(parts)
+        if fails:
+            with pytest.raises(KeyError):
+                next(parts)
+        parts.close()
+        del parts
+        assert kept() is None
+    finally:
+        if collects:
+            gc.enable()
