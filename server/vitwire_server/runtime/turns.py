@@ -33,7 +33,7 @@ class Turns:
     def of(self, work: Callable[[], Result], seconds: float) -> Generator[None, None, Result]:
         """Do `work`, a turn for each `next`. Returns what it returns, raises what it raises.
 
-        A turn ends as soon as the work can wait after `seconds`.
+        A turn ends as soon as the work can wait after `seconds`. Raises RuntimeError if no thread can be started.
         """
         results: list[Result] = []
         errors: list[BaseException] = []
@@ -47,8 +47,9 @@ class Turns:
             self._returned.release()
 
         if self._thread is None:
-            self._thread = Thread(target=self._run, name="capturing", daemon=True)
-            self._thread.start()
+            thread = Thread(target=self._run, name="capturing", daemon=True)
+            thread.start()  # there may be no room for another
+            self._thread = thread
         self._abandoned = False
         self._jobs.put(run)
         try:

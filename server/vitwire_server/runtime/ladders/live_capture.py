@@ -61,7 +61,8 @@ class LiveCapture:
         A turn takes `TURN_SECONDS` of the host and of the device, and at most a layer longer.
         """
         blocks = self.tower.blocks
-        work = _Work(self, max(1, int(len(blocks) * TURN_SECONDS / seconds)))
+        share = TURN_SECONDS / seconds if seconds else 1.0  # 0 if no eager forward had room when costs were measured
+        work = _Work(self, max(1, int(len(blocks) * share)))
         hooks = [block.register_forward_pre_hook(work.before_layer) for block in blocks]
         try:
             yield from self.turns.of(partial(work.capture, budget), TURN_SECONDS)

@@ -1,6 +1,7 @@
 """Work that takes turns with the thread that waits for it."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from threading import current_thread
@@ -116,3 +117,13 @@ def test_work_that_does_not_end_well_is_not_kept(turns: Turns, *, fails: bool) -
     finally:
         if collects:
             gc.enable()
+
+
+def test_a_thread_that_could_not_be_started_is_started_later(turns: Turns) -> None:
+    before = threading.stack_size(1 << 46)
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            next(turns.of(Work(turns), 0.0))
+    finally:
+        threading.stack_size(before)
+    finished(turns)

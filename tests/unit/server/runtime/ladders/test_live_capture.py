@@ -114,6 +114,12 @@ def test_layers_that_take_the_device_long_have_turns_of_their_own(rig: Rig, monk
     assert len(parts) == 2 + len(rig.tower.blocks) - 1
 
 
+def test_a_forward_may_be_predicted_to_take_no_time(rig: Rig, yardstick: Yardstick) -> None:
+    """As if none had room while costs were measured."""
+    finish(live(rig).capture(budget(TOKENS), 0.0))
+    assert not wrong(rig, yardstick, rig.engine.launch(rig.items(GRIDS), budget(TOKENS)), 0)
+
+
 def test_a_batch_may_fail_between_the_turns(rig: Rig, yardstick: Yardstick, monkeypatch: pytest.MonkeyPatch) -> None:
     forward, new, failed = rig.engine._forward, budget(TOKENS), 0
     parts = live(rig).capture(new, SECONDS)
