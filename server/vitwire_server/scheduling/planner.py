@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 from vitwire_server.core.budgets import Budget, Ladder
@@ -110,7 +110,12 @@ class Planner:
         self._least = lru_cache(_MOST_KEPT)(self._cheapest)  # each request asks for some
         self._alone = lru_cache(_MOST_KEPT)(lambda footprint: self._planned([footprint], 0.0))
         self._by_cost = _ByCost(ladder, costs)
-        self._options = Options(sorted({budget.tokens for budget in ladder}), costs.replay)
+        self._sizes = sorted({budget.tokens for budget in ladder})
+        self._shorter = sorted(
+            {one.max_segment_patches for one, next_ in pairwise(ladder) if one.tokens == next_.tokens}
+        )
+        """The longest segments of budgets for short ones."""
+        self._options = Options(self._sizes, costs.replay)
 
     def changed(self, ladder: Ladder, costs: Costs) -> "Planner":
         """A planner for another ladder, within the same bounds."""
@@ -189,10 +194,27 @@ class Planner:
             return self._bounds.hold(load, count) and self.ladder.smallest_fitting(load, count) is not None
 
         batches = self._on_budgets(fill(items, footprints, self._options), footprints)
+        if batches and all(self._is_close(batch, footprints) for batch in batches):
+            return batches
         if batches is None:
             batches = self._on_budgets(best_fit(items, footprints, fits), footprints)
         assert batches is not None, "best fit keeps every bound"
-        return batches
+        ways = [batches, self._on_budgets(self._apart(items, footprints), footprints) or batches]
+        return min(ways, key=lambda way: sum(self._occupied(batch, footprints) for batch in way))
+
+    def _is_close(self, batch: Batch, footprints: Sequence[Footprint]) -> bool:
+        """Whether no smaller budget has enough tokens, only for other bounds."""
+        tokens = sum([footprints[item].tokens for item in batch.items])
+        return batch.budget is not None and batch.budget.tokens == self._sizes[bisect_left(self._sizes, tokens)]
+
+    def _apart(self, items: Iterable[int], footprints: Sequence[Footprint]) -> list[list[int]]:
+        """Groups of items that the same budgets for short segments hold: those for longer ones have few slots."""
+
+        def kind(item: int) -> int:
+            return bisect_left(self._shorter, footprints[item].longest)
+
+        alike = [list(same) for _, same in groupby(sorted(items, key=kind), kind)]
+        return [group for same in alike for group in fill(same, footprints, self._options)]
 
     def _on_budgets(self, groups: Iterable[Sequence[int]], footprints: Sequence[Footprint]) -> list[Batch] | None:
         """Each group on its cheapest budget; None if a group breaks a bound."""

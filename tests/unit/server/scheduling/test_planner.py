@@ -3,10 +3,11 @@
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitwire_server.core.budgets import Budget, Ladder, budget, default_tokens
+from vitwire_server.core.budgets import Budget, Ladder, budget, default_tokens, with_shorter
 from vitwire_server.core.costs import ASSUMED, Costs, together
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.items import total
@@ -212,3 +213,13 @@ class TestFill:
         items = [Footprint(4 * n, n, 1, 4 * n) for n in sizes]
         groups = fill(range(5), items, Options([820, 880, 1000], ASSUMED.replay))
         assert sorted(sum(sizes[i] for i in group) for group in groups) == [820, 880]
+
+
+@pytest.mark.parametrize("tokens", [(400, *[4] * 63), (1024, *[16] * 63), (*[324] * 4, *[4] * 60)])
+def test_small_images_do_not_break_up_into_many_batches_next_to_large_ones(tokens: tuple[int, ...]) -> None:
+    """Budgets for long segments have few slots where there are others for short ones."""
+    sizes = [budget(size, merge=MERGE, max_items=256, max_frames=256) for size in default_tokens(4096)]
+    ladder = with_shorter(Ladder(tuple(sizes)), lambda longest: [256] if longest > 256 else [], merge=MERGE)
+    planner = Planner(ladder, Bounds(4096, 256, 256), without_graph=Fallback.GRAPHS_OFF, costs=GRAPHS_WIN)
+    plan = planner.plan([Footprint(4 * each, each, 1, 4 * each) for each in tokens])
+    assert len(plan.batches) <= 3
