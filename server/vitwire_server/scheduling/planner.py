@@ -181,7 +181,7 @@ class Planner:
             return Fallback.NOT_CAPTURED
         if self.ladder.largest is None:
             return self._without_graph
-        if footprint.segments > self.ladder.largest.max_segments:
+        if footprint.segments > max(budget.max_segments for budget in self.ladder):
             return Fallback.TOO_MANY_FRAMES
         return Fallback.OVERSIZE
 

@@ -223,3 +223,14 @@ def test_small_images_do_not_break_up_into_many_batches_next_to_large_ones(token
     planner = Planner(ladder, Bounds(4096, 256, 256), without_graph=Fallback.GRAPHS_OFF, costs=GRAPHS_WIN)
     plan = planner.plan([Footprint(4 * each, each, 1, 4 * each) for each in tokens])
     assert len(plan.batches) <= 3
+
+
+def test_a_clip_that_is_too_large_does_not_count_as_one_of_too_many_frames() -> None:
+    """Though the largest budget has fewer slots than the one for short segments."""
+    sizes = Ladder((budget(4096, merge=MERGE, max_items=256, max_frames=256),))
+    ladder = with_shorter(sizes, lambda longest: [256] if longest > 256 else [], merge=MERGE)
+    planner = Planner(ladder, Bounds(4096, 256, 256), without_graph=Fallback.GRAPHS_OFF)
+    (batch,) = planner.plan([Footprint(100 * 300, 100 * 75, 100, 300)]).batches
+    assert batch.fallback is Fallback.OVERSIZE
+    (batch,) = planner.plan([Footprint(257 * 4, 257, 257, 4)]).batches
+    assert batch.fallback is Fallback.TOO_MANY_FRAMES
