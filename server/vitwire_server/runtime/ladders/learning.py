@@ -200,7 +200,10 @@ class LadderLearner:
         judged = self._worker.submit(gain, self._histogram.loads, sorted(known), proposal.sizes, costs)
         while not judged.done():
             yield
-        change.gain = judged.result()
+        try:
+            change.gain = judged.result()
+        except Exception as error:  # it must not end the engine
+            raise CaptureFailed(f"the new ladder could not be judged: {error!r}") from error
         self._planner = planner.changed(worthwhile(ladder, costs) if change.gain > 0 else planner.ladder, costs)
         return self._planner
 

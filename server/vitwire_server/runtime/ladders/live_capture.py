@@ -101,11 +101,16 @@ class LiveCapture:
 
     def give_up(self, ladder: Ladder) -> None:
         """Drop the graphs of all other budgets after a failure, and the memory that they alone used."""
-        self.graphs.keep(ladder)
+        self._release()  # what batches have freed must not count as the graphs'
         before = self.reserved()
+        self.graphs.keep(ladder)
+        self._release()
+        self.grown = max(0, self.grown - (before - self.reserved()))
+
+    def _release(self) -> None:
+        """Return memory that nothing uses to the device."""
         if self.tower.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.grown -= before - self.reserved()
 
     @contextmanager
     def computing(self, budget: Budget) -> Iterator[None]:

@@ -208,6 +208,16 @@ def test_a_bug_in_a_fit_ends_the_learning_only(
     assert made.sizes() == list(DEFAULT)
 
 
+def test_a_bug_in_a_judgement_keeps_the_ladder(
+    made: Learning, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learning, "gain", lambda *_: 1 / 0)
+    assert made.plan(96, 4096) == 4096
+    assert made.sizes() == [budget.tokens for budget in made.rig.graphs.ladder] == list(DEFAULT)
+    assert made.refits("failed") == 3
+    assert "the new ladder could not be judged: ZeroDivisionError" in caplog.text
+
+
 @pytest.mark.parametrize("faster", [True, False, None])
 def test_new_budgets_get_others_for_short_segments_where_those_are_faster(
     faster: bool | None, made: Learning, monkeypatch: pytest.MonkeyPatch
