@@ -1,19 +1,36 @@
 """Settings of the EC connector: `ec_connector_extra_config` of vLLM's `--ec-transfer-config`."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
 
 import grpc
-from msgspec import Meta, Struct, ValidationError, convert
 
-from vitwire._delivery.nixl import POOL_BYTES, Delivery
+from vitwire._delivery.nixl import DELIVERIES, POOL_BYTES, Delivery
 from vitwire._transport.channel import checked_target
 from vitwire.client import Client
-from vitwire.embeddings import DType
+from vitwire.embeddings import OUTPUT_TYPES, DType
+
+_WHERE = "ec_connector_extra_config"
+_TYPES: dict[str, tuple[type, ...]] = {
+    "target": (str,),
+    "tls": (bool, str),
+    "tls_cert": (str,),
+    "tls_key": (str,),
+    "token": (str,),
+    "token_file": (str,),
+    "timeout": (int, float),
+    "wait": (int, float),
+    "delivery": (str,),
+    "delivery_bytes": (int,),
+    "output_type": (str,),
+    "held_tokens": (int,),
+    "threads": (int,),
+}
 
 
-class Settings(Struct, frozen=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, slots=True)
+class Settings:
     """Checked settings; every field is a key of the extra config."""
 
     target: str
@@ -26,37 +43,51 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True):
     token: str = ""
     token_file: str = ""
     """File with the token; vLLM logs its configuration, so prefer this to `token`."""
-    timeout: Annotated[float, Meta(ge=1e-3)] = 20.0
+    timeout: float = 20.0
     """Seconds in which an embedding has to arrive."""
-    wait: Annotated[float, Meta(ge=0)] = 0.0
+    wait: float = 0.0
     """Seconds for which content that is not cached is asked for again before its requests fail."""
     delivery: Delivery = "auto"
-    delivery_bytes: Annotated[int, Meta(ge=1)] = POOL_BYTES
+    delivery_bytes: int = POOL_BYTES
     """As for `vitwire.Client`; with NIXL this is memory of each worker's device."""
     output_type: DType | None = None
     """The type of rows that the embeddings were requested in; default: the server's dtype."""
-    held_tokens: Annotated[int, Meta(ge=0)] = 0
+    held_tokens: int = 0
     """Rows that are fetched ahead, per worker; default: the size of vLLM's encoder cache."""
-    threads: Annotated[int, Meta(ge=1)] = 32
+    threads: int = 32
     """Simultaneous fetches per worker."""
 
     @classmethod
     def of(cls, extra: Mapping[str, object]) -> "Settings":
         """Raises ValueError that names the key."""
-        try:
-            return convert(extra, cls)
-        except ValidationError as error:
-            raise ValueError(f"ec_connector_extra_config: {error}") from error
+        for key, value in extra.items():
+            if key not in _TYPES:
+                raise ValueError(f"{_WHERE}: unknown key {key!r}; the keys are {', '.join(_TYPES)}")
+            if not isinstance(value, _TYPES[key]) or (isinstance(value, bool) and bool not in _TYPES[key]):
+                kinds = " or ".join(kind.__name__ for kind in _TYPES[key])
+                raise ValueError(f"{_WHERE}.{key}: expected {kinds}, got {value!r}")
+        if not extra.get("target"):
+            raise ValueError(f"{_WHERE}.target: set the address of the Vitwire server, such as 'localhost:50051'")
+        settings = cls(**extra)  # type: ignore[arg-type]  # checked above
+        settings._check()
+        return settings
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         checked_target(self.target)
+        for name, least in (("timeout", 1e-3), ("wait", 0), ("delivery_bytes", 1), ("held_tokens", 0), ("threads", 1)):
+            if (value := getattr(self, name)) < least:
+                raise ValueError(f"{_WHERE}.{name}: must be at least {least}, got {value}")
+        if self.delivery not in DELIVERIES:
+            raise ValueError(f"{_WHERE}.delivery: expected one of {', '.join(DELIVERIES)}, got {self.delivery!r}")
+        if self.output_type not in (None, *OUTPUT_TYPES):
+            raise ValueError(f"{_WHERE}.output_type: expected one of {', '.join(OUTPUT_TYPES)}")
         if self.token and self.token_file:
-            raise ValueError("set token or token_file, not both")
+            raise ValueError(f"{_WHERE}: set token or token_file, not both")
         if bool(self.tls_cert) != bool(self.tls_key):
-            raise ValueError("tls_cert and tls_key must be set together")
+            raise ValueError(f"{_WHERE}: tls_cert and tls_key must be set together")
         for name in ("token_file", "tls_cert", "tls_key"):
             if (path := getattr(self, name)) and not Path(path).is_file():
-                raise ValueError(f"{name}: {path!r} is not a file")
+                raise ValueError(f"{_WHERE}.{name}: {path!r} is not a file")
 
     def client(self, device: str | None) -> Client:
         """A client that delivers to this device if NIXL is used. Raises ValueError and OSError."""
@@ -76,3 +107,6 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True):
             return self.tls
         ca = Path(self.tls).read_bytes() if isinstance(self.tls, str) else None
         return grpc.ssl_channel_credentials(ca, Path(self.tls_key).read_bytes(), Path(self.tls_cert).read_bytes())
+
+
+assert _TYPES.keys() == {field.name for field in fields(Settings)}

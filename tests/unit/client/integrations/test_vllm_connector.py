@@ -150,16 +150,14 @@ def test_settings() -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({}, "missing required field `target`"),
-        ({"target": "h:1", "timeouts": 5}, "unknown field `timeouts`"),
-        ({"target": ""}, "target"),
-        ({"target": "h:1", "timeout": 0}, r"Expected `float` >= 0.001 - at `\$.timeout`"),
-        ({"target": "h:1", "timeout": True}, r"Expected `float`, got `bool` - at `\$.timeout`"),
-        ({"target": "h:1", "output_type": "int8"}, r"Invalid enum value 'int8' - at `\$.output_type`"),
+        ({}, "target: set the address"),
+        ({"target": "h:1", "timeout": 0}, "timeout: must be at least"),
+        ({"target": "h:1", "timeout": True}, "timeout: expected int or float, got True"),
+        ({"target": "h:1", "output_type": "int8"}, "output_type: expected one of float32"),
         ({"target": "h:1", "token": "t", "token_file": "f"}, "set token or token_file, not both"),
         ({"target": "h:1", "tls_cert": "c"}, "tls_cert and tls_key must be set together"),
         ({"target": "h:1", "token_file": "/nowhere"}, "token_file: '/nowhere' is not a file"),
-        ({"target": "h:1", "threads": 0}, r"Expected `int` >= 1 - at `\$.threads`"),
+        ({"target": "h:1", "threads": 0}, "threads: must be at least 1"),
     ],
 )
 def test_wrong_settings(extra: dict[str, object], message: str) -> None:
