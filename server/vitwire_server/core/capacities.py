@@ -64,6 +64,7 @@ class TileCapacities(Capacities):
     """Tiles of the smallest item."""
 
     def budget(self, tokens: int, *, max_items: int, max_frames: int) -> Budget:
+        del max_frames
         tiles = max(self.fewest, tokens // self.tile)
         return Budget(
             tokens=tiles * self.tile,
@@ -101,6 +102,7 @@ class CropCapacities(Capacities):
         return self.shares[max((size for size in self.shares if size <= tokens), default=min(self.shares))]
 
     def budget(self, tokens: int, *, max_items: int, max_frames: int) -> Budget:
+        del max_frames
         overviews, crops = self.share(tokens)
         return Budget(
             tokens=self.tokens(overviews, crops),

@@ -32,6 +32,7 @@ class LayoutGeometry(TileGeometry):
     """Tiles that an image can have."""
 
     def wrong(self, grid: Grid, modality: Modality | None) -> Iterator[tuple[str, str]]:
+        del modality
         if (grid.h, grid.w) not in self.layouts:
             known = ", ".join(f"{rows} x {columns}" for rows, columns in self.layouts)
             yield "", f"must have one of the layouts (rows x columns) {known} for this model, got {grid.h} x {grid.w}"
@@ -56,6 +57,7 @@ class MarginGeometry(TileGeometry):
         return self.tile[0] // self.patch
 
     def wrong(self, grid: Grid, modality: Modality | None) -> Iterator[tuple[str, str]]:
+        del modality
         if grid.t != 1:
             yield "t", f"must be 1 for an image, got {grid.t}; h and w count its patches without background"
         for name, value in (("h", grid.h), ("w", grid.w)):
@@ -71,6 +73,7 @@ class CanvasGeometry(MarginGeometry):
         return 1 + ceil(grid.h / self.side) * ceil(grid.w / self.side), 0
 
     def wrong(self, grid: Grid, modality: Modality | None) -> Iterator[tuple[str, str]]:
+        del modality
         if grid.t != 1:
             yield "t", f"must be 1 for an image, got {grid.t}; h and w count its patches without background"
 

@@ -62,6 +62,7 @@ class Geometry:
 
     def crops(self, grid: Grid) -> Shape | None:
         """The shape of an item's crops; None if an item of this grid has none."""
+        del grid
         return None
 
     @property
@@ -154,6 +155,7 @@ class TileGeometry(Geometry):
         return grid.t, grid.t if self.crop else 0
 
     def shapes(self, grid: Grid, modality: Modality) -> list[Shape]:
+        del modality
         return [(self.split(grid)[0], self.channels, *self.tile)]
 
     def crops(self, grid: Grid) -> Shape | None:

@@ -51,6 +51,7 @@ class LocalSessions:
 
     def open(self, opening: Opening, settle: Settle, fail: Fail) -> "LocalSession":
         """See Sessions. An engine that ends settles all items first, so `fail` is not called."""
+        del fail
         return LocalSession(self, opening, settle)
 
     def find(self, name: Name | None, lookup: CacheLookup) -> Encoded | NotCached | None:

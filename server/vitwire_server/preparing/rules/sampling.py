@@ -28,15 +28,18 @@ def sampled(total: int, fps: float, sampling: Sampling, group: int = 1) -> list[
 
 
 def _all(total: int, fps: float, sampling: Sampling, group: int) -> Sequence[int]:
+    del fps, sampling, group
     return range(total)
 
 
 def _count(total: int, fps: float, sampling: Sampling, group: int) -> Sequence[int]:
+    del group
     count = min(total, sampling.frames or max(1, int(total / fps * sampling.fps)))
     return [index * total // count for index in range(count)]
 
 
 def _middles(total: int, fps: float, sampling: Sampling, group: int) -> Sequence[int]:
+    del group
     count = min(total, sampling.frames or max(1, int(total / fps * sampling.fps)))
     return _stepped(total / count / 2, total, count)
 
@@ -51,6 +54,7 @@ def _rate(total: int, fps: float, sampling: Sampling, group: int) -> Sequence[in
 
 
 def _rate_to_last(total: int, fps: float, sampling: Sampling, group: int) -> Sequence[int]:
+    del group
     count = sampling.frames
     if not count:
         count = min(max(int(total / fps * sampling.fps), sampling.min_frames), sampling.max_frames, total)
@@ -59,6 +63,7 @@ def _rate_to_last(total: int, fps: float, sampling: Sampling, group: int) -> Seq
 
 def _rate_within(total: int, fps: float, sampling: Sampling, group: int) -> Sequence[int]:
     """A second is left out at both ends of a clip that is longer than a product of two settings, as in SmolVLM."""
+    del group
     duration, most = total / fps, sampling.frames or sampling.max_frames
     count = max(1, min(round(sampling.fps * duration), most))
     first, last = 0, total - 1
@@ -70,6 +75,7 @@ def _rate_within(total: int, fps: float, sampling: Sampling, group: int) -> Sequ
 
 
 def _seconds(total: int, fps: float, sampling: Sampling, group: int) -> Sequence[int]:
+    del group
     duration, last = total / fps, total - 1
     if duration <= sampling.max_seconds:
         count = max(math.floor(duration * sampling.fps), 1)
@@ -81,6 +87,7 @@ def _seconds(total: int, fps: float, sampling: Sampling, group: int) -> Sequence
 
 
 def _rate_by_duration(total: int, fps: float, sampling: Sampling, group: int) -> Sequence[int]:
+    del sampling
     duration = total / fps
     bounded = min(duration, _MAX_DYNAMIC_SECONDS)
     rate = next(rate for most, rate in RATE_BY_DURATION if bounded <= most)

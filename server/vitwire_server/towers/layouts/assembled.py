@@ -87,6 +87,7 @@ class AssembledEncoder(OrderedTower):
         """Tiles `(tiles, C, H, W)` to rows `(units, unit.rows, width)`. Never synchronises with the host."""
 
     def _lay(self, grids: Sequence[Grid], host: Mapping[str, Tensor], capacity: Capacity) -> None:
+        del capacity
         unit = tile = row = 0
         for grid in grids:
             own, order = self._laid_alone(grid)

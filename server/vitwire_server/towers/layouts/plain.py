@@ -62,6 +62,7 @@ class PlainFamily(Family):
 
     def preprocessing(self, folder: Path, config: Config) -> dict[Modality, Preprocessing]:
         """See Family. A frame of a clip is prepared as an image is."""
+        del config
 
         def settings(files: ProcessorFiles) -> dict[Modality, Preprocessing]:
             return dict.fromkeys((Modality.IMAGE, Modality.VIDEO), one_tile(files, self.processor))

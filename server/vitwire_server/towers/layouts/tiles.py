@@ -68,6 +68,7 @@ class TileTower(Tower):
 
     def __init__(self, parts: Parts, config: Config) -> None:
         """`parts` are the loaded modules, `config` the checkpoint's. Raises ValueError if it cannot compute them."""
+        del config
         self.model = nn.ModuleDict(dict(parts))
         self.modules = {"model": self.model}
         self._tower: Any = parts["tower"]
@@ -139,6 +140,7 @@ class TileTower(Tower):
             raise ValueError(f"{held} do not fit {capacity}")
 
     def forward(self, pixels: Tensor, metadata: Metadata) -> Tensor:
+        del metadata
         return self.encode(self.tiles(pixels)).flatten(0, 1).contiguous()
 
     def tiles(self, pixels: Tensor) -> Tensor:

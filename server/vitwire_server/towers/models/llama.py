@@ -104,6 +104,7 @@ class Mllama(AssembledEncoder, ProjectedTiles):
         return LayoutGeometry(**{**asdict(super().geometry), "layouts": self._layouts, "most": self._most})
 
     def sample(self, units: int) -> Grid:
+        del units
         rows, columns = max(self._layouts, key=lambda layout: layout[0] * layout[1])
         return Grid(rows * columns, rows, columns)
 

@@ -99,6 +99,7 @@ class LlavaNextVideo(ProjectedLayers, AssembledEncoder):
         return {}, own.flatten()
 
     def encode_units(self, tiles: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        del inputs
         rows = self.features(tiles)
         return self.projected(torch.cat([rows, self._pool(rows)], dim=1))
 
