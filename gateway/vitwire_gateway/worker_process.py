@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib
+import json
 import mmap
 import os
 import pickle
@@ -11,17 +12,14 @@ import socket
 import struct
 import sys
 import warnings
-from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
-
-import msgspec
+from typing import Any, NoReturn
 
 from vitwire_gateway.api_errors import ApiError
 
 _PR_SET_PDEATHSIG = 1
 _MAX_MESSAGE = 500
-_LENGTH = struct.Struct("!Q")
+_LENGTH = struct.Struct("!I")
 
 
 def main() -> NoReturn:
@@ -45,7 +43,7 @@ def main() -> NoReturn:
             try:
                 answer = job(blob, *arguments)
             except ApiError as error:
-                answer = replace(error, message=error.message[:_MAX_MESSAGE])
+                answer = error
             except MemoryError:
                 answer = ApiError(400, "reading it takes more memory than allowed", "too_costly")
             signal.setitimer(signal.ITIMER_PROF, 0)
@@ -54,12 +52,19 @@ def main() -> NoReturn:
 
 
 def _send(link: socket.socket, answer: object) -> None:
-    try:
-        content = msgspec.msgpack.encode(answer)
-    except UnicodeEncodeError:
-        content = msgspec.msgpack.encode(ApiError(400, "the request has half of a surrogate pair", "invalid_json"))
-    link.sendall(_LENGTH.pack(len(content)))
-    link.sendall(content)
+    """Send an answer as JSON, and the bytes in it after that."""
+    blobs: list[bytes] = []
+
+    def outside(value: Any) -> dict[str, Any]:  # noqa: ANN401  # as json calls it
+        if isinstance(value, ApiError):
+            return {"error": [value.status, value.message[:_MAX_MESSAGE], value.code, value.param]}
+        blobs.append(value)
+        return {"bytes": len(value)}
+
+    content = json.dumps(answer, default=outside).encode()
+    link.sendall(_LENGTH.pack(len(content)) + content)
+    for blob in blobs:
+        link.sendall(blob)
 
 
 def _limit(memory: int) -> None:

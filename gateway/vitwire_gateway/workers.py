@@ -1,6 +1,7 @@
 """Work on what callers send that could not be bounded or ended here: it runs in processes that can be killed."""
 
 import asyncio
+import json
 import os
 import pickle
 import signal
@@ -11,16 +12,10 @@ from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, Self, TypeVar, get_type_hints
-
-from msgspec import DecodeError
-from msgspec.msgpack import Decoder
+from typing import Any, Self
 
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.fairness import Caller, Turn, Turns
-
-T = TypeVar("T")
 
 _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "HOME", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -29,7 +24,8 @@ _START_SECONDS = 60.0
 _WORK_SECONDS = 10.0
 """Of processor time for one job."""
 _WALL_SECONDS = 120.0
-_LENGTH = struct.Struct("!Q")
+_MAX_HEAD = 2 << 20
+_LENGTH = struct.Struct("!I")
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 _PIXEL_BYTES, _BODY_BYTES = 8, 12
 """Memory that reading takes, for each pixel of an image or byte of a body; Pillow opens a WebP with two canvases."""
@@ -38,11 +34,6 @@ _PIXEL_BYTES, _BODY_BYTES = 8, 12
 def memory_for(pixels: int, body_bytes: int) -> int:
     """Memory that a worker needs for the largest image or body."""
     return (256 << 20) + max(_PIXEL_BYTES * pixels, _BODY_BYTES * body_bytes)
-
-
-@cache
-def _decoder_of(job: Callable[..., T]) -> "Decoder[T | ApiError]":
-    return Decoder(get_type_hints(job)["return"] | ApiError)
 
 
 def _gone(reason: str) -> ApiError:
@@ -77,7 +68,7 @@ class _Worker:
         worker = cls(process, here)
         try:
             async with asyncio.timeout(_START_SECONDS):
-                await worker._answer(1)
+                await worker._answer(0)
         except BaseException as error:
             await worker.close()
             if isinstance(error, OSError | TimeoutError):
@@ -85,38 +76,52 @@ class _Worker:
             raise
         return worker
 
-    async def ask(self, message: bytes, blob: bytes, decoder: "Decoder[T | ApiError]", max_bytes: int) -> T:
+    async def ask(self, message: bytes, blob: bytes, max_bytes: int) -> Any:  # noqa: ANN401  # as the job returned it
         """Raises ApiError."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_WALL_SECONDS):
                 await loop.sock_sendall(self.link, _LENGTH.pack(len(message)) + message)
                 await loop.sock_sendall(self.link, blob)
-                answer = decoder.decode(await self._answer(max_bytes))
-        except (OSError, TimeoutError, ValueError, DecodeError) as error:
+                return await self._answer(max_bytes)
+        except (OSError, TimeoutError, ValueError, LookupError, TypeError, RecursionError) as error:
             await self.close()
             raise self._reason() from error
+
+    async def _answer(self, max_bytes: int) -> Any:  # noqa: ANN401  # as above
+        """Raises ApiError, OSError for a broken connection, and others for what is no answer."""
+        head = bytearray(_LENGTH.size)
+        await self._fill(head)
+        (length,) = _LENGTH.unpack(head)
+        if length > _MAX_HEAD:
+            raise ValueError("an answer that is too long")
+        content = bytearray(length)
+        await self._fill(content)
+        blobs: list[bytearray] = []
+
+        def inserted(value: dict[str, Any]) -> object:
+            if "error" in value:
+                return ApiError(*value["error"])
+            if not 0 <= value["bytes"] <= max_bytes - sum(map(len, blobs)):
+                raise ValueError("an answer that is too long")
+            blobs.append(bytearray(value["bytes"]))
+            return blobs[-1]
+
+        answer = json.loads(content, object_hook=inserted)
+        for blob in blobs:
+            await self._fill(blob)
         if isinstance(answer, ApiError):
             raise answer
         return answer
 
-    async def _answer(self, max_bytes: int) -> bytearray:
-        """Raises OSError for a broken connection, and ValueError for an answer that is too long."""
-        (length,) = _LENGTH.unpack(await self._received(_LENGTH.size))
-        if length > max_bytes:
-            raise ValueError("an answer that is too long")
-        return await self._received(length)
-
-    async def _received(self, length: int) -> bytearray:
-        received = bytearray(length)
+    async def _fill(self, received: bytearray) -> None:
         with memoryview(received) as view:
             at = 0
-            while at < length:
+            while at < len(view):
                 count = await asyncio.get_running_loop().sock_recv_into(self.link, view[at:])
                 if not count:
                     raise ConnectionError("the worker has ended")
                 at += count
-        return received
 
     def _reason(self) -> ApiError:
         number = -(self.process.returncode or 0)
@@ -160,16 +165,17 @@ class Workers:
         self._idle: list[_Worker] = []
         self._jobs: set[asyncio.Task[Any]] = set()
 
-    async def run(self, caller: Caller, job: Callable[..., T], blob: bytes, max_bytes: int, *arguments: object) -> T:
-        """The result of `job(blob, *arguments)`, of the type that `job` is annotated with. Raises ApiError.
+    async def run(
+        self, caller: Caller, job: Callable[..., object], blob: bytes, max_bytes: int, *arguments: object
+    ) -> Any:  # noqa: ANN401  # as the job returns it
+        """The result of `job(blob, *arguments)`, with `max_bytes` of bytes at most. Raises ApiError.
 
-        max_bytes: limit of the result or error as MessagePack. A caller that is cancelled leaves the job at work, whose
-        time is bounded and counts as its caller's.
+        The job may return JSON with bytes and ApiErrors in it: tuples arrive as lists, bytes as bytearrays. A caller
+        that is cancelled leaves the job at work, whose time is bounded and counts as its caller's.
         """
         message = pickle.dumps((job, len(blob), arguments))  # the parent is trusted, its worker is not
         turn = await self._turns.begin(caller)
-        decoder = _decoder_of(job.func if isinstance(job, partial) else job)
-        task = asyncio.create_task(self._done(turn, message, blob, decoder, max_bytes))
+        task = asyncio.create_task(self._done(turn, message, blob, max_bytes))
         self._jobs.add(task)
         task.add_done_callback(self._seen)
         return await asyncio.shield(task)
@@ -181,13 +187,11 @@ class Workers:
         await asyncio.gather(*self._jobs, return_exceptions=True)
         await asyncio.gather(*(worker.close() for worker in self._idle))
 
-    async def _done(
-        self, turn: Turn, message: bytes, blob: bytes, decoder: "Decoder[T | ApiError]", max_bytes: int
-    ) -> T:
+    async def _done(self, turn: Turn, message: bytes, blob: bytes, max_bytes: int) -> object:
         worker = None
         try:
             worker = await self._next()
-            return await worker.ask(message, blob, decoder, max_bytes)
+            return await worker.ask(message, blob, max_bytes)
         finally:
             if worker and worker.is_alive:
                 self._idle.append(worker)

@@ -1,7 +1,7 @@
 """Requests for embeddings in OpenAI's and Cohere's form: their images and options. Pure functions."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 from vitwire_gateway.api_errors import ApiError, invalid
 from vitwire_gateway.bodies import Json, parse
@@ -39,6 +39,12 @@ class EmbeddingRequest(NamedTuple):
 
     options: EmbeddingOptions
     images: RequestImages
+
+    @classmethod
+    def of(cls, answer: Sequence[Any]) -> Self:
+        """The request as a worker sends it."""
+        options, images = answer
+        return cls(EmbeddingOptions(*options), RequestImages.of(images))
 
 
 def openai_request(body: bytes, form: str | None, limits: Limits, *, has_engine: bool) -> EmbeddingRequest | None:

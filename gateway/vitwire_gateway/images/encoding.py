@@ -32,8 +32,6 @@ T = TypeVar("T")
 
 _MODEL_SECONDS = 2.0
 """Less than a server takes to restart, so that its new weights never get content ids of the old ones."""
-_HEADER_BYTES = 1 << 16
-"""Most that a worker answers with an image's header, or an error."""
 _MAX_CLIPS = 1000
 """Whose seconds of frames are kept."""
 _NO_TIMES = "the file does not say how many frames a second has"
@@ -231,7 +229,7 @@ class Encoder:
     async def header(self, image: ImageFile) -> Header:
         """The header of an image file. Raises InvalidItem, or ApiError if no worker is left."""
         with _invalid():
-            return await self.workers.run(self.caller, header_of, image.content, _HEADER_BYTES, self._max_pixels)
+            return Header(*await self.workers.run(self.caller, header_of, image.content, 0, self._max_pixels))
 
 
 @contextmanager

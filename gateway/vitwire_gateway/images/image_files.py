@@ -9,6 +9,7 @@ from typing import NamedTuple
 from PIL import Image, UnidentifiedImageError
 
 from vitwire.items import Modality
+from vitwire.wire import Buffer
 from vitwire_gateway.api_errors import ApiError
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
@@ -25,11 +26,11 @@ class ImageFile(NamedTuple):
     modality: Modality = "image"
 
     @classmethod
-    def of(cls, content: bytes, modality: Modality = "image") -> "ImageFile":
+    def of(cls, content: Buffer, modality: Modality = "image") -> "ImageFile":
         digest = hashlib.sha256(content).digest()
         if modality == "video":  # sent as an image too, the same bytes are other content
             digest = hashlib.sha256(b"video" + digest).digest()
-        return cls(content, digest, modality)
+        return cls(bytes(content), digest, modality)
 
 
 class Header(NamedTuple):

@@ -129,8 +129,8 @@ class Images:
         try:
             if isinstance(image, ApiError):
                 raise image
-            if source.kind == "url":
-                image = await self.fetcher.fetch(image.decode("utf-8", "surrogatepass"), param, self.hold)
+            if isinstance(image, str):
+                image = await self.fetcher.fetch(image, param, self.hold)
             else:
                 self.hold(len(image))
         except ApiError as error:

@@ -6,6 +6,7 @@ from itertools import zip_longest
 from typing import Any, Literal, Protocol
 from uuid import uuid4
 
+from vitwire.wire import Buffer
 from vitwire_gateway.api_errors import invalid
 from vitwire_gateway.bodies import Json
 from vitwire_gateway.requests.image_refs import ImageRef
@@ -68,15 +69,15 @@ def _opened(part: Json, field: str, hole: Hole, mark: str) -> Json:
 class Filled:
     """A request with the members of each part in its place. Late strings are encoded each time they are read."""
 
-    def __init__(self, pieces: Sequence[bytes | Late]) -> None:
+    def __init__(self, pieces: Sequence[Buffer | Late]) -> None:
         self._pieces = pieces
 
     def __len__(self) -> int:
         return sum(map(len, self._pieces))
 
-    def __iter__(self) -> Iterator[bytes]:
+    def __iter__(self) -> Iterator[Buffer]:
         for piece in self._pieces:
-            if isinstance(piece, bytes):
+            if isinstance(piece, Buffer):
                 yield piece
             else:
                 yield from piece
@@ -84,17 +85,17 @@ class Filled:
     @property
     def held(self) -> int:
         """Bytes that it takes in addition to its parts."""
-        return sum(len(piece) for piece in self._pieces if isinstance(piece, bytes))
+        return sum(len(piece) for piece in self._pieces if isinstance(piece, Buffer))
 
 
-def filled(pieces: Sequence[bytes], parts: Iterable[Json]) -> Filled:
+def filled(pieces: Sequence[Buffer], parts: Iterable[Json]) -> Filled:
     """The request with the members of each part in its place."""
     members = [_members(part) for part in parts]
     assert len(pieces) == len(members) + 1, "a place for each part"
     return Filled([text for piece, inner in zip(pieces, [*members, []], strict=True) for text in (piece, *inner)])
 
 
-def _members(part: Json) -> list[bytes | Late]:
+def _members(part: Json) -> list[Buffer | Late]:
     """The members of a part as JSON, around its strings that are encoded late."""
     mark, late = uuid4().hex, list[Late]()
 

@@ -3,9 +3,10 @@
 import binascii
 import json
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from vitwire.items import Modality
+from vitwire.wire import Buffer
 from vitwire_gateway.api_errors import ApiError, invalid
 from vitwire_gateway.bodies import Json, model_of
 from vitwire_gateway.images.fetching import too_large
@@ -16,7 +17,7 @@ Kind = Literal["data", "upload", "url"]
 UPLOAD_SCHEME = "upload:"
 """`{"url": "upload:cat"}` names the file of the form's field `cat`."""
 _MAX_URL = 8192
-"""Characters in JSON."""
+"""Characters in JSON, by which a worker answers."""
 
 
 class Limits(NamedTuple):
@@ -39,8 +40,7 @@ class Source(NamedTuple):
     """An image or clip of a request: its file, its URL, or what is wrong with it."""
 
     kind: Kind
-    content: bytes | ApiError
-    """Of kind `url` the URL in UTF-8."""
+    content: Buffer | str | ApiError
     modality: Modality = "image"
 
 
@@ -53,6 +53,12 @@ class RequestImages(NamedTuple):
     """Each once."""
     model: str = ""
     """As the request names it, cut to 256 characters."""
+
+    @classmethod
+    def of(cls, answer: Sequence[Any]) -> Self:
+        """The images as a worker sends them."""
+        places, sources, model = answer
+        return cls([Place(*each) for each in places], [Source(*each) for each in sources], model)
 
 
 def images_in(request: Json, refs: Sequence[ImageRef], files: Mapping[str, bytes], limits: Limits) -> RequestImages:
@@ -80,7 +86,7 @@ def _source(ref: ImageRef, files: Mapping[str, bytes], max_bytes: int) -> Source
         if kind == "url":
             if len(json.dumps(url)) > _MAX_URL:
                 raise invalid(f"the URL exceeds the limit of {_MAX_URL} characters", param, "invalid_image_url")
-            return Source(kind, url.encode("utf-8", "surrogatepass"), ref.modality)
+            return Source(kind, url, ref.modality)
         if kind == "upload":
             file = upload(url, files, param)
         else:

@@ -4,8 +4,9 @@ Small requests are read where they are; the rest, and all forms, in a worker.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self
 
+from vitwire.wire import Buffer
 from vitwire_gateway.bodies import Json, is_small, parse
 from vitwire_gateway.fairness import Caller
 from vitwire_gateway.requests.filling import Hole, cut
@@ -13,8 +14,6 @@ from vitwire_gateway.requests.image_refs import ImageRef, image_parts
 from vitwire_gateway.requests.image_sources import Limits, RequestImages, images_in
 from vitwire_gateway.requests.multipart_forms import opened
 from vitwire_gateway.workers import Workers
-
-T = TypeVar("T")
 
 _LONGER_BYTES = 32 << 20
 """JSON in ASCII takes three times the bytes of UTF-8 at most, JSON in its strings a little more, and numbers are
@@ -33,14 +32,20 @@ class RequestForm(NamedTuple):
 class CutRequest(NamedTuple):
     """A request that has been read, for an engine."""
 
-    pieces: Sequence[bytes]
+    pieces: Sequence[Buffer]
     """Its JSON, cut for `filled`; without images the JSON of a form, or empty if the engine gets the body as it is."""
     images: RequestImages
 
+    @classmethod
+    def of(cls, answer: Sequence[Any]) -> Self:
+        """The request as a worker sends it."""
+        pieces, images = answer
+        return cls(pieces, RequestImages.of(images))
+
 
 async def read(
-    workers: Workers, caller: Caller, job: Callable[..., T], body: bytes, content_type: str, limits: Limits
-) -> T:
+    workers: Workers, caller: Caller, job: Callable[..., Any], body: bytes, content_type: str, limits: Limits
+) -> Any:  # noqa: ANN401  # as the job returned it
     """`job(body, form, limits)`, as `Workers.run`, but here if the body is small and JSON. Raises ApiError.
 
     form: the type of a form; None if the body is JSON.

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import httpx2
 from anyio.to_thread import run_sync
@@ -17,6 +17,7 @@ from vitwire_gateway.anthropic.message_events import MessageEvents, shortened
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import is_small, read_body
 from vitwire_gateway.embeddings.embedding_answers import Answer, vectors_of
+from vitwire_gateway.embeddings.embedding_requests import EmbeddingRequest
 from vitwire_gateway.fairness import Caller, Turns
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.metrics import FALLBACKS, Metrics
@@ -30,7 +31,6 @@ from vitwire_gateway.router.entrance import Ticket
 from vitwire_gateway.router.image_apis import CHAT, EmbeddingApi, ImageApi
 from vitwire_gateway.router.llm_engine import Engine, forwarded, is_of_events, returned, whole
 
-T = TypeVar("T")
 logger = logging.getLogger("vitwire.router")
 
 _PROXIED = ("/v1", "/tokenize", "/detokenize", "/version", "/pooling", "/classify", "/score", "/rerank")
@@ -89,7 +89,7 @@ class Router:
         ticket.place.take(1)
         return body
 
-    async def _read(self, job: Callable[..., T], exchange: Exchange, ticket: Ticket, body: bytes) -> T:
+    async def _read(self, job: Callable[..., Any], exchange: Exchange, ticket: Ticket, body: bytes) -> Any:  # noqa: ANN401  # as the job returned it
         """As `request_reading.read`."""
         exchange.stage = "images"
         settings, workers = self.settings, self.images.encoder.workers
@@ -98,7 +98,7 @@ class Router:
 
     async def _generated(self, api: ImageApi, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
         job = partial(cut_request, api=api.form, hole=api.dialect.hole)
-        request = await self._read(job, exchange, ticket, body)
+        request = CutRequest.of(await self._read(job, exchange, ticket, body))
         exchange.images, exchange.model = len(request.images.places), request.images.model
         if request.images.places:
             exchange.translated_for = ticket if api.form.as_chat else None
@@ -111,10 +111,11 @@ class Router:
         await self._forward(exchange, body, as_json=True)
 
     async def _embeddings(self, api: EmbeddingApi, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
-        request = await self._read(api.read, exchange, ticket, body)
-        if request is None:
+        found = await self._read(api.read, exchange, ticket, body)
+        if found is None:
             await self._forward(exchange, body)
             return
+        request = EmbeddingRequest.of(found)
         exchange.images, exchange.model = len(request.images.places), request.images.model
         images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take)
         with self._timed("images"):
@@ -220,7 +221,7 @@ class Router:
         """`job(body, *arguments)`, which reads what the engine sent. Raises ApiError."""
         try:
             most = 4 * len(body) + _MAX_EVENT
-            return await self.images.encoder.workers.run(caller, job, body, most, *arguments)
+            return bytes(await self.images.encoder.workers.run(caller, job, body, most, *arguments))
         except ApiError as error:
             if error.status != 400:
                 raise

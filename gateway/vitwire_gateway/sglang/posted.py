@@ -5,10 +5,10 @@ Small requests are read where they are, the rest in a worker.
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeGuard, TypeVar
 
 from google.protobuf.message import DecodeError, Message
-from msgspec import Struct
 from smg_grpc_proto import sglang_encoder_pb2 as pb
 
 from vitwire.items import Modality
@@ -37,7 +37,8 @@ _MAX_ECHO = 1024
 """Characters of an id that is too long, in errors."""
 
 
-class Part(Struct, frozen=True, tag=True):
+@dataclass(frozen=True, slots=True)
+class Part:
     """Images or clips of one request that this encoder is to encode; other encoders get the other parts."""
 
     req_id: str
@@ -57,7 +58,8 @@ class Part(Struct, frozen=True, tag=True):
             raise refused("mm_items: expected at least one image or clip, got none")
 
 
-class Registration(Struct, frozen=True, tag=True):
+@dataclass(frozen=True, slots=True)
+class Registration:
     """A scheduler's address for a request; `count` schedulers (tensor parallel ranks) will register."""
 
     req_id: str
@@ -86,7 +88,24 @@ async def read(workers: Workers, caller: Caller, body: bytes, form: Form, kind: 
     """The request in a body. Raises ApiError if no worker is left or reading takes too much."""
     if is_small(body):
         return posted_of(body, form, kind)
-    return await workers.run(caller, posted_of, body, 2 * len(body) + _MARGIN, form, kind)
+    req_id, asked, refusal = await workers.run(caller, _read, body, 2 * len(body) + _MARGIN, form, kind)
+    if asked and kind == "part":
+        part_id, num_parts, part_idx, files, receivers, modality = asked
+        sources = tuple(each.decode("utf-8", "surrogatepass") for each in files)
+        return Posted(req_id, Part(part_id, num_parts, part_idx, sources, tuple(receivers), modality))
+    return Posted(req_id, Registration(*asked) if asked else None, refusal)
+
+
+def _read(body: bytes, form: Form, kind: Kind) -> Sequence[object]:
+    """The job of `read`: fields in place of classes, and the files, which may be large, as bytes."""
+    req_id, asked, refusal = posted_of(body, form, kind)
+    fields: Sequence[object] = ()
+    if isinstance(asked, Part):
+        files = [each.encode("utf-8", "surrogatepass") for each in asked.sources]
+        fields = asked.req_id, asked.num_parts, asked.part_idx, files, asked.receivers, asked.modality
+    elif asked:
+        fields = asked.req_id, asked.receiver, asked.count
+    return req_id and req_id[:_MAX_ECHO], fields, refusal
 
 
 def posted_of(body: bytes, form: Form, kind: Kind) -> Posted:
@@ -100,7 +119,7 @@ def posted_of(body: bytes, form: Form, kind: Kind) -> Posted:
             url = endpoint(message.receive_url, "receive_url")
             return Posted(None, Registration(message.req_id, url, message.receive_count))
         content = parse(body)
-        req_id = content["req_id"][:_MAX_ECHO] if isinstance(content.get("req_id"), str) else None
+        req_id = content["req_id"] if isinstance(content.get("req_id"), str) else None
         if kind == "part":
             return Posted(req_id, part_of_json(content))
         return Posted(req_id, registration_of_json(content) if kind == "registration" else None)

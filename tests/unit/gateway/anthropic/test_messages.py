@@ -94,7 +94,7 @@ def test_each_image_keeps_its_name_and_its_file() -> None:
     other = {"type": "image", "source": SOURCE | {"data": "BBBB"}}
     body = request(other, RESULT, IMAGE)
     read = cut_request(json.dumps(body).encode(), None, LIMITS, API, "part")
-    names = [(place.param, read.images.sources[place.source].content) for place in read.images.places]
+    names = [(place.param, bytes(read.images.sources[place.source].content)) for place in read.images.places]
     assert names == [
         ("messages[0].content[1].content[0].source", b"\0\0\0"),
         ("messages[0].content[0].source", b"\4\x10\x41"),

@@ -17,7 +17,7 @@ def test_images_are_not_the_engines_however_they_are_written(body: bytes) -> Non
     """It would fetch their URLs."""
     found = openai_request(body, None, LIMITS, has_engine=True)
     assert found is not None
-    assert found.images.sources[0].content.decode() == PART["image_url"]["url"]
+    assert found.images.sources[0].content == PART["image_url"]["url"]
 
 
 @pytest.mark.parametrize("body", [b'{"input": "caf\\u00e9"}', b'{"input": [1, 2]}', b"not JSON"])

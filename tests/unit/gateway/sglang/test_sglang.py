@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import io
-import json
 import os
 import pickle
 from dataclasses import replace
@@ -35,7 +34,6 @@ from vitwire_gateway.sglang.posted import (
     endpoint,
     part_of_json,
     part_of_message,
-    read,
     registration_of_json,
 )
 from vitwire_gateway.sglang.pushing import Pusher, embedding_header, error_header, times_of
@@ -253,20 +251,6 @@ async def test_embeddings_that_wait_for_receivers_are_bounded() -> None:
             await adapter.close()
             pusher.close()
             await workers.close()
-
-
-async def test_large_requests_are_read_in_a_worker() -> None:
-    """Text that is not valid in UTF-8 leaves it alive."""
-    workers, caller = Workers("vitwire_gateway.sglang.posted", 512 << 20), Caller.of("a")
-    body = JSON | {"mm_items": ["a" * (1 << 20)]}
-    found = await read(workers, caller, json.dumps(body).encode(), "json", "part")
-    assert found.asked == part_of_json(body)
-    refused = await read(workers, caller, json.dumps(body | {"num_parts": 0}).encode(), "json", "part")
-    assert (refused.req_id, refused.asked, str(refused.refusal)) == ("r", None, "num_parts: expected 1 to 1024, got 0")
-    with pytest.raises(ApiError, match="half of a surrogate pair"):
-        await read(workers, caller, json.dumps(body | {"req_id": "\ud800"}).encode(), "json", "part")
-    assert workers._idle[0].is_alive
-    await workers.close()
 
 
 # -- images ----------------------------------------------------------------------------------------
