@@ -1,6 +1,6 @@
 """Work on a second thread that takes turns with the thread that waits for it: one of the two runs at a time.
 
-A forward is one call into a tower, which cannot return halfway. On a thread of its own it can wait halfway, and the
+A forward is one call into a tower, which cannot return halfway. On a second thread it can wait halfway, and the
 engine's thread launches batches meanwhile.
 """
 
