@@ -48,7 +48,8 @@ def unix_socket(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(checkpoints: Checkpoints, fault: Path, unix_socket: Path) -> Iterator[ServerProcess]:
-    flags = ("--cache-bytes", "3000000", "--canary-seconds", "0", "--unix-socket", str(unix_socket))
+    flags = ("--cache-bytes", "3000000", "--canary-seconds", "0", "--log-level", "debug")
+    flags += ("--unix-socket", str(unix_socket))
     with serving(checkpoints("qwen2_vl"), *SHAPE, *flags, program=(FAULTY, str(fault))) as process:
         yield process
         assert process.stop() == 0, process.log()[-4000:]
@@ -129,6 +130,12 @@ def test_the_engine_listens_nowhere_and_loads_torch_alone(server: ServerProcess)
     assert {each.laddr.port for each in own if each.status == psutil.CONN_LISTEN} == {server.metrics_port}
     for edge in edges(server):
         assert "libtorch" not in Path(f"/proc/{edge.pid}/maps").read_text()
+
+
+def test_what_every_process_has_loaded_is_exempt_from_garbage_collections(server: ServerProcess) -> None:
+    lines = [line for line in server.log().splitlines() if "objects are exempt from garbage collections" in line]
+    assert sorted("".join(re.findall(r"\[rpc-\d\]", line)) for line in lines) == ["", "[rpc-0]", "[rpc-1]"]
+    assert all(int(objects) > 10_000 for line in lines for objects in re.findall(r"(\d+) objects", line))
 
 
 def test_the_unix_socket(server: ServerProcess, unix_socket: Path) -> None:

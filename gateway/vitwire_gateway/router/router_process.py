@@ -21,6 +21,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from vitwire import AsyncClient
+from vitwire.shared.garbage import exempt_loaded
 from vitwire_gateway.collector import collecting
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.images.encoding import Encoder
@@ -73,6 +74,7 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
                 stack.push_async_callback(close)
             first = asyncio.create_task(readiness.report())  # which logs what is not ready
             stack.callback(first.cancel)
+            logger.debug("%d objects are exempt from garbage collections", exempt_loaded())
             yield
 
     async def health(_: Request) -> Response:

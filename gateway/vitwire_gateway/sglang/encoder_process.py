@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from vitwire import AsyncClient, VitwireError
 from vitwire.cli._connection import warn
+from vitwire.shared.garbage import exempt_loaded
 from vitwire_gateway.collector import collecting
 from vitwire_gateway.fairness import Budget
 from vitwire_gateway.gateway_settings import SglangSettings
@@ -90,6 +91,7 @@ async def _serve(settings: SglangSettings) -> None:
             logger.info("serving %s (%s): vectors of %d, %s", model.model_id, model.model_type, width, model.dtype)
         except VitwireError as error:
             logger.warning("Vitwire does not answer yet: %s", error)
+        logger.debug("%d objects are exempt from garbage collections", exempt_loaded())
         await stop.wait()
 
 

@@ -6,6 +6,7 @@ import os
 import pickle
 import socket
 
+from vitwire.shared.garbage import exempt_loaded
 from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.core.errors import Unavailable
 from vitwire_server.core.health import Health, State
@@ -127,6 +128,7 @@ class _Edge:
                 if self._sessions:
                     front.describe(card)
                 else:
+                    _log.debug("%d objects are exempt from garbage collections", exempt_loaded())
                     self._sessions = RemoteSessions(self._link, self._arena, message.digest_seed)
                     front.serve(card, footprints, self._sessions)
             case messages.Show():

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from vitwire.shared.agents import MISSING, AgentError, is_installed
+from vitwire.shared.garbage import exempt_loaded
 from vitwire_server.caching.cache import EmbeddingCache
 from vitwire_server.caching.downloads import Downloads
 from vitwire_server.caching.single_flight import SingleFlight
@@ -137,6 +138,7 @@ class _Server:
         front.serve(card, model.tower.footprint, self._sessions(card, scheduler.intake, courier))
         if model.learner:
             self._show_ladders(model, model.learner, card)
+        _log.debug("%d objects are exempt from garbage collections", exempt_loaded())
         await self.lifecycle.set_state(State.SERVING)
         names = " ".join(dict.fromkeys((card.model_type, card.model_id)))  # a folder may be named after the type
         _print(plain_line(f"ready: {names} on {card.device}", settings.log_format))

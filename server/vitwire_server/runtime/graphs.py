@@ -7,6 +7,7 @@ and buffer reuse are then the same as on a GPU and can be tested on any machine.
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -17,7 +18,7 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import total
 from vitwire_server.runtime.joining import joined
 from vitwire_server.runtime.recording import captured, join, recording
-from vitwire_server.towers.tower import Tower
+from vitwire_server.towers.tower import Metadata, Tower
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -211,6 +212,8 @@ class Graph:
         self._buffers = buffers
         self._pixels = buffers.inputs.tensor[: self.metadata.capacity.patches]
         self._rows = buffers.rows[: tower.rows(self.metadata.capacity)]
+        # Does not refer to this object: memory of a dropped graph must not wait for a garbage collection.
+        self._forward = partial(_compute, tower, self._pixels, self.metadata, self._rows)
         self._replay: Callable[[], None] = self._forward
 
     def record(self, recorder: Recorder) -> None:
@@ -245,9 +248,6 @@ class Graph:
 
     def _load_samples(self) -> None:
         self.load(self._tower.samples_for(self.budget), _no_pixels)
-
-    def _forward(self) -> None:
-        self._rows.copy_(self._tower.forward(self._pixels, self.metadata))
 
 
 class GraphSet:
@@ -317,6 +317,10 @@ class GraphSet:
     def drop(self, budget: Budget) -> None:
         """Drop the graph of a budget, which may not be in flight."""
         del self._graphs[budget]
+
+
+def _compute(tower: Tower, pixels: Tensor, metadata: Metadata, rows: Tensor) -> None:
+    rows.copy_(tower.forward(pixels, metadata))
 
 
 def _no_pixels(pixels: Tensor, crops: Tensor | None) -> None:

@@ -1,0 +1,14 @@
+"""Garbage collection in a process that serves."""
+
+import gc
+
+
+def exempt_loaded() -> int:
+    """Let later garbage collections skip all objects that exist now; returns how many. Call it once all is loaded.
+
+    A full collection looks at every object, and nothing else runs meanwhile: 0.2 s in the process of a tower, 0.1 s in
+    an edge. What exists now is still freed when nothing refers to it, but not if it is part of a reference cycle.
+    """
+    gc.collect()
+    gc.freeze()
+    return gc.get_freeze_count()
