@@ -133,9 +133,11 @@ def test_the_engine_listens_nowhere_and_loads_torch_alone(server: ServerProcess)
 
 
 def test_what_every_process_has_loaded_is_exempt_from_garbage_collections(server: ServerProcess) -> None:
-    lines = [line for line in server.log().splitlines() if "objects are exempt from garbage collections" in line]
-    assert sorted("".join(re.findall(r"\[rpc-\d\]", line)) for line in lines) == ["", "[rpc-0]", "[rpc-1]"]
-    assert all(int(objects) > 10_000 for line in lines for objects in re.findall(r"(\d+) objects", line))
+    exempt = r"(\d+) objects are exempt from garbage collections"
+    own = server.wait_for(exempt)
+    of_edges = [server.wait_for(rf"\[rpc-{number}\].*\b{exempt}") for number in range(2)]
+    assert all(int(each[1]) > 10_000 for each in (own, *of_edges))
+    assert len(re.findall(exempt, server.log())) == 3
 
 
 def test_the_unix_socket(server: ServerProcess, unix_socket: Path) -> None:
