@@ -74,10 +74,15 @@ class Item:
     """Whether the pixels are a picture, `(H, W, 3)` or `(F, H, W, 3)`, that the engine prepares."""
 
     def filled(self, data: memoryview) -> "Item":
-        """The item with its `nbytes` bytes: pixels, then crops."""
-        pixels = replace(self.pixels, data=data[: self.pixels.nbytes])
-        crops = replace(self.crops, data=data[self.pixels.nbytes :]) if self.crops else None
-        return replace(self, pixels=pixels, crops=crops)
+        """The item with its `nbytes` bytes at the beginning of `data`: pixels, then crops."""
+        pixels, crops = self.pixels, self.crops
+        end = pixels.nbytes
+        filled = Pixels(data[:end], pixels.dtype, pixels.shape)
+        return replace(
+            self,
+            pixels=filled,
+            crops=Pixels(data[end : end + crops.nbytes], crops.dtype, crops.shape) if crops else None,
+        )
 
     @property
     def nbytes(self) -> int:

@@ -118,6 +118,7 @@ class Engine:
         self._forward = forward or tower.forward
         self.depth = streams.depth
         self._tower = tower
+        self._dtype = tower.dtype  # to ask for it takes a walk over the modules
         self._graphs = graphs
         self._stager = stager
         self._streams = streams
@@ -159,7 +160,7 @@ class Engine:
             outgoing = self._outgoing(items, rows)
         staying = [own for own, leaves in zip(rows, outgoing, strict=True) if not leaves]
         download = self._streams.download(staying, [finite, kept])
-        return Launch(items, download, stage_in, self._tower.dtype, [own.shape for own in rows], outgoing)
+        return Launch(items, download, stage_in, self._dtype, [own.shape for own in rows], outgoing)
 
     def _outgoing(self, items: Sequence[Item], rows: Sequence[Tensor]) -> Sequence[DeviceRows | None]:
         """The rows of each item in the outbox; None if they go to the host."""
@@ -209,7 +210,7 @@ class Engine:
         return self._forward(pixels, metadata)
 
     def _rows(self, rows: int, columns: int) -> Tensor:
-        return torch.empty(rows, columns, dtype=self._tower.dtype, device=self._tower.device)
+        return torch.empty(rows, columns, dtype=self._dtype, device=self._tower.device)
 
     def _fill(self, staged: "Staged", pixels: Tensor, crops: Tensor | None) -> None:
         """Write pixels and crops into the tower's inputs."""

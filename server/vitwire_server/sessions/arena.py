@@ -99,19 +99,22 @@ class ArenaMemory:
 
     def allocate(self, nbytes: int) -> memoryview:
         """A block, free again when the last view of it is gone. Raises Overloaded if none is large enough."""
+        return self.placed(nbytes)[1]
+
+    def placed(self, nbytes: int) -> tuple[int, memoryview]:
+        """As `allocate`; the block's offset in the arena, and the block."""
         self._collect()
         size = max(1, -(-nbytes // _PAGE)) * _PAGE
         for start, part in self._parts.items():
             if region := part.take(size):
                 block = self.arena.array(start + region.offset, nbytes)
                 finalize(block, self._dropped.append, (start, region)).atexit = False
-                return block.data
+                return start + region.offset, block.data
         raise Overloaded("the shared memory of the server's processes is full", reason="bytes", retry_seconds=1.0)
 
-    def is_kept(self, data: memoryview | bytes | bytearray) -> bool:
-        """Whether bytes lie among the first `kept` ones, which CUDA has pinned."""
-        offset = self.arena.offset_of(data)
-        return offset is not None and offset + len(data) <= self.kept
+    def is_kept(self, address: int, nbytes: int) -> bool:
+        """Whether bytes at an address lie among the first `kept` ones, which CUDA has pinned."""
+        return self.arena.address <= address <= self.arena.address + self.kept - nbytes
 
     @property
     def free(self) -> int:

@@ -19,8 +19,8 @@ from vitwire_server.sessions.link import Link
 from vitwire_server.sessions.local import LocalSession, LocalSessions
 from vitwire_server.sessions.messages import item_of, received
 
-_SPARES, _SPARE_BYTES = 4, 1 << 20
-"""Spare blocks of a process, and the size of each."""
+_SPARES, _SPARE_BYTES = 16, 1 << 20
+"""Most spare blocks of a process, and the size of each."""
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -127,8 +127,7 @@ class SessionHost:
                 blocks = [self._spares.pop(offset) for offset in message.blocks]
                 submitted = {}
                 for (key, form), block in zip(message.items.items(), blocks, strict=True):
-                    item = item_of(form)
-                    submitted[key] = item.filled(block[: item.nbytes])
+                    submitted[key] = item_of(form).filled(block)
                 return lambda: _submit(opened, submitted, digests)
             case messages.Ask(tokens=tokens):
                 return lambda: [int(1e6 * self.engine.intake.forecast(opened.priority, tokens))]
@@ -147,19 +146,19 @@ class SessionHost:
 
     def _reserve(self, opened: _Open, key: int, item: Item) -> list[int] | None:
         memory = opened.session.try_reserve(key, item)
-        return None if memory is None else [self._unfilled(opened, key, item, memory)]
+        if memory is None:
+            return None
+        opened.unfilled[key] = item.filled(memory)
+        return [self._offset(memory)]
 
     def _admit(self, opened: _Open, items: Mapping[int, Item | CacheLookup]) -> list[int] | None:
         if not opened.session.try_admit(items):
             return None
         work = {key: item for key, item in items.items() if isinstance(item, Item)}
-        memory = {key: self.memory.allocate(item.nbytes) for key, item in work.items()}
-        return [self._unfilled(opened, key, item, memory[key]) for key, item in work.items()]
-
-    def _unfilled(self, opened: _Open, key: int, item: Item, memory: memoryview) -> int:
-        """Keep an item until its bytes are written; returns the offset to write them to."""
-        opened.unfilled[key] = item.filled(memory)
-        return self._offset(memory)
+        blocks = [self.memory.placed(item.nbytes) for item in work.values()]
+        for (key, item), (_, memory) in zip(work.items(), blocks, strict=True):
+            opened.unfilled[key] = item.filled(memory)
+        return [offset for offset, _ in blocks]
 
     def _offset(self, memory: memoryview) -> int:
         offset = self.memory.arena.offset_of(memory)
@@ -168,12 +167,15 @@ class SessionHost:
 
     def _grant(self) -> None:
         """Keep the process supplied with spare blocks while there is memory: they save small requests a round trip."""
+        missing = _SPARES - len(self._spares)
+        if missing < _SPARES // 2:
+            return
+        room = (self.memory.free - self.memory.arena.size // 2) // _SPARE_BYTES
+        blocks: dict[int, memoryview] = {}
         with suppress(Overloaded):
-            while len(self._spares) < _SPARES and self.memory.free > self.memory.arena.size // 2:
-                block = self.memory.allocate(_SPARE_BYTES)
-                offset = self._offset(block)
-                self._spares[offset] = block
-                self.link.send(messages.Spare(offset, _SPARE_BYTES))
+            blocks.update(self.memory.placed(_SPARE_BYTES) for _ in range(min(missing, room)))
+        self._spares |= blocks
+        self.link.send(messages.Spares(list(blocks), _SPARE_BYTES))
 
     def _done(self, number: int, key: int, outcome: Encoded) -> messages.Done:
         """With the place of rows that are returned. Cached ones lie elsewhere: all readers share one copy.

@@ -182,11 +182,12 @@ class Show(Message, tag=5):
     reason: str
 
 
-class Spare(Message, tag=10):
-    """A block that the process may write an item's bytes into before the item is admitted."""
+class Spares(Message, tag=10):
+    """Blocks that the process may write items' bytes into before the items are admitted."""
 
-    offset: int
+    offsets: list[int]
     nbytes: int
+    """Of each."""
 
 
 class Beat(Message, tag=9):
@@ -206,7 +207,7 @@ class Stop(Message, tag=7):
 Requests: TypeAlias = Reserve | Admit | Find | Queue | Submit | Ask
 OfSession: TypeAlias = Open | Requests | Release | Close
 ToEngine: TypeAlias = OfSession | Started | Drained
-ToSession: TypeAlias = Reply | Done | Fault | Spare
+ToSession: TypeAlias = Reply | Done | Fault | Spares
 Control: TypeAlias = Configure | Serve | Show | Drain | Stop
 ToRpc: TypeAlias = ToSession | Control | Beat
 FROM_RPC: Decoder[ToEngine] = Decoder(ToEngine)

@@ -1,6 +1,7 @@
 """Sessions of an engine in another process."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +31,8 @@ class RemoteSessions:
     _numbers: Iterator[int] = field(default_factory=count)
     _open: dict[int, tuple[Settle, Fail]] = field(default_factory=dict)
     _replies: dict[int, asyncio.Future[list[int]]] = field(default_factory=dict)
-    _spares: list[messages.Spare] = field(default_factory=list)
+    _spares: deque[tuple[int, int]] = field(default_factory=deque)
+    """Offset and size of blocks that items may be written into."""
     _fault: Exception | None = None
     """The error of every request; None while the engine's process responds."""
 
@@ -42,8 +44,8 @@ class RemoteSessions:
 
     def receive(self, message: messages.ToSession) -> None:
         match message:
-            case messages.Spare():
-                self._spares.append(message)
+            case messages.Spares():
+                self._spares.extend((offset, message.nbytes) for offset in message.offsets)
             case messages.Reply():
                 future = self._replies.pop(message.number, None)
                 if future is None or future.done():  # the RPC was cancelled
@@ -84,14 +86,13 @@ class RemoteSessions:
 
     def take_spares(self, items: Collection[Item | CacheLookup]) -> list[int] | None:
         """Offsets of a spare block for each item; None unless all items have bytes and fit."""
-        taken, left = self._spares[: len(items)], self._spares[len(items) :]
         fits = (
-            isinstance(item, Item) and item.nbytes <= spare.nbytes for item, spare in zip(items, taken, strict=False)
+            isinstance(item, Item) and item.nbytes <= nbytes
+            for item, (_, nbytes) in zip(items, self._spares, strict=False)
         )
-        if len(taken) < len(items) or not all(fits):
+        if len(self._spares) < len(items) or not all(fits):
             return None
-        self._spares = left
-        return [spare.offset for spare in taken]
+        return [self._spares.popleft()[0] for _ in items]
 
     def check(self, session: int) -> None:
         """Raises Unavailable if the session is closed or the engine's process is gone."""

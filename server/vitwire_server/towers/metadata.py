@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -108,7 +109,8 @@ class Order(Kind):
 class Boundaries(Kind):
     """Cumulative ends of attention segments, `(slots + 1,)` int32, the first of them 0.
 
-    They are few, so they are joined on the host. The last end always equals the capacity in
+    They are few, so they are joined on the host, by numpy: unlike torch it does not give up the interpreter, which
+    another thread would then have for a while. The last end always equals the capacity in
     patches, since attention kernels leave rows outside the boundaries unwritten. Padding rows form
     segments of at most `longest` patches; slots that are left over repeat the last end, which makes
     them empty segments.
@@ -123,18 +125,15 @@ class Boundaries(Kind):
 
     def lay(self, buffer: Tensor, measured: Sequence[Tensor], patches: Sequence[int], capacity: Capacity) -> None:
         host = torch.empty(buffer.shape, dtype=torch.int32, pin_memory=buffer.is_cuda)
-        host.fill_(capacity.patches)
-        host[0] = 0
-        at, used = 1, 0
-        for ends, own in zip(measured, patches, strict=True):
-            torch.add(ends, used, out=host[at : at + len(ends)])
-            at += len(ends)
-            used += own
-        padding = range(used + self.longest(capacity), capacity.patches, self.longest(capacity))
-        if at + len(padding) + (used < capacity.patches) > len(host):
+        ends = [own.numpy() + used for own, used in zip(measured, accumulate(patches[:-1], initial=0), strict=True)]
+        end = sum(patches)
+        padding = range(end + self.longest(capacity), capacity.patches, self.longest(capacity))
+        used = 1 + sum(map(len, ends)) + len(padding)
+        if used + (end < capacity.patches) > len(host):
             raise ValueError(f"{self.slots(capacity)} segments are too few for {len(measured)} items")
-        if padding:
-            host[at : at + len(padding)] = torch.tensor(padding, dtype=torch.int32)
+        numbers = host.numpy()
+        np.concatenate([(0,), *ends, padding], out=numbers[:used], casting="unsafe")
+        numbers[used:] = capacity.patches
         buffer.copy_(host, non_blocking=True)
 
 

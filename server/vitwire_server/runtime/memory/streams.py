@@ -29,8 +29,8 @@ class HostMemory(Protocol):
         """A block, free again when the last view of it is gone. Raises Overloaded."""
         ...
 
-    def is_kept(self, data: memoryview | bytes | bytearray) -> bool:
-        """Whether bytes lie in the part of it that is pinned."""
+    def is_kept(self, address: int, nbytes: int) -> bool:
+        """Whether bytes at an address lie in the part of it that is pinned."""
         ...
 
 
@@ -78,7 +78,10 @@ class HostStreams:
     def download(self, rows: Sequence[Tensor], checks: Sequence[Tensor]) -> Download:
         seconds = time.perf_counter() - self._started, self._preparing
         if self._memory:
-            rows = [_host_tensor(tensor, self._memory).copy_(tensor) for tensor in rows]
+            placed = [_placed(tensor, self._memory) for tensor in rows]
+            for (to, _), tensor in zip(placed, rows, strict=True):
+                to.copy_(tensor)
+            return Download([data for _, data in placed], checks, lambda: seconds)
         return Download([_bytes(tensor) for tensor in rows], checks, lambda: seconds)
 
 
@@ -119,9 +122,9 @@ class CudaStreams:
             ends.append(starts[-1] + sum(one.nbytes for one in group))
         sources = [[torch.frombuffer(one.data, dtype=torch.uint8) for one in group] for group in groups]
         stream = self.compute if self._copied.query() else self._in
-        with torch.cuda.stream(stream):  # also sets the thread's device, to which pinned memory belongs
+        with stream:  # also sets the thread's device, to which pinned memory belongs
             memory = self._memory
-            if memory and all(memory.is_kept(one.data) for group in groups for one in group):
+            if memory and all(memory.is_kept(one.data_ptr(), len(one)) for group in sources for one in group):
                 uploaded = torch.empty(ends[-1], dtype=torch.uint8, device=self._device)
                 _place(sources, starts, uploaded)  # they stay where they are until the batch is collected
             else:
@@ -139,7 +142,7 @@ class CudaStreams:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """A context in which work is enqueued for computation."""
-        with torch.cuda.stream(self.compute):
+        with self.compute:
             self._started = torch.cuda.Event(enable_timing=True)
             self._started.record()
             self._preparing = None
@@ -155,24 +158,28 @@ class CudaStreams:
         self._preparing = start, end
 
     def download(self, rows: Sequence[Tensor], checks: Sequence[Tensor]) -> Download:
-        """Start the transfer of tensors computed within `computing` to the host; `rows` go to the host memory."""
+        """Start the transfer of tensors computed within `computing` to the host; `rows` go to the host memory.
+
+        They are kept until `wait`, as later kernels could be given their memory.
+        """
         started, done, copied = (self._started, *(torch.cuda.Event(enable_timing=True) for _ in range(2)))
         preparing = self._preparing
         done.record(self.compute)
         self._out.wait_event(done)
-        with torch.cuda.stream(self._out):
-            to, read = [_host_tensor(tensor, self._memory) for tensor in rows], [_host_tensor(c, None) for c in checks]
-            _copy([*to, *read], [*rows, *checks])
-            for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in (*rows, *checks)}.values():
-                tensor.record_stream(self._out)
+        kept = [*rows, *checks]
+        with self._out:
+            placed = [_placed(tensor, self._memory) for tensor in rows]
+            read = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in checks]
+            _copy([*(to for to, _ in placed), *read], kept)
             copied.record(self._out)
         self._copied = copied
 
         def wait() -> tuple[float, float]:
             copied.synchronize()
+            kept.clear()
             return _seconds(started, done), _seconds(*preparing) if preparing else 0.0
 
-        return Download([_bytes(tensor) for tensor in to], read, wait)
+        return Download([data for _, data in placed], read, wait)
 
 
 Streams: TypeAlias = HostStreams | CudaStreams
@@ -183,13 +190,14 @@ def _seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
     return float(start.elapsed_time(end)) / 1000
 
 
-def _host_tensor(tensor: Tensor, memory: HostMemory | None) -> Tensor:
-    """An empty tensor of the same shape in `memory`; in pinned memory without one, or where it is full."""
+def _placed(tensor: Tensor, memory: HostMemory | None) -> tuple[Tensor, memoryview]:
+    """An empty tensor of the same shape in `memory`, and its bytes; in pinned memory without one, or if it is full."""
     if memory and tensor.numel():
         with suppress(Overloaded):
-            block = memory.allocate(tensor.numel() * tensor.element_size())
-            return torch.frombuffer(block, dtype=tensor.dtype).view(tensor.shape)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            block = memory.allocate(tensor.nbytes)
+            return torch.frombuffer(block, dtype=tensor.dtype).view(tensor.shape), block
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return pinned, _bytes(pinned)
 
 
 def _bytes(rows: Tensor) -> memoryview:
