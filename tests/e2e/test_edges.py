@@ -48,9 +48,10 @@ def unix_socket(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(checkpoints: Checkpoints, fault: Path, unix_socket: Path) -> Iterator[ServerProcess]:
-    flags = ("--cache-bytes", "3000000", "--canary-seconds", "0", "--log-level", "debug")
-    flags += ("--unix-socket", str(unix_socket))
-    with serving(checkpoints("qwen2_vl"), *SHAPE, *flags, program=(FAULTY, str(fault))) as process:
+    flags = ("--cache-bytes", "3000000", "--canary-seconds", "0", "--unix-socket", str(unix_socket))
+    with serving(
+        checkpoints("qwen2_vl"), *SHAPE, *flags, "--log-level", "debug", program=(FAULTY, str(fault))
+    ) as process:
         yield process
         assert process.stop() == 0, process.log()[-4000:]
         assert "Traceback" not in process.log()
