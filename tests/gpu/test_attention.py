@@ -1,5 +1,8 @@
 """Every attention backend that is installed, against float32 attention, and in a graph whose boundaries change."""
 
+from functools import wraps
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -79,3 +82,29 @@ def test_no_segment_sees_another(attend: Attend, request: pytest.FixtureRequest,
         rows = choice.attend(*qkv.unbind(1), Segments(ends(layout, device), 300), 0.1)
         assert rows[good].isfinite().all()
         assert rows[bad].isnan().all()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("lengths", "tile"),
+    [([784], (128, 112)), ([1, 0, 1023], (128, 128)), ([1025], None), ([800, 800], (128, 128)), ([2049], None)],
+)
+def test_few_rows_take_small_tiles_of_flash_attention_4(
+    lengths: list[int], tile: tuple[int, int] | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its function that takes tiles is private: a release may rename it, and all rows would take the usual ones."""
+    interface = pytest.importorskip("flash_attn.cute.interface")
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("small tiles are for Hopper")
+    forward, taken = interface._flash_attn_fwd, []
+
+    @wraps(forward)
+    def watched(*arguments: Tensor, **named: Any) -> Any:
+        taken.append(named.get("tile_mn"))
+        return forward(*arguments, **named)
+
+    monkeypatch.setattr(interface, "_flash_attn_fwd", watched)
+    boundaries = ends(lengths, device)
+    qkv = torch.randn(sum(lengths), 3, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    check(BACKENDS["fa4"].load()(*qkv.unbind(1), Segments(boundaries, max(lengths)), 0.1), qkv, boundaries)
+    assert taken == [tile]

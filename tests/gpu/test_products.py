@@ -19,6 +19,7 @@ from vitwire_server.runtime.fused.surroundings import hasten_mergers
 from vitwire_server.runtime.graphs import CudaRecorder
 from vitwire_server.runtime.kernels.norms import Norm, add_norm
 from vitwire_server.runtime.kernels.split_products import TILES, Tile, partial_sums
+from vitwire_server.runtime.products import quack_tiles
 from vitwire_server.runtime.products.choices import Choices
 from vitwire_server.runtime.products.cublaslt import Epilogue
 from vitwire_server.runtime.products.quack_tiles import quack_on
@@ -114,28 +115,51 @@ def test_recorded_products_are_those_of_torch(
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("count", [1025, 3136])
-@pytest.mark.parametrize("columns", [3456, 4304])
-@pytest.mark.parametrize("epilogue", [Epilogue.BIAS, Epilogue.BIAS_TANH_GELU])
+@pytest.mark.parametrize(("columns", "depth"), [(3456, 1152), (4304, 1152), (1152, 4304)])
+@pytest.mark.parametrize("epilogue", list(Epilogue))
 def test_quack_computes_products(
-    epilogue: Epilogue, columns: int, count: int, dtype: torch.dtype, cuda: torch.device
+    epilogue: Epilogue,
+    columns: int,
+    depth: int,
+    count: int,
+    dtype: torch.dtype,
+    cuda: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("quack")
     quack = quack_on(cuda)
     if quack is None:
         pytest.skip("needs Hopper")
-    rows, weight = (torch.randn(each, 1152, device=cuda, dtype=dtype) for each in (count, columns))
-    bias = 30 * torch.randn(columns, device=cuda, dtype=dtype)
-    exact = functional.linear(rows.float(), weight.float(), bias.float())
+    monkeypatch.setattr(quack_tiles, "_TIMED", len(quack_tiles.TILES))
+    rows, weight = (torch.randn(each, depth, device=cuda, dtype=dtype) for each in (count, columns))
+    bias, added = (
+        30 * torch.randn(columns, device=cuda, dtype=dtype),
+        torch.randn(count, columns, device=cuda).to(dtype),
+    )
+    exact = functional.linear(rows.float(), weight.float())
+    exact += added.float() if epilogue is Epilogue.NONE else bias.float()
     if epilogue is Epilogue.BIAS_TANH_GELU:
         exact = functional.gelu(exact, approximate="tanh")
     plans = quack.plans(count, weight, epilogue)
-    assert len(plans) == 2
+    assert {plan.name for plan in plans} == {str(tile) for tile in quack_tiles.TILES}
     for plan in plans:
-        out = torch.full((count, columns), torch.nan, device=cuda, dtype=dtype)
-        plan.run(rows, weight, bias, out)
+        out = added.clone() if epilogue is Epilogue.NONE else torch.full_like(added, torch.nan)
+        plan.run(rows, weight, None if epilogue is Epilogue.NONE else bias, out)
         assert distance(out, exact) <= torch.finfo(dtype).eps
     assert not quack.plans(196, weight, epilogue)
-    assert not quack.plans(count, weight.t().contiguous(), epilogue)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "works"),
+    [
+        (3136, 3456, [98304, 92160, 86016, 86016]),  # 26 x 18, 25 x 24, 18 x 28 and 27 x 14 tiles
+        (4096, 1152, [49152, 36864, 43008, 57344]),
+        (128, 192, [24576, 18432, 21504, 28672]),  # one round
+    ],
+)
+def test_the_work_of_tiles(rows: int, columns: int, works: list[int]) -> None:
+    """Clusters are whole: 25 tiles of 128 rows are 26 if two of them share their inputs."""
+    assert [tile.work(rows, columns, 132) for tile in quack_tiles.TILES] == works
 
 
 QUACK = {
@@ -147,8 +171,8 @@ QUACK = {
     "epilogue/ops": "RowVecLoad = str",
     "epilogue/frontend": """
 class Kernel:
-    def plan(self, rows, weight, *, out, config, bias): return self
-    def run(self, rows, weight, *, out, bias): pass
+    def plan(self, rows, weight, *, out, config, bias=None, C=None): return self
+    def run(self, rows, weight, *, out, bias=None, C=None): pass
 def gemm_epilogue(*, ops): return lambda traced: Kernel()
 """,
 }

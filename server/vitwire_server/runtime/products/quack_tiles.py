@@ -1,7 +1,7 @@
-"""Products by quack's kernels for Hopper, with the bias and tanh GELU in their epilogue.
+"""Products by quack's kernels for Hopper, with the bias and tanh GELU, or a sum, in their epilogue.
 
-quack comes with flash attention 4. Its kernels were faster than cuBLAS for products with more columns than inputs, from
-3136 rows on, and slower for others (H100). A release of quack that differs is not used. Used on the engine thread.
+quack comes with flash attention 4. Its kernels were faster than cuBLAS for most products from 3136 rows on (H100 and
+H200). A release of quack that differs is not used. Used on the engine thread.
 """
 
 import logging
@@ -11,11 +11,13 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 import triton
 from torch import Tensor
 
+from vitwire_server.runtime.devices import architecture
 from vitwire_server.runtime.products.cublaslt import Epilogue
 
 _log = logging.getLogger(__name__)
@@ -32,19 +34,38 @@ _NOT_USED = "quack's products are not used: %r"
 
 @dataclass(frozen=True, slots=True)
 class ClusterTile:
-    """A tile of the result; the programs of a cluster share their inputs."""
+    """A tile of the result, or of its transpose; the programs of a cluster share their inputs."""
 
     rows: int
     columns: int
     cluster: tuple[int, int]
+    transposed: bool = False
 
     def __str__(self) -> str:
         """For the file of choices."""
-        return "{} {}x{} {}x{}".format(NAME, self.rows, self.columns, *self.cluster)
+        name = "{} {}x{} {}x{}".format(NAME, self.rows, self.columns, *self.cluster)
+        return f"{name} transposed" if self.transposed else name
+
+    def work(self, rows: int, columns: int, processors: int) -> int:
+        """Values that the multiprocessor with most tiles computes, also those outside of the result."""
+        sides = (columns, rows) if self.transposed else (rows, columns)
+        down, across = (
+            -(-side // (each * shared)) * shared
+            for side, each, shared in zip(sides, (self.rows, self.columns), self.cluster, strict=True)
+        )
+        return -(-down * across // processors) * self.rows * self.columns
 
 
-TILES = ClusterTile(128, 192, (2, 1)), ClusterTile(192, 128, (1, 2))
-"""One of them was within 2 % of the fastest tile for such products of Qwen3-VL-8B, from 3136 to 6272 rows (H100)."""
+TILES = (
+    ClusterTile(128, 192, (2, 1)),
+    ClusterTile(128, 144, (1, 2)),
+    ClusterTile(192, 112, (1, 2), transposed=True),
+    ClusterTile(128, 224, (1, 2), transposed=True),
+)
+_TIMED = 2
+"""Tiles with the least work, which are timed."""
+_MOST_IN_TURNS = 208
+"""Columns up to which a program computes one of two tiles while it stores the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +76,13 @@ class Plan:
     launch: Any
 
     def run(self, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """Compute `out` on the current stream; all are contiguous."""
-        assert bias is not None
-        self.launch.run(rows, weight.mT, out={"D": out}, bias=bias[None])
+        """Compute `out` on the current stream, or without a bias add to it; all are contiguous."""
+        self.launch.run(rows, weight.mT, out={"D": out}, **_operands(bias, out))
+
+
+def _operands(bias: Tensor | None, out: Tensor) -> dict[str, Tensor]:
+    """Those of the epilogue."""
+    return {"C": out} if bias is None else {"bias": bias[None]}
 
 
 class Quack:
@@ -69,9 +94,11 @@ class Quack:
         cache: Any = import_module("quack.cache")
         cache.CACHE_DIR = cache.CACHE_DIR or str(Path(triton.knobs.cache.dir) / "quack")
         bias = import_module("quack.epilogue.ops").RowVecLoad
-        self.version = version("quack-kernels")
+        release = version("quack-kernels")
+        self.version = f"{release}-{crc32(repr(TILES).encode()):08x}"
+        """Of the release and its tiles, for the file of choices."""
         self._config = import_module("quack.gemm_config").GemmConfig
-        gelu = _Gelu(import_module("quack.activation").gelu_tanh_approx, self.version)
+        gelu = _Gelu(import_module("quack.activation").gelu_tanh_approx, release)
 
         def plain(acc: Any, bias: Any) -> dict[str, Any]:  # noqa: ANN401 - quack traces it
             return {"D": acc + bias}
@@ -79,23 +106,33 @@ class Quack:
         def activated(acc: Any, bias: Any) -> dict[str, Any]:  # noqa: ANN401 - quack traces it
             return {"D": gelu(acc + bias)}
 
+        def summed(acc: Any, c: Any) -> dict[str, Any]:  # noqa: ANN401 - quack traces it
+            return {"D": acc + c}
+
         self._kernels = {
-            epilogue: frontend.gemm_epilogue(ops={"bias": bias("bias")})(traced)
-            for epilogue, traced in ((Epilogue.BIAS, plain), (Epilogue.BIAS_TANH_GELU, activated))
+            Epilogue.BIAS: frontend.gemm_epilogue(ops={"bias": bias("bias")})(plain),
+            Epilogue.BIAS_TANH_GELU: frontend.gemm_epilogue(ops={"bias": bias("bias")})(activated),
+            Epilogue.NONE: frontend.gemm_epilogue(ops={})(summed),
         }
 
     def plans(self, rows: int, weight: Tensor, epilogue: Epilogue) -> list[Plan]:
-        """Compiled kernels for `rows` by `weight (columns, depth)`; none if others are faster, or if quack fails."""
+        """Compiled kernels for `rows` by `weight (columns, depth)`; none if others are faster, or if quack fails.
+
+        Those without an epilogue add to the result.
+        """
         kernel = self._kernels.get(epilogue)
         columns, depth = weight.shape
-        if kernel is None or rows < _LEAST_ROWS or columns % _ALIGNED or depth % _ALIGNED or columns <= depth:
+        if kernel is None or rows < _LEAST_ROWS or columns % _ALIGNED or depth % _ALIGNED:
             return []
-        sample, out, bias = weight.new_empty(rows, depth), weight.new_empty(rows, columns), weight.new_empty(columns)
-        operands = {"out": {"D": out}, "bias": bias[None]}
+        sample, out = weight.new_empty(rows, depth), weight.new_empty(rows, columns)
+        bias = None if epilogue is Epilogue.NONE else weight.new_empty(columns)
+        processors = architecture(weight.device).processors
+        tiles = sorted(TILES, key=lambda tile: tile.work(rows, columns, processors))[:_TIMED]
+        given: dict[str, Any] = {"out": {"D": out}, **_operands(bias, out)}
         try:
             plans = [
-                Plan(str(tile), kernel.plan(sample, weight.mT, config=self._configured(tile), **operands))
-                for tile in TILES
+                Plan(str(tile), kernel.plan(sample, weight.mT, config=self._configured(tile), **given))
+                for tile in tiles
             ]
             for plan in plans:
                 plan.run(sample, weight, bias, out)
@@ -108,7 +145,8 @@ class Quack:
     def _configured(self, tile: ClusterTile) -> Any:  # noqa: ANN401 - of a package without types
         tall, wide = tile.cluster
         sizes = {"tile_m": tile.rows, "tile_n": tile.columns, "cluster_m": tall, "cluster_n": wide}
-        return self._config(**sizes, pingpong=True, is_dynamic_persistent=False, device_capacity=_HOPPER)
+        kind = {"pingpong": tile.columns <= _MOST_IN_TURNS, "swap_ab": tile.transposed}
+        return self._config(**sizes, **kind, is_dynamic_persistent=False, device_capacity=_HOPPER)
 
 
 class _Gelu:

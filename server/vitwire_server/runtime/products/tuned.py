@@ -144,7 +144,8 @@ class Products:
             self._choices = Choices.of(device, str(self._library.version), *others)
         known = self._choices.get(size.name)
         ways: list[Algorithm | Plan] = [*proposals]
-        if self._quack and (known is None or known.startswith(NAME)):
+        supported = size.accumulates or size.epilogue is not Epilogue.NONE
+        if self._quack and supported and (known is None or known.startswith(NAME)):
             ways += self._quack.plans(size.rows, weights[0], size.epilogue)  # compiles
         if known is not None:
             return next((each for each in ways if each.name == known), None)

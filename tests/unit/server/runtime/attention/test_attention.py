@@ -1,6 +1,9 @@
 """Packed attention against dense attention under a block mask, in float64; and the choice among backends."""
 
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -61,6 +64,55 @@ def of_zeros(q: Tensor, *_: object) -> Tensor:
 
 def refusing(*_: object) -> Tensor:
     raise AssertionError("only on a device of another kind")
+
+
+FLASH = {
+    "__init__": "",
+    "cute/__init__": "def flash_attn_varlen_func(q, k, v, **others): return q, None",
+    "cute/interface": """
+def _flash_attn_fwd(q, k, v, *, tile_mn=None, mma_pv_is_rs=None, **others): return k * tile_mn[1], None
+""",
+}
+"""As much of flash attention 4 as is used: the public function returns queries, the private one its tile's keys."""
+
+
+@pytest.mark.parametrize(
+    ("changed", "rows", "heads", "head_dim", "keys"),
+    [
+        ({}, 784, 16, 72, 112),
+        ({}, 1024, 16, 72, 128),
+        ({}, 1025, 16, 72, None),
+        ({}, 1537, 16, 80, 112),
+        ({}, 2049, 16, 80, None),
+        ({}, 4096, 16, 72, None),
+        ({}, 1408, 12, 96, 128),
+        ({}, 1024, 16, 64, None),
+        ({"cute/interface": "def _flash_attn_fwd(q, k, v, **others): pass"}, 1024, 16, 72, None),
+        ({"cute/interface": ""}, 1024, 16, 72, None),
+        ({"cute/interface": None}, 1024, 16, 72, None),
+    ],
+)
+def test_few_rows_take_small_tiles_of_flash_attention_if_it_has_them(
+    changed: dict[str, str | None],
+    rows: int,
+    heads: int,
+    head_dim: int,
+    keys: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module, source in (FLASH | changed).items():
+        path = tmp_path / "flash_attn" / f"{module}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if source is not None:
+            path.write_text(source)
+    for module in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))  # put back afterwards
+        del sys.modules[module]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    q, (k, v) = torch.zeros(rows, heads, head_dim), torch.ones(2, rows, heads, head_dim)
+    attended = BACKENDS["fa4"].load()(q, k, v, Segments(torch.tensor([0, rows], dtype=torch.int32), rows), 0.1)
+    assert float(attended[0, 0, 0]) == (keys or 0)
 
 
 def test_each_band_has_its_own() -> None:
