@@ -2,13 +2,14 @@
 
 While a forward is recorded, the algorithms that cuBLASLt proposes, and quack's kernels if it is installed, are timed on
 the weights of all blocks, which are more than the device's cache holds, against what torch would take; the fastest one
-that is as accurate is kept, also on disk. Eager forwards take torch's. Used on the engine thread.
+that is as accurate is kept, also on disk. A forward that is captured while batches run takes the choices for more
+rows. Eager forwards take torch's. Used on the engine thread.
 """
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from vitwire_server.runtime.recording import is_recording
 _log = logging.getLogger(__name__)
 Linear: TypeAlias = tuple[Tensor, Tensor | None]
 """Weight and bias of a linear layer."""
+Choice = TypeVar("Choice")
 _TUNED = (torch.bfloat16, torch.float16)
 _SPLIT_ROWS = 512
 """Rows up to which a product may be split: with more, there are enough tiles."""
@@ -123,10 +125,14 @@ class Products:
             return None
         size = _Size(len(rows), *_sides(weight), rows.dtype, epilogue, accumulates)
         if size not in self._algorithms:
-            if torch.cuda.is_current_stream_capturing():
-                return None
-            self._algorithms[size] = self._chosen(size, rows.device)
+            capturing = torch.cuda.is_current_stream_capturing()
+            self._algorithms[size] = self._taken_over(size, weight) if capturing else self._chosen(size, rows.device)
         return self._algorithms[size]
+
+    def _taken_over(self, size: _Size, weight: Tensor) -> Algorithm | Plan | None:
+        """The choice for more rows, if it can be used for these."""
+        choice = _of_more_rows(self._algorithms, size)
+        return choice.resized(size.rows, weight) if choice else None
 
     def _chosen(self, size: _Size, device: torch.device) -> Algorithm | Plan | None:
         weights = self._weights[size.columns, size.depth]
@@ -193,7 +199,7 @@ class Products:
         size = _Size(len(rows), *_sides(weight), rows.dtype, _epilogue(bias, gelu=False))
         if size not in self._tiles:
             if torch.cuda.is_current_stream_capturing():
-                return None
+                return _of_more_rows(self._tiles, size)
             self.linear(rows, weight, bias)  # chooses what tiles are compared with
             self._tiles[size] = self._fastest_tile(size, hidden, rows, linear, norm)
         return self._tiles[size]
@@ -231,6 +237,12 @@ class Products:
                 best, least = index, taken
         self._choices.put(name, best)
         return fitting.get(best)
+
+
+def _of_more_rows(choices: Mapping[_Size, Choice], size: _Size) -> Choice | None:
+    """The choice for the next larger number of rows; None if there is none."""
+    larger = [each for each in choices if each.rows > size.rows and replace(each, rows=size.rows) == size]
+    return choices[min(larger, key=lambda each: each.rows)] if larger else None
 
 
 def _sides(weight: Tensor) -> tuple[int, int]:
