@@ -73,7 +73,7 @@ class LiveCapture:
         finally:
             for hook in hooks:
                 hook.remove()
-        self.grown += work.grown
+            self.grown += work.grown
         if self.grown > self.memory_bound:
             raise CaptureFailed(f"budget of {budget.tokens} tokens: the graphs take more than --graph-memory")
         yield
@@ -150,9 +150,8 @@ class _Work:
         with live.computing(budget):
             graph = live.graphs.warmed_up(budget)
             self._wait()
-            self.grown -= live.reserved()
-            live.graphs.add(graph, live.recorder)
-            self.grown += live.reserved()
+            with self._growing(1):
+                live.graphs.add(graph, live.recorder)
 
     def before_layer(self, *_: object) -> None:
         """Wait for the next turn if this one is over."""
@@ -163,10 +162,17 @@ class _Work:
             if self.layers > self.most or self.live.turns.is_over():
                 self._wait()
         elif self.live.turns.is_over():
-            with self.live.recorder.interrupted():
-                self.grown += self.live.reserved()
+            with self.live.recorder.interrupted(), self._growing(-1):
                 self._wait()
-                self.grown -= self.live.reserved()
+
+    @contextmanager
+    def _growing(self, sign: int) -> Iterator[None]:
+        """Count what the pool grows by within this context, with this sign."""
+        self.grown -= sign * self.live.reserved()
+        try:
+            yield
+        finally:
+            self.grown += sign * self.live.reserved()
 
     def _wait(self) -> None:
         self.live.turns.wait()

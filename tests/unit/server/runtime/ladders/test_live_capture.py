@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,35 @@ def test_a_capture_that_fails_in_a_turn_leaves_the_graphs_as_they_were(
     assert max(yardstick.errors(rig, rig.run(rig.items(GRIDS)), GRIDS)) < RIGHT
     finish(capture.capture(budget(TOKENS), SECONDS))
     assert not wrong(rig, yardstick, rig.engine.launch(rig.items(GRIDS), budget(TOKENS)), 0)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_memory_that_an_unfinished_capture_took_is_counted(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, *, fails: bool
+) -> None:
+    """Of a forward that takes 10 bytes in each layer that is recorded, while batches take 1,000 after each turn."""
+    reserved = [0]
+
+    def grow(*_: object) -> None:
+        reserved[0] += 10 * is_recording()
+
+    hooks = [block.register_forward_hook(grow) for block in rig.tower.blocks]
+    monkeypatch.setattr(LiveCapture, "reserved", lambda _: reserved[0])
+    capture = live(rig)
+    turns = len(list(capture.capture(budget(100), SECONDS)))
+    assert capture.grown == reserved[0] == 10 * len(hooks)
+    breaking = Breaking(rig, RuntimeError("injected")) if fails else None
+    parts = capture.capture(budget(90), SECONDS)
+    with suppress(CaptureFailed):
+        for _ in range(turns - 2):
+            next(parts)
+            reserved[0] += 1000
+    parts.close()
+    assert capture.grown == reserved[0] % 1000 > 10 * len(hooks)
+    if breaking:
+        breaking.end()
+    for hook in hooks:
+        hook.remove()
 
 
 @pytest.mark.parametrize("share", [0.25, 0.75])
