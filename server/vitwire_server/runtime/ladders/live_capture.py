@@ -5,7 +5,7 @@ batches every few milliseconds, however long the forward takes. No graph is open
 turn and continues as another slice.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,7 @@ import torch
 
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.errors import EncoderError
-from vitwire_server.core.items import Item
+from vitwire_server.core.runner import Collected
 from vitwire_server.fitting.ladders import REPLAYS
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import GraphSet, Recorder
@@ -79,7 +79,7 @@ class LiveCapture:
         yield
 
     def timed(self, budget: Budget, on: Budget, seconds: float) -> Generator[None, None, float | None]:
-        """The device's seconds for a full batch of `budget` on the graph of `on`, a part for each replay.
+        """The device's seconds for a full batch of `budget` on the graph of `on`; a part begins one replay at most.
 
         None if a replay is predicted to take more than `LONGEST_REPLAY`, as batches would wait for it, and on the host.
         Raises CaptureFailed.
@@ -89,8 +89,9 @@ class LiveCapture:
         items = sample_items(self.tower, self.tower.samples_for(budget))
         taken = []
         for _ in range(REPLAYS):
-            taken.append(self._timed(items, on))
-            yield
+            running = self.engine.launch(items, on)
+            yield  # batches are launched behind it
+            taken.append(_device_seconds(running.collect(), on))
         return min(taken)
 
     def keep(self, ladder: Ladder) -> Generator[None, None, None]:
@@ -120,13 +121,6 @@ class LiveCapture:
                 yield
         except RuntimeError as error:  # a lost device shows in the next batch as well
             raise CaptureFailed(f"budget of {budget.tokens} tokens: {str(error).partition(chr(10))[0]}") from error
-
-    def _timed(self, items: Sequence[Item], budget: Budget) -> float:
-        collected = self.engine.launch(items, budget).collect()
-        failed = next((each for each in collected.results if isinstance(each, EncoderError)), None)
-        if failed or collected.ran_separately:
-            raise CaptureFailed(f"budget of {budget.tokens} tokens: its replay failed: {failed or 'out of memory'}")
-        return collected.timings.execute if collected.timings else 0.0
 
     def reserved(self) -> int:
         return torch.cuda.memory_reserved(self.tower.device) if self.tower.device.type == "cuda" else 0
@@ -177,3 +171,11 @@ class _Work:
     def _wait(self) -> None:
         self.live.turns.wait()
         self.layers = 1
+
+
+def _device_seconds(collected: Collected, budget: Budget) -> float:
+    """Of the replay of a budget. Raises CaptureFailed."""
+    failed = next((each for each in collected.results if isinstance(each, EncoderError)), None)
+    if failed or collected.ran_separately:
+        raise CaptureFailed(f"budget of {budget.tokens} tokens: its replay failed: {failed or 'out of memory'}")
+    return collected.timings.execute if collected.timings else 0.0
