@@ -7,6 +7,7 @@ captures as a whole, for comparison. The last line of stdout is one JSON documen
 """
 
 import argparse
+import gc
 import sys
 import tempfile
 import time
@@ -256,7 +257,10 @@ def loaded(folder: Path, options: argparse.Namespace, metrics: Metrics) -> Loade
     """The tower as a server with --budgets learn loads it."""
     model = towers.published(options.model, folder, tiny=options.tiny)
     own = {"graphs": options.graphs, "device": options.device, "max_budget_tokens": options.max_budget_tokens}
-    return load_model(ServeSettings(model=str(model), budgets="learn", **own), metrics)
+    loaded = load_model(ServeSettings(model=str(model), budgets="learn", **own), metrics)
+    gc.collect()
+    gc.freeze()  # as a server does
+    return loaded
 
 
 def main() -> None:

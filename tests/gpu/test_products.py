@@ -23,6 +23,7 @@ from vitwire_server.runtime.products.choices import Choices
 from vitwire_server.runtime.products.cublaslt import CublasLt, Epilogue
 from vitwire_server.runtime.products.quack_tiles import quack_on
 from vitwire_server.runtime.products.tuned import Products
+from vitwire_server.runtime.recording import recording
 
 HOPPER = (9, 0)
 SHARED = 200_000
@@ -144,7 +145,8 @@ def test_a_forward_that_is_captured_later_takes_the_choices_for_more_rows(
     layer = nn.Linear(1152, 1152, device=cuda, dtype=torch.bfloat16)
     norm = Norm.of(nn.LayerNorm(1152, eps=1e-6, device=cuda, dtype=torch.bfloat16))
     rows, hidden = torch.randn(2, count, 1152, device=cuda, dtype=torch.bfloat16)
-    products, recorder = Products(), CudaRecorder(torch.cuda.Stream(cuda))
+    products, stream = Products(), torch.cuda.Stream(cuda)
+    recorder = CudaRecorder(stream)
     products.register(layer.weight)
 
     def forward(used: int) -> list[Tensor]:
@@ -168,7 +170,10 @@ def test_a_forward_that_is_captured_later_takes_the_choices_for_more_rows(
         for target, each in zip(results, forward(fewer), strict=True):
             target.copy_(each)
 
-    recorder.capture(later)()
+    torch.cuda.synchronize()
+    with recording(), torch.cuda.stream(stream):
+        later()
+    recorder.capture(later)()()
     torch.cuda.synchronize()
     for got, want in zip(results, expected, strict=True):
         assert distance(got, want) <= 2 * torch.finfo(torch.bfloat16).eps
@@ -315,7 +320,7 @@ def test_a_recording_that_failed_leaves_nothing_to_join(cuda: torch.device) -> N
 
     with pytest.raises(RuntimeError):
         recorder.capture(failing)
-    recorder.capture(lambda: model.merger(rows))()
+    recorder.capture(lambda: model.merger(rows))()()
     torch.cuda.synchronize()
 
 

@@ -20,7 +20,7 @@ from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import GraphSet, Recorder
 from vitwire_server.runtime.ladders.calibration import sample_items
 from vitwire_server.runtime.memory.streams import Streams
-from vitwire_server.runtime.recording import is_recording
+from vitwire_server.runtime.recording import join
 from vitwire_server.runtime.turns import Turns
 from vitwire_server.towers.tower import Tower
 
@@ -135,6 +135,8 @@ class _Work:
     """Layers of an eager forward in a turn."""
     layers: int = 0
     """Of this turn."""
+    captures: bool = False
+    """Not the eager forward any more."""
     grown: int = 0
     """Bytes that the pool grew by."""
 
@@ -144,20 +146,26 @@ class _Work:
         with live.computing(budget):
             graph = live.graphs.warmed_up(budget)
             self._wait()
+            self.captures = True
             with self._growing(1):
-                live.graphs.add(graph, live.recorder)
+                live.graphs.add(graph, live.recorder, self._pause)
 
     def before_layer(self, *_: object) -> None:
         """Wait for the next turn if this one is over."""
         if not self.live.turns.is_mine():
             return
         self.layers += 1
-        if not is_recording():
+        if not self.captures:
             if self.layers > self.most or self.live.turns.is_over():
                 self._wait()
         elif self.live.turns.is_over():
-            with self.live.recorder.interrupted(), self._growing(-1):
-                self._wait()
+            with self.live.recorder.interrupted():
+                self._pause()
+
+    def _pause(self) -> None:
+        """Let batches run, whose memory does not count."""
+        with self._growing(-1):
+            self._wait()
 
     @contextmanager
     def _growing(self, sign: int) -> Iterator[None]:
@@ -169,6 +177,7 @@ class _Work:
             self.grown += sign * self.live.reserved()
 
     def _wait(self) -> None:
+        join()  # batches use the same memory
         self.live.turns.wait()
         self.layers = 1
 

@@ -1,4 +1,4 @@
-"""The products of a tower's blocks, each in the way that was fastest for its number of rows.
+"""The products of a tower, each in the way that was fastest for its number of rows.
 
 While a forward is recorded, the algorithms that cuBLASLt proposes, and quack's kernels if it is installed, are timed on
 the weights of all blocks, which are more than the device's cache holds, against what torch would take; the fastest one
@@ -23,7 +23,7 @@ from vitwire_server.runtime.products.choices import Choices
 from vitwire_server.runtime.products.cublaslt import Algorithm, CublasLt, CublasLtError, Epilogue
 from vitwire_server.runtime.products.quack_tiles import NAME, Plan, Quack, quack_on
 from vitwire_server.runtime.products.trials import cold_seconds, exact_product, relative_error
-from vitwire_server.runtime.recording import is_recording
+from vitwire_server.runtime.recording import is_recording, is_tuning
 
 _log = logging.getLogger(__name__)
 Linear: TypeAlias = tuple[Tensor, Tensor | None]
@@ -125,8 +125,7 @@ class Products:
             return None
         size = _Size(len(rows), *_sides(weight), rows.dtype, epilogue, accumulates)
         if size not in self._algorithms:
-            capturing = torch.cuda.is_current_stream_capturing()
-            self._algorithms[size] = self._taken_over(size, weight) if capturing else self._chosen(size, rows.device)
+            self._algorithms[size] = self._chosen(size, rows.device) if is_tuning() else self._taken_over(size, weight)
         return self._algorithms[size]
 
     def _taken_over(self, size: _Size, weight: Tensor) -> Algorithm | Plan | None:
@@ -198,10 +197,11 @@ class Products:
             return None
         size = _Size(len(rows), *_sides(weight), rows.dtype, _epilogue(bias, gelu=False))
         if size not in self._tiles:
-            if torch.cuda.is_current_stream_capturing():
-                return _of_more_rows(self._tiles, size)
-            self.linear(rows, weight, bias)  # chooses what tiles are compared with
-            self._tiles[size] = self._fastest_tile(size, hidden, rows, linear, norm)
+            if is_tuning():
+                self.linear(rows, weight, bias)  # chooses what tiles are compared with
+                self._tiles[size] = self._fastest_tile(size, hidden, rows, linear, norm)
+            else:
+                self._tiles[size] = _of_more_rows(self._tiles, size)
         return self._tiles[size]
 
     def _fastest_tile(self, size: _Size, hidden: Tensor, rows: Tensor, linear: Linear, norm: Norm) -> Tile | None:

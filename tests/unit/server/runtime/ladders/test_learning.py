@@ -175,7 +175,7 @@ def test_a_change_ends_with_the_server(made: Learning, monkeypatch: pytest.Monke
 
 def test_memory_beyond_the_bound_is_a_failure(made: Learning, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_capture, "TURN_SECONDS", 600.0)
-    taken = iter([0, 2 << 20, 2 << 20, 0] * 9)
+    taken = iter([0, *[2 << 20] * 4, 0] * 9)
     monkeypatch.setattr(LiveCapture, "reserved", lambda _: next(taken))
     assert made.plan(96, 4096) == 4096
     assert made.sizes() == list(DEFAULT)
