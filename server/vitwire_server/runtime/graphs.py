@@ -218,12 +218,12 @@ class Graph:
 
     def record(self, recorder: Recorder) -> None:
         """Record the forward on a batch of the budget's size. Raises RuntimeError."""
-        self._load_samples()
+        self.load_samples(self.budget)
         self._replay = recorder.record(self._forward)
 
     def warm_up(self) -> None:
         """Run the forward on a batch of the budget's size, before `capture`. Raises RuntimeError."""
-        self._load_samples()
+        self.load_samples(self.budget)
         with recording():
             self._forward()
 
@@ -252,8 +252,9 @@ class Graph:
         self._replay()
         return self._rows
 
-    def _load_samples(self) -> None:
-        self.load(self._tower.samples_for(self.budget), _no_pixels)
+    def load_samples(self, budget: Budget) -> None:
+        """Write a batch of a budget's size into the static buffers, without pixels."""
+        self.load(self._tower.samples_for(budget), _no_pixels)
 
     def _forward(self) -> None:
         self._rows.copy_(self._tower.forward(self._pixels, self.metadata))

@@ -13,12 +13,8 @@ from functools import partial
 import torch
 
 from vitwire_server.core.budgets import Budget, Ladder
-from vitwire_server.core.errors import EncoderError
-from vitwire_server.core.runner import Collected
 from vitwire_server.fitting.ladders import REPLAYS
-from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import GraphSet, Recorder
-from vitwire_server.runtime.ladders.calibration import sample_items
 from vitwire_server.runtime.memory.streams import Streams
 from vitwire_server.runtime.recording import join
 from vitwire_server.runtime.turns import Turns
@@ -43,7 +39,6 @@ class LiveCapture:
     """
 
     tower: Tower
-    engine: Engine
     graphs: GraphSet
     streams: Streams
     recorder: Recorder
@@ -79,19 +74,24 @@ class LiveCapture:
         yield
 
     def timed(self, budget: Budget, on: Budget, seconds: float) -> Generator[None, None, float | None]:
-        """The device's seconds for a full batch of `budget` on the graph of `on`; a part begins one replay at most.
+        """The device's seconds for the replay of `on` with a full batch of `budget`; a part begins one at most.
 
-        None if a replay is predicted to take more than `LONGEST_REPLAY`, as batches would wait for it, and on the host.
+        None if it is predicted to take more than `LONGEST_REPLAY`, as batches would wait for it, and on the host.
         Raises CaptureFailed.
         """
         if self.tower.device.type != "cuda" or seconds > LONGEST_REPLAY:
             return None
-        items = sample_items(self.tower, self.tower.samples_for(budget))
-        taken = []
+        graph, taken = self.graphs[on], list[float]()
         for _ in range(REPLAYS):
-            running = self.engine.launch(items, on)
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            with self.computing(budget):
+                graph.load_samples(budget)
+                began.record()
+                graph.replay()
+                ended.record()
             yield  # batches are launched behind it
-            taken.append(_device_seconds(running.collect(), on))
+            ended.synchronize()
+            taken.append(began.elapsed_time(ended) / 1e3)
         return min(taken)
 
     def keep(self, ladder: Ladder) -> Generator[None, None, None]:
@@ -180,11 +180,3 @@ class _Work:
         join()  # batches use the same memory
         self.live.turns.wait()
         self.layers = 1
-
-
-def _device_seconds(collected: Collected, budget: Budget) -> float:
-    """Of the replay of a budget. Raises CaptureFailed."""
-    failed = next((each for each in collected.results if isinstance(each, EncoderError)), None)
-    if failed or collected.ran_separately:
-        raise CaptureFailed(f"budget of {budget.tokens} tokens: its replay failed: {failed or 'out of memory'}")
-    return collected.timings.execute if collected.timings else 0.0

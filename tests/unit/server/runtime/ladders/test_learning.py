@@ -49,9 +49,7 @@ class Learning:
         self.rig.graphs.__init__(self.rig.tower, captured, self.rig.recorder)
         self.planner = Planner(captured, Bounds(MOST, 8, 24), without_graph=Fallback.GRAPHS_OFF)
         streams, recorder = self.rig.streams, self.rig.recorder
-        self.capture = LiveCapture(
-            self.rig.tower, self.rig.engine, self.rig.graphs, streams, recorder, lambda ladder: ladder, 1 << 20
-        )
+        self.capture = LiveCapture(self.rig.tower, self.rig.graphs, streams, recorder, lambda ladder: ladder, 1 << 20)
         self.learner = LadderLearner(
             self.capture, self.planner, self.demands, default, self.metrics.ladder,
             keep=self.file.write, learned=learned, clock=self.clock,

@@ -16,6 +16,7 @@ from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.errors import EncodeFailed
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.runner import Running
+from vitwire_server.fitting.ladders import REPLAYS
 from vitwire_server.runtime.ladders import live_capture
 from vitwire_server.runtime.ladders.live_capture import CaptureFailed, LiveCapture
 from vitwire_server.runtime.recording import is_recording
@@ -49,7 +50,7 @@ def a_turn_for_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def live(rig: Rig) -> LiveCapture:
-    return LiveCapture(rig.tower, rig.engine, rig.graphs, rig.streams, rig.recorder, lambda ladder: ladder, BOUND)
+    return LiveCapture(rig.tower, rig.graphs, rig.streams, rig.recorder, lambda ladder: ladder, BOUND)
 
 
 def budget(tokens: int) -> Budget:
@@ -210,6 +211,27 @@ def test_a_capture_may_end_in_the_middle(share: float, rig: Rig, yardstick: Yard
     finish(capture.capture(budget(TOKENS), SECONDS))
     for on in (budget(TOKENS), None, rig.holding(rig.items(GRIDS))):
         assert not wrong(rig, yardstick, rig.engine.launch(rig.items(GRIDS), on), 0)
+
+
+def test_batches_run_on_between_timed_replays(rig: Rig, yardstick: Yardstick) -> None:
+    """They share the static buffers."""
+    capture, new = live(rig), budget(TOKENS)
+    running: list[Running] = []
+    taken: list[float | None] = []
+
+    def timing() -> Iterator[None]:
+        taken.append((yield from capture.timed(new, new, SECONDS)))
+
+    finish(capture.capture(new, SECONDS))
+    for _ in timing():
+        running.append(rig.engine.launch(rig.items(GRIDS, seed=len(running)), new))
+    assert not any(wrong(rig, yardstick, each, seed) for seed, each in enumerate(running))
+    if rig.tower.device.type == "cuda":
+        assert len(running) == REPLAYS
+        assert taken[0]
+        assert taken[0] > 0
+    else:
+        assert taken == [None]
 
 
 def test_a_budget_larger_than_the_static_buffers_is_refused(rig: Rig) -> None:
