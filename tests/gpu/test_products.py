@@ -160,8 +160,8 @@ def test_a_forward_that_is_captured_later_takes_the_choices_for_more_rows(
     expected = [each.clone() for each in forward(fewer)]
     recorder.record(lambda: forward(count).clear())
     tuned, tiles = dict(products._algorithms), dict(products._tiles)
-    products._algorithms |= {
-        size: CublasLt(cuda).proposals(count, layer.weight, size.epilogue, accumulates=size.accumulates)[0]
+    products._algorithms |= {  # None is torch's
+        size: None if size.accumulates else CublasLt(cuda).proposals(count, layer.weight, size.epilogue)[0]
         for size in tuned
     }
     products._tiles |= dict.fromkeys(tiles, TILES[0])

@@ -7,9 +7,9 @@ rows. Eager forwards take torch's. Used on the engine thread.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from vitwire_server.runtime.recording import is_recording, is_tuning
 _log = logging.getLogger(__name__)
 Linear: TypeAlias = tuple[Tensor, Tensor | None]
 """Weight and bias of a linear layer."""
-Choice = TypeVar("Choice")
 _TUNED = (torch.bfloat16, torch.float16)
 _SPLIT_ROWS = 512
 """Rows up to which a product may be split: with more, there are enough tiles."""
@@ -129,8 +128,16 @@ class Products:
         return self._algorithms[size]
 
     def _taken_over(self, size: _Size, weight: Tensor) -> Algorithm | Plan | None:
-        """The choice for more rows, if it can be used for these."""
-        choice = _of_more_rows(self._algorithms, size)
+        """The choice for more rows, if it can be used for these.
+
+        In the place of torch's product, which may need a kernel that is not loaded yet, it is the library's proposal.
+        """
+        larger = _with_more_rows(self._algorithms, size)
+        if larger is None or self._library is None:
+            return None
+        choice = self._algorithms[larger] or next(
+            iter(self._library.proposals(larger.rows, weight, size.epilogue, accumulates=size.accumulates)), None
+        )
         return choice.resized(size.rows, weight) if choice else None
 
     def _chosen(self, size: _Size, device: torch.device) -> Algorithm | Plan | None:
@@ -160,7 +167,7 @@ class Products:
     def _fastest(
         self, size: _Size, proposals: Sequence[Algorithm | Plan], weights: Sequence[Tensor], device: torch.device
     ) -> Algorithm | Plan | None:
-        """The fastest of `proposals`; None if torch's product is as fast."""
+        """The fastest of `proposals`; None if torch's product is faster."""
         generator = torch.Generator(device).manual_seed(0)
         rows = torch.randn(size.rows, size.depth, generator=generator, device=device, dtype=size.dtype)
         bias = None
@@ -177,7 +184,7 @@ class Products:
 
         exact = exact_product(rows, weights[0], bias, gelu=gelu)
         most = _MOST_ERROR * relative_error(_linear(rows, weights[0], bias, gelu=gelu), exact)
-        best, least = None, _LEAST_GAIN * cold_seconds(torch_way, weights)
+        best, least = None, cold_seconds(torch_way, weights)
         for proposal in proposals:
             try:
                 proposal.run(rows, weights[0], bias, out.zero_())
@@ -201,7 +208,8 @@ class Products:
                 self.linear(rows, weight, bias)  # chooses what tiles are compared with
                 self._tiles[size] = self._fastest_tile(size, hidden, rows, linear, norm)
             else:
-                self._tiles[size] = _of_more_rows(self._tiles, size)
+                larger = _with_more_rows(self._tiles, size)
+                self._tiles[size] = self._tiles[larger] if larger else None
         return self._tiles[size]
 
     def _fastest_tile(self, size: _Size, hidden: Tensor, rows: Tensor, linear: Linear, norm: Norm) -> Tile | None:
@@ -239,10 +247,10 @@ class Products:
         return fitting.get(best)
 
 
-def _of_more_rows(choices: Mapping[_Size, Choice], size: _Size) -> Choice | None:
-    """The choice for the next larger number of rows; None if there is none."""
-    larger = [each for each in choices if each.rows > size.rows and replace(each, rows=size.rows) == size]
-    return choices[min(larger, key=lambda each: each.rows)] if larger else None
+def _with_more_rows(sizes: Iterable[_Size], size: _Size) -> _Size | None:
+    """The same size with the next larger number of rows; None if there is none."""
+    larger = [each for each in sizes if each.rows > size.rows and replace(each, rows=size.rows) == size]
+    return min(larger, key=lambda each: each.rows, default=None)
 
 
 def _sides(weight: Tensor) -> tuple[int, int]:
