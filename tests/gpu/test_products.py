@@ -158,7 +158,7 @@ def test_a_forward_that_is_captured_later_takes_the_choices_for_more_rows(
 
     results = [torch.full_like(each, torch.nan) for each in forward(fewer)]
     expected = [each.clone() for each in forward(fewer)]
-    recorder.record(lambda: forward(count).clear())
+    kept = recorder.record(lambda: forward(count).clear())  # with its memory pool
     tuned, tiles = dict(products._algorithms), dict(products._tiles)
     products._algorithms |= {  # None is torch's
         size: None if size.accumulates else CublasLt(cuda).proposals(count, layer.weight, size.epilogue)[0]
@@ -175,6 +175,7 @@ def test_a_forward_that_is_captured_later_takes_the_choices_for_more_rows(
         later()
     recorder.capture(later)()()
     torch.cuda.synchronize()
+    del kept
     for got, want in zip(results, expected, strict=True):
         assert distance(got, want) <= 2 * torch.finfo(torch.bfloat16).eps
     taken = {size.name for size, each in products._algorithms.items() if size.rows == fewer and each}

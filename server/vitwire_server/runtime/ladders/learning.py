@@ -129,15 +129,15 @@ class LadderLearner:
         self._change = None
         self._parts = self._capture.keep(ladder)
         self._served = 0
+        if self._keep:  # also one that is slower now, as a restart captures each budget whole, and tunes it
+            self._worker.submit(self._keep, Learned(change.proposal.sizes, self._histogram.loads))
         if change.gain <= 0:
             self._monitor.refitted(Refit.KEPT)
-            _log.info("a ladder was captured and measured to be slower than the old one, which stays in use")
+            _log.info("a ladder was captured and measured to be slower than the old one, which stays until a restart")
             return
         self._announce(change, ladder)
         if self.on_change:
             self.on_change(ladder)
-        if self._keep:
-            self._worker.submit(self._keep, Learned(change.proposal.sizes, self._histogram.loads))
 
     def stop(self) -> None:
         """See Learner."""

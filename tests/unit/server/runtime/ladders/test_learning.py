@@ -180,7 +180,7 @@ def test_memory_beyond_the_bound_is_a_failure(made: Learning, monkeypatch: pytes
     assert (made.refits("failed"), made.capture.grown) == (3, 0)
 
 
-def test_a_ladder_that_is_measured_to_be_slower_is_not_used(
+def test_a_ladder_that_is_measured_to_be_slower_waits_for_a_restart(
     made: Learning, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -193,7 +193,11 @@ def test_a_ladder_that_is_measured_to_be_slower_is_not_used(
     assert made.plan(96, 512) < 512
     assert made.sizes() == [budget.tokens for budget in made.rig.graphs.ladder] == list(DEFAULT)
     assert "measured to be slower than the old one" in caplog.text
-    assert (made.refits("swapped"), made.file.read()) == (0, None)
+    assert made.refits("swapped") == 0
+    made.learner._worker.submit(int).result()
+    kept = made.file.read()
+    assert kept
+    assert 96 in kept.sizes
     assert made.planner.costs.measured == {96: 1.0}, "the next fit knows"
 
 
