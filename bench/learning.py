@@ -26,6 +26,7 @@ from bench import towers
 from bench.report import Report
 from bench.sizes import trace
 
+from vitwire.shared.garbage import exempt_loaded
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.grids import Footprint
@@ -256,7 +257,9 @@ def loaded(folder: Path, options: argparse.Namespace, metrics: Metrics) -> Loade
     """The tower as a server with --budgets learn loads it."""
     model = towers.published(options.model, folder, tiny=options.tiny)
     own = {"graphs": options.graphs, "device": options.device, "max_budget_tokens": options.max_budget_tokens}
-    return load_model(ServeSettings(model=str(model), budgets="learn", **own), metrics)
+    loaded = load_model(ServeSettings(model=str(model), budgets="learn", **own), metrics)
+    exempt_loaded()  # as a server does
+    return loaded
 
 
 def main() -> None:

@@ -21,9 +21,10 @@ from vitwire_server.runtime.kernels.norms import Norm, add_norm
 from vitwire_server.runtime.kernels.split_products import TILES, Tile, partial_sums
 from vitwire_server.runtime.products import quack_tiles
 from vitwire_server.runtime.products.choices import Choices
-from vitwire_server.runtime.products.cublaslt import Epilogue
+from vitwire_server.runtime.products.cublaslt import CublasLt, Epilogue
 from vitwire_server.runtime.products.quack_tiles import quack_on
 from vitwire_server.runtime.products.tuned import Products
+from vitwire_server.runtime.recording import recording
 
 HOPPER = (9, 0)
 SHARED = 200_000
@@ -110,6 +111,77 @@ def test_recorded_products_are_those_of_torch(
         for got, want in zip(recorded, expected, strict=True):
             assert distance(got, want) <= 2 * torch.finfo(torch.bfloat16).eps
         assert len(list(tmp_path.glob("vitwire-products-*.json"))) == 1
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("count", "fewer"), [(64, 56), (384, 196), (1568, 1500), (4096, 3136)])
+@pytest.mark.parametrize("epilogue", [*Epilogue, "add"])
+def test_algorithms_are_taken_over_for_fewer_rows(
+    epilogue: Epilogue | str, count: int, fewer: int, cuda: torch.device
+) -> None:
+    adds = epilogue == "add"
+    kind = Epilogue.NONE if isinstance(epilogue, str) else epilogue
+    rows, weight = (torch.randn(each, 1152, device=cuda, dtype=torch.bfloat16) for each in (fewer, 3456))
+    bias = None if kind is Epilogue.NONE else torch.randn(3456, device=cuda, dtype=torch.bfloat16)
+    exact = functional.linear(rows.float(), weight.float(), None if bias is None else bias.float())
+    if kind is Epilogue.BIAS_TANH_GELU:
+        exact = functional.gelu(exact, approximate="tanh")
+    proposals = CublasLt(cuda).proposals(count, weight, kind, accumulates=adds)
+    taken = [own for each in proposals if (own := each.resized(fewer, weight))]
+    assert taken
+    for own in taken:
+        out = torch.full((fewer, 3456), 1.0 if adds else torch.nan, device=cuda, dtype=torch.bfloat16)
+        own.run(rows, weight, bias, out)
+        assert distance(out, exact + adds) <= torch.finfo(torch.bfloat16).eps
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("count", "fewer"), [(384, 196), (1568, 1500)])
+def test_a_forward_that_is_captured_later_takes_the_choices_for_more_rows(
+    count: int, fewer: int, cuda: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton  # noqa: PLC0415 - there only where the tests run
+
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    layer = nn.Linear(1152, 1152, device=cuda, dtype=torch.bfloat16)
+    norm = Norm.of(nn.LayerNorm(1152, eps=1e-6, device=cuda, dtype=torch.bfloat16))
+    rows, hidden = torch.randn(2, count, 1152, device=cuda, dtype=torch.bfloat16)
+    products, stream = Products(), torch.cuda.Stream(cuda)
+    recorder = CudaRecorder(stream)
+    products.register(layer.weight)
+
+    def forward(used: int) -> list[Tensor]:
+        return [
+            products.linear(rows[:used], layer.weight, layer.bias, gelu=True),
+            products.add(hidden[:used].clone(), rows[:used], layer.weight),
+            *products.add_norm(hidden[:used].clone(), rows[:used], (layer.weight, layer.bias), norm),
+        ]
+
+    results = [torch.full_like(each, torch.nan) for each in forward(fewer)]
+    expected = [each.clone() for each in forward(fewer)]
+    kept = recorder.record(lambda: forward(count).clear())  # with its memory pool
+    tuned, tiles = dict(products._algorithms), dict(products._tiles)
+    products._algorithms |= {  # None is torch's
+        size: None if size.accumulates else CublasLt(cuda).proposals(count, layer.weight, size.epilogue)[0]
+        for size in tuned
+    }
+    products._tiles |= dict.fromkeys(tiles, TILES[0])
+
+    def later() -> None:
+        for target, each in zip(results, forward(fewer), strict=True):
+            target.copy_(each)
+
+    torch.cuda.synchronize()
+    with recording(), torch.cuda.stream(stream):
+        later()
+    recorder.capture(later)()()
+    torch.cuda.synchronize()
+    del kept
+    for got, want in zip(results, expected, strict=True):
+        assert distance(got, want) <= 2 * torch.finfo(torch.bfloat16).eps
+    taken = {size.name for size, each in products._algorithms.items() if size.rows == fewer and each}
+    split = {f"{fewer}x1152x1152 bfloat16 bias"} if tiles else set()
+    assert taken | split == {name.replace(str(count), str(fewer), 1) for name in (size.name for size in tuned)}
 
 
 @torch.inference_mode()
@@ -273,7 +345,7 @@ def test_a_recording_that_failed_leaves_nothing_to_join(cuda: torch.device) -> N
 
     with pytest.raises(RuntimeError):
         recorder.capture(failing)
-    recorder.capture(lambda: model.merger(rows))()
+    recorder.capture(lambda: model.merger(rows))()()
     torch.cuda.synchronize()
 
 

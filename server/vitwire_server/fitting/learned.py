@@ -6,7 +6,7 @@ Loads are a histogram in which older ones fade: sizes only, never pixels.
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from tempfile import NamedTemporaryFile
 
 import msgspec
 
-from vitwire_server.core.budgets import Budget
+from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.capacities import Capacities
 from vitwire_server.core.files import read_regular
 from vitwire_server.core.grids import Footprint
@@ -72,6 +72,8 @@ class Demands:
     """Tokens of the largest budget."""
     max_items: int
     max_frames: int
+    completed: Callable[[Ladder], Ladder] = lambda ladder: ladder
+    """Adds budgets of as many tokens, for the longest segments and for many short ones."""
 
     def budget(self, tokens: int) -> Budget:
         """The budget that the tower has for this number of tokens."""
@@ -87,13 +89,19 @@ class Demands:
         return self.needed(total(window), len(window))
 
     def needed(self, load: Footprint, items: int) -> int | None:
-        """Tokens of the smallest budget for a load, rounded up by at most 2 %; None if none holds it."""
+        """Tokens of the smallest budget for a load, rounded up by at most 2 %.
+
+        None if none holds it, or if it would be divided: long and many short segments.
+        """
         size = self.capacities.needed(load)
         while size is not None and size <= self.largest:
             rounded = min(self.largest, rounded_up(size))
             for candidate in (rounded, size):
-                if (budget := self.budget(candidate)).fits(load, items):
+                budget = self.budget(candidate)
+                if self.completed(Ladder((budget,))).smallest_fitting(load, items):
                     return budget.tokens
+                if budget.fits(load, items):
+                    return None
             size = max(size + 1, size * 9 // 8)
         return None
 

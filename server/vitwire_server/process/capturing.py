@@ -143,7 +143,7 @@ class Beginning:
         captured = Ladder(tuple(budget for budget in self.default if budget.tokens <= most))
         if captured.largest is None:
             return None
-        demands = replace(self.demands, largest=captured.largest.tokens)
+        demands = replace(self.demands, largest=captured.largest.tokens, completed=capture.completed)
         return LadderLearner(capture, planner, demands, captured, monitor, keep=self.file.write, learned=self.learned)
 
 

@@ -147,7 +147,7 @@ def load_model(
     learner = None
     if learning:
         room = max(_LEAST_ROOM, settings.graph_memory - taken)
-        capture = LiveCapture(tower, engine, graphs, streams, recorder, completed, room)
+        capture = LiveCapture(tower, graphs, streams, recorder, completed, room)
         learner = learning.learner(capture, planner, metrics.ladder)
     return LoadedModel(engine, planner, card, tower, canary, outbox, backends, learner, hot)
 

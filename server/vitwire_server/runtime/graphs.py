@@ -34,12 +34,12 @@ class SimulatedRecorder:
     """As CudaRecorder; a replay calls the recorded function again."""
 
     def record(self, forward: Callable[[], None]) -> Callable[[], None]:
-        return self.capture(forward)
+        return self.capture(forward)()
 
-    def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, forward: Callable[[], None]) -> Callable[[], Callable[[], None]]:
         with recording():
             forward()
-        return forward
+        return lambda: forward
 
     def interrupted(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -92,15 +92,17 @@ class CudaRecorder:
         # The inputs of the forward were written on the caller's stream.
         caller = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(caller)
-        with recording(), torch.cuda.stream(self._stream):
+        with recording(tunes=True), torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):  # handles, autotuning and lazy set-up must not be captured
                 forward()
         torch.cuda.synchronize(self._stream.device)
         torch.cuda.empty_cache()  # what the warm-up used is room for the graph's memory
-        return self.capture(forward)
+        return self.capture(forward)()
 
-    def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
-        """Return the replay of a forward that ran before, while batches are in flight. Raises RuntimeError.
+    def capture(self, forward: Callable[[], None]) -> Callable[[], Callable[[], None]]:
+        """Record a forward that ran before, while batches are in flight; returns what makes its replay.
+
+        Both raise RuntimeError.
 
         Unlike `torch.cuda.graph`, neither waits for the device nor frees cached memory, which batches go on using.
         Other threads may use the device meanwhile.
@@ -114,7 +116,7 @@ class CudaRecorder:
                     slices.end()
                 finally:
                     slices.close()
-                return slices.replay(self._stream)
+                return partial(slices.replay, self._stream)
         except RuntimeError:
             self._abandon(slices.graphs[-1])
             raise
@@ -218,17 +220,23 @@ class Graph:
 
     def record(self, recorder: Recorder) -> None:
         """Record the forward on a batch of the budget's size. Raises RuntimeError."""
-        self._load_samples()
+        self.load_samples(self.budget)
         self._replay = recorder.record(self._forward)
 
     def warm_up(self) -> None:
         """Run the forward on a batch of the budget's size, before `capture`. Raises RuntimeError."""
-        self._load_samples()
-        self._forward()
+        self.load_samples(self.budget)
+        with recording():
+            self._forward()
 
-    def capture(self, recorder: Recorder) -> None:
-        """Record the forward while batches are in flight. Raises RuntimeError."""
-        self._replay = recorder.capture(self._forward)
+    def capture(self, recorder: Recorder, pause: Callable[[], None]) -> None:
+        """Record the forward while batches are in flight; `pause` before what is recorded becomes a graph.
+
+        Raises RuntimeError.
+        """
+        replay = recorder.capture(self._forward)
+        pause()
+        self._replay = replay()
 
     def load(self, grids: Sequence[Grid], fill: Fill) -> None:
         """Write a batch into the static buffers. Raises ValueError if it does not fit."""
@@ -246,8 +254,9 @@ class Graph:
         self._replay()
         return self._rows
 
-    def _load_samples(self) -> None:
-        self.load(self._tower.samples_for(self.budget), _no_pixels)
+    def load_samples(self, budget: Budget) -> None:
+        """Write a batch of a budget's size into the static buffers, without pixels."""
+        self.load(self._tower.samples_for(budget), _no_pixels)
 
 
 class GraphSet:
@@ -305,9 +314,9 @@ class GraphSet:
         graph.warm_up()
         return graph
 
-    def add(self, graph: Graph, recorder: Recorder) -> None:
+    def add(self, graph: Graph, recorder: Recorder, pause: Callable[[], None]) -> None:
         """Capture a graph while batches are in flight. Raises RuntimeError."""
-        graph.capture(recorder)
+        graph.capture(recorder, pause)
         self._graphs[graph.budget] = graph
 
     def keep(self, ladder: Ladder) -> None:

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,14 +13,21 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE, CUDAGraph
 
-_RECORDING = ContextVar[list[tuple[torch.cuda.Stream, Tensor]] | None]("recording", default=None)
-"""Streams that run beside the recorded one, and tensors that they read."""
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    tunes: bool
+    beside: list[tuple[torch.cuda.Stream, Tensor]] = field(default_factory=list)
+    """Streams that run beside the recorded one, and tensors that they read."""
+
+
+_RECORDING = ContextVar[_Recording | None]("recording", default=None)
 
 
 @contextmanager
-def recording() -> Iterator[None]:
-    """A forward is recorded within this context, its warm-ups included."""
-    token = _RECORDING.set([])
+def recording(*, tunes: bool = False) -> Iterator[None]:
+    """A forward is recorded within this context, its warm-ups included; `tunes` if these may take seconds."""
+    token = _RECORDING.set(_Recording(tunes))
     try:
         yield
     finally:
@@ -31,18 +39,25 @@ def is_recording() -> bool:
     return _RECORDING.get() is not None
 
 
+def is_tuning() -> bool:
+    """Whether what the calling thread runs for the first time may be timed in several ways."""
+    own = _RECORDING.get()
+    return own is not None and own.tunes
+
+
 def read_beside(rows: Tensor, stream: torch.cuda.Stream) -> None:
     """A second stream of the calling thread's recording reads these rows from now on.
 
     They are kept until `join`, as other kernels could be given their memory.
     """
-    if (beside := _RECORDING.get()) is not None:
-        beside.append((stream, rows))
+    if own := _RECORDING.get():
+        own.beside.append((stream, rows))
 
 
 def join() -> None:
     """Let the current stream wait for all that run beside it in the calling thread's recording."""
-    beside = _RECORDING.get() or []
+    own = _RECORDING.get()
+    beside = own.beside if own else []
     for stream in {stream.cuda_stream: stream for stream, _ in beside}.values():
         torch.cuda.current_stream(stream.device).wait_stream(stream)
     beside.clear()

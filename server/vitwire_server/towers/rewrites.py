@@ -1,5 +1,8 @@
 """Modules of a tower that compute the same faster: rewritten once, after the weights were loaded."""
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -9,6 +12,8 @@ _LINE = 64
 _MLPS = (("gate_proj", "up_proj", "down_proj"), ("linear_fc1", "linear_fc2"), ("fc1", "fc2"))
 """Names of the linear layers of an MLP; all but the last have its inner columns. Of three, the first is the gate."""
 _ACTIVATIONS = frozenset({"act_fn", "act", "activation_fn", "activation"})
+Product: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Of rows, a weight and a bias."""
 STORED_SCALES = "stored_scales"
 """Attribute of linear layers whose weight was stored in float8: the scales, `(channels, 1)` in float32."""
 
@@ -19,17 +24,23 @@ class PatchProjection(nn.Module):
     def __init__(self, convolution: nn.Conv2d | nn.Conv3d) -> None:
         super().__init__()
         self.convolution = convolution
+        self.product: Product = functional.linear
 
     @property
     def weight(self) -> Tensor:
         """The kernel, whose dtype patch embeddings ask for."""
         return self.convolution.weight
 
+    @property
+    def matrix(self) -> Tensor:
+        """The kernel as the weight of a product."""
+        return self.weight.flatten(1)
+
     def forward(self, patches: Tensor) -> Tensor:
         """`(patches, C, ...)` of the kernel's size to `(patches, columns, 1, ...)`; what is larger is convolved."""
         if patches.shape[1:] != self.weight.shape[1:]:
             return self.convolution(patches)  # type: ignore[no-any-return]
-        rows = functional.linear(patches.flatten(1), self.weight.flatten(1), self.convolution.bias)
+        rows = self.product(patches.flatten(1), self.matrix, self.convolution.bias)
         return rows.view(*rows.shape, *([1] * (patches.ndim - 2)))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from vitwire_server.runtime.kernels.rowwise import interpolated
 from vitwire_server.runtime.products.tuned import Products
 from vitwire_server.runtime.recording import is_recording, join, read_beside
+from vitwire_server.towers.rewrites import PatchProjection
 
 _INDICES, _WEIGHTS = "interp_indices", "interp_weights"
 _MOST_ROWS = 512
@@ -36,6 +37,10 @@ def hasten_mergers(model: nn.Module, blocks: Sequence[nn.Module]) -> int:
     for linear in linears:
         products.register(linear.weight)
         linear.forward = partial(_product, products, linear)  # type: ignore[method-assign]
+    for module in model.modules():
+        if isinstance(module, PatchProjection):
+            products.register(module.matrix)
+            module.product = products.linear
     inner, last = getattr(model, _INNER, None), getattr(model, _LAST, None)
     if isinstance(inner, nn.ModuleList) and isinstance(last, nn.Module):
         branches = Branches()

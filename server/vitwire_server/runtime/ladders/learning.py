@@ -129,15 +129,15 @@ class LadderLearner:
         self._change = None
         self._parts = self._capture.keep(ladder)
         self._served = 0
+        if self._keep:  # also one that is slower now, as a restart captures each budget whole, and tunes it
+            self._worker.submit(self._keep, Learned(change.proposal.sizes, self._histogram.loads))
         if change.gain <= 0:
             self._monitor.refitted(Refit.KEPT)
-            _log.info("a ladder was captured and measured to be slower than the old one, which stays in use")
+            _log.info("a ladder was captured and measured to be slower than the old one, which stays until a restart")
             return
         self._announce(change, ladder)
         if self.on_change:
             self.on_change(ladder)
-        if self._keep:
-            self._worker.submit(self._keep, Learned(change.proposal.sizes, self._histogram.loads))
 
     def stop(self) -> None:
         """See Learner."""
@@ -184,6 +184,7 @@ class LadderLearner:
         all_segments = {budget.tokens: budget for budget in ladder}
         predicted = interpolated(planner.costs, all_segments)  # as what cannot be timed is assumed to take
         measured, saved = dict(predicted.measured), dict(planner.costs.saved)
+        beside = yield from self._beside(planner)
         for budget in sorted(set(ladder) - set(planner.ladder), reverse=True):
             yield from self._capture.capture(budget, planner.costs.eager_work(budget.tokens).device)
             change.captured += 1
@@ -192,7 +193,7 @@ class LadderLearner:
             if seconds is None:
                 continue
             if budget == all_segments[budget.tokens]:
-                measured[budget.tokens] = seconds
+                measured[budget.tokens] = seconds + beside
             else:
                 others = yield from self._capture.timed(budget, all_segments[budget.tokens], replay)
                 saved[budget] = max(0.0, (others or 0.0) - seconds)
@@ -206,6 +207,18 @@ class LadderLearner:
             raise CaptureFailed(f"the new ladder could not be judged: {error!r}") from error
         self._planner = planner.changed(worthwhile(ladder, costs) if change.gain > 0 else planner.ladder, costs)
         return self._planner
+
+    def _beside(self, planner: Planner) -> Generator[None, None, float]:
+        """Seconds of the device that costs count beside a replay, which is all that can be timed between batches.
+
+        They are the same for all budgets; the smallest is measured again.
+        """
+        costs, tokens = planner.costs, planner.ladder.budgets[0].tokens
+        if tokens not in costs.measured:
+            return 0.0
+        smallest = max(budget for budget in planner.ladder if budget.tokens == tokens)
+        seconds = yield from self._capture.timed(smallest, smallest, costs.replay_work(tokens).device)
+        return costs.measured[tokens] - seconds if seconds else 0.0
 
     def _give_up(self, error: str) -> None:
         self._parts = self._change = None

@@ -5,7 +5,7 @@ batches every few milliseconds, however long the forward takes. No graph is open
 turn and continues as another slice.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,14 +13,10 @@ from functools import partial
 import torch
 
 from vitwire_server.core.budgets import Budget, Ladder
-from vitwire_server.core.errors import EncoderError
-from vitwire_server.core.items import Item
 from vitwire_server.fitting.ladders import REPLAYS
-from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import GraphSet, Recorder
-from vitwire_server.runtime.ladders.calibration import sample_items
 from vitwire_server.runtime.memory.streams import Streams
-from vitwire_server.runtime.recording import is_recording
+from vitwire_server.runtime.recording import join
 from vitwire_server.runtime.turns import Turns
 from vitwire_server.towers.tower import Tower
 
@@ -43,7 +39,6 @@ class LiveCapture:
     """
 
     tower: Tower
-    engine: Engine
     graphs: GraphSet
     streams: Streams
     recorder: Recorder
@@ -73,24 +68,30 @@ class LiveCapture:
         finally:
             for hook in hooks:
                 hook.remove()
-        self.grown += work.grown
+            self.grown += work.grown
         if self.grown > self.memory_bound:
             raise CaptureFailed(f"budget of {budget.tokens} tokens: the graphs take more than --graph-memory")
         yield
 
     def timed(self, budget: Budget, on: Budget, seconds: float) -> Generator[None, None, float | None]:
-        """The device's seconds for a full batch of `budget` on the graph of `on`, a part for each replay.
+        """The device's seconds for the replay of `on` with a full batch of `budget`; a part begins one at most.
 
-        None if a replay is predicted to take more than `LONGEST_REPLAY`, as batches would wait for it, and on the host.
+        None if it is predicted to take more than `LONGEST_REPLAY`, as batches would wait for it, and on the host.
         Raises CaptureFailed.
         """
         if self.tower.device.type != "cuda" or seconds > LONGEST_REPLAY:
             return None
-        items = sample_items(self.tower, self.tower.samples_for(budget))
-        taken = []
+        graph, taken = self.graphs[on], list[float]()
         for _ in range(REPLAYS):
-            taken.append(self._timed(items, on))
-            yield
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            with self.computing(budget):
+                graph.load_samples(budget)
+                began.record()
+                graph.replay()
+                ended.record()
+            yield  # batches are launched behind it
+            ended.synchronize()
+            taken.append(began.elapsed_time(ended) / 1e3)
         return min(taken)
 
     def keep(self, ladder: Ladder) -> Generator[None, None, None]:
@@ -121,13 +122,6 @@ class LiveCapture:
         except RuntimeError as error:  # a lost device shows in the next batch as well
             raise CaptureFailed(f"budget of {budget.tokens} tokens: {str(error).partition(chr(10))[0]}") from error
 
-    def _timed(self, items: Sequence[Item], budget: Budget) -> float:
-        collected = self.engine.launch(items, budget).collect()
-        failed = next((each for each in collected.results if isinstance(each, EncoderError)), None)
-        if failed or collected.ran_separately:
-            raise CaptureFailed(f"budget of {budget.tokens} tokens: its replay failed: {failed or 'out of memory'}")
-        return collected.timings.execute if collected.timings else 0.0
-
     def reserved(self) -> int:
         return torch.cuda.memory_reserved(self.tower.device) if self.tower.device.type == "cuda" else 0
 
@@ -141,6 +135,8 @@ class _Work:
     """Layers of an eager forward in a turn."""
     layers: int = 0
     """Of this turn."""
+    captures: bool = False
+    """Not the eager forward any more."""
     grown: int = 0
     """Bytes that the pool grew by."""
 
@@ -150,24 +146,37 @@ class _Work:
         with live.computing(budget):
             graph = live.graphs.warmed_up(budget)
             self._wait()
-            self.grown -= live.reserved()
-            live.graphs.add(graph, live.recorder)
-            self.grown += live.reserved()
+            self.captures = True
+            with self._growing(1):
+                live.graphs.add(graph, live.recorder, self._pause)
 
     def before_layer(self, *_: object) -> None:
         """Wait for the next turn if this one is over."""
         if not self.live.turns.is_mine():
             return
         self.layers += 1
-        if not is_recording():
+        if not self.captures:
             if self.layers > self.most or self.live.turns.is_over():
                 self._wait()
         elif self.live.turns.is_over():
             with self.live.recorder.interrupted():
-                self.grown += self.live.reserved()
-                self._wait()
-                self.grown -= self.live.reserved()
+                self._pause()
+
+    def _pause(self) -> None:
+        """Let batches run, whose memory does not count."""
+        with self._growing(-1):
+            self._wait()
+
+    @contextmanager
+    def _growing(self, sign: int) -> Iterator[None]:
+        """Count what the pool grows by within this context, with this sign."""
+        self.grown -= sign * self.live.reserved()
+        try:
+            yield
+        finally:
+            self.grown += sign * self.live.reserved()
 
     def _wait(self) -> None:
+        join()  # batches use the same memory
         self.live.turns.wait()
         self.layers = 1

@@ -5,8 +5,8 @@ Used on the engine thread.
 """
 
 import ctypes
-from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
-from dataclasses import dataclass
+from ctypes import Array, byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -23,7 +23,7 @@ _MOST_WORKSPACE, _REDUCTIONS = 1, 3
 """cublasLtMatmulPreferenceAttributes_t"""
 _IN_FLOAT32 = 2
 """Of cublasLtReductionScheme_t: splits are added in the type of the sums, not of the result."""
-_RESULT_BYTES, _ALGORITHM_BYTES, _STATE_AT = 96, 64, 72
+_RESULT_BYTES, _ALGORITHM_BYTES, _WORKSPACE_AT, _STATE_AT = 96, 64, 64, 72
 """Layout of cublasLtMatmulHeuristicResult_t."""
 _PROPOSALS = 5
 """Of 8, one of the first five was the fastest for all products of Qwen3-VL-8B from 196 to 4096 rows (H200)."""
@@ -61,6 +61,10 @@ class Algorithm:
     def run(self, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """Compute `out` on the current stream; all are contiguous. Raises CublasLtError."""
         self.library.run(self, rows, weight, bias, out)
+
+    def resized(self, rows: int, weight: Tensor) -> "Algorithm | None":
+        """The same way for another number of rows; None if the library does not support it. Raises CublasLtError."""
+        return self.library.resized(self, rows, weight)
 
 
 class CublasLt:
@@ -106,6 +110,21 @@ class CublasLt:
         states = self._proposed(operation, layouts)
         return [Algorithm(operation, layouts, state, accumulates, self) for state in states]
 
+    def resized(self, algorithm: Algorithm, rows: int, weight: Tensor) -> Algorithm | None:
+        """See Algorithm."""
+        (columns, depth), kind = weight.shape, _TYPES[weight.dtype]
+        weights, inputs, outputs = layouts = (
+            algorithm.layouts[0],
+            self._layout(kind, depth, rows),
+            self._layout(kind, columns, rows),
+        )
+        state, result = _buffer(algorithm.state), ctypes.create_string_buffer(_RESULT_BYTES)
+        sides = weights, inputs, outputs, outputs
+        if self._library.cublasLtMatmulAlgoCheck(self._handle, algorithm.operation, *sides, state, result):
+            return None
+        workspace = c_size_t.from_buffer(result, _WORKSPACE_AT).value
+        return replace(algorithm, layouts=layouts) if workspace <= _WORKSPACE_BYTES else None
+
     def run(self, algorithm: Algorithm, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """See Algorithm."""
         if bias is not None:
@@ -125,7 +144,7 @@ class CublasLt:
             outputs,
             c_void_p(out.data_ptr()),
             outputs,
-            (c_uint64 * (_ALGORITHM_BYTES // 8)).from_buffer_copy(algorithm.state),
+            _buffer(algorithm.state),
             c_void_p(self._workspace.data_ptr()),
             c_size_t(_WORKSPACE_BYTES),
             c_void_p(torch.cuda.current_stream(out.device).cuda_stream),
@@ -175,3 +194,7 @@ class CublasLt:
         status = getattr(self._library, name)(*arguments)
         if status:
             raise CublasLtError(f"{name} returned status {status}")
+
+
+def _buffer(state: bytes) -> Array[c_uint64]:
+    return (c_uint64 * (_ALGORITHM_BYTES // 8)).from_buffer_copy(state)

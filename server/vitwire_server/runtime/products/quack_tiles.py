@@ -70,7 +70,7 @@ _MOST_IN_TURNS = 208
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A compiled kernel for products of one size."""
+    """A compiled kernel for products with weights of one size."""
 
     name: str
     launch: Any
@@ -78,6 +78,11 @@ class Plan:
     def run(self, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """Compute `out` on the current stream, or without a bias add to it; all are contiguous."""
         self.launch.run(rows, weight.mT, out={"D": out}, **_operands(bias, out))
+
+    def resized(self, rows: int, weight: Tensor) -> "Plan":
+        """The same: kernels are compiled for any number of rows."""
+        del rows, weight
+        return self
 
 
 def _operands(bias: Tensor | None, out: Tensor) -> dict[str, Tensor]:

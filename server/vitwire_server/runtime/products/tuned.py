@@ -1,13 +1,14 @@
-"""The products of a tower's blocks, each in the way that was fastest for its number of rows.
+"""The products of a tower, each in the way that was fastest for its number of rows.
 
 While a forward is recorded, the algorithms that cuBLASLt proposes, and quack's kernels if it is installed, are timed on
 the weights of all blocks, which are more than the device's cache holds, against what torch would take; the fastest one
-that is as accurate is kept, also on disk. Eager forwards take torch's. Used on the engine thread.
+that is as accurate is kept, also on disk. A forward that is captured while batches run takes the choices for more
+rows. Eager forwards take torch's. Used on the engine thread.
 """
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -22,7 +23,7 @@ from vitwire_server.runtime.products.choices import Choices
 from vitwire_server.runtime.products.cublaslt import Algorithm, CublasLt, CublasLtError, Epilogue
 from vitwire_server.runtime.products.quack_tiles import NAME, Plan, Quack, quack_on
 from vitwire_server.runtime.products.trials import cold_seconds, exact_product, relative_error
-from vitwire_server.runtime.recording import is_recording
+from vitwire_server.runtime.recording import is_recording, is_tuning
 
 _log = logging.getLogger(__name__)
 Linear: TypeAlias = tuple[Tensor, Tensor | None]
@@ -123,10 +124,21 @@ class Products:
             return None
         size = _Size(len(rows), *_sides(weight), rows.dtype, epilogue, accumulates)
         if size not in self._algorithms:
-            if torch.cuda.is_current_stream_capturing():
-                return None
-            self._algorithms[size] = self._chosen(size, rows.device)
+            self._algorithms[size] = self._chosen(size, rows.device) if is_tuning() else self._taken_over(size, weight)
         return self._algorithms[size]
+
+    def _taken_over(self, size: _Size, weight: Tensor) -> Algorithm | Plan | None:
+        """The choice for more rows, if it can be used for these.
+
+        In the place of torch's product, which may need a kernel that is not loaded yet, it is the library's proposal.
+        """
+        larger = _with_more_rows(self._algorithms, size)
+        if larger is None or self._library is None:
+            return None
+        choice = self._algorithms[larger] or next(
+            iter(self._library.proposals(larger.rows, weight, size.epilogue, accumulates=size.accumulates)), None
+        )
+        return choice.resized(size.rows, weight) if choice else None
 
     def _chosen(self, size: _Size, device: torch.device) -> Algorithm | Plan | None:
         weights = self._weights[size.columns, size.depth]
@@ -156,7 +168,7 @@ class Products:
     def _fastest(
         self, size: _Size, proposals: Sequence[Algorithm | Plan], weights: Sequence[Tensor], device: torch.device
     ) -> Algorithm | Plan | None:
-        """The fastest of `proposals`; None if torch's product is as fast."""
+        """The fastest of `proposals`; None if torch's product is faster."""
         generator = torch.Generator(device).manual_seed(0)
         rows = torch.randn(size.rows, size.depth, generator=generator, device=device, dtype=size.dtype)
         bias = None
@@ -173,7 +185,7 @@ class Products:
 
         exact = exact_product(rows, weights[0], bias, gelu=gelu)
         most = _MOST_ERROR * relative_error(_linear(rows, weights[0], bias, gelu=gelu), exact)
-        best, least = None, _LEAST_GAIN * cold_seconds(torch_way, weights)
+        best, least = None, cold_seconds(torch_way, weights)
         for proposal in proposals:
             try:
                 proposal.run(rows, weights[0], bias, out.zero_())
@@ -193,10 +205,12 @@ class Products:
             return None
         size = _Size(len(rows), *_sides(weight), rows.dtype, _epilogue(bias, gelu=False))
         if size not in self._tiles:
-            if torch.cuda.is_current_stream_capturing():
-                return None
-            self.linear(rows, weight, bias)  # chooses what tiles are compared with
-            self._tiles[size] = self._fastest_tile(size, hidden, rows, linear, norm)
+            if is_tuning():
+                self.linear(rows, weight, bias)  # chooses what tiles are compared with
+                self._tiles[size] = self._fastest_tile(size, hidden, rows, linear, norm)
+            else:
+                larger = _with_more_rows(self._tiles, size)
+                self._tiles[size] = self._tiles[larger] if larger else None
         return self._tiles[size]
 
     def _fastest_tile(self, size: _Size, hidden: Tensor, rows: Tensor, linear: Linear, norm: Norm) -> Tile | None:
@@ -232,6 +246,12 @@ class Products:
                 best, least = index, taken
         self._choices.put(name, best)
         return fitting.get(best)
+
+
+def _with_more_rows(sizes: Iterable[_Size], size: _Size) -> _Size | None:
+    """The same size with the next larger number of rows; None if there is none."""
+    larger = [each for each in sizes if each.rows > size.rows and replace(each, rows=size.rows) == size]
+    return min(larger, key=lambda each: each.rows, default=None)
 
 
 def _sides(weight: Tensor) -> tuple[int, int]:

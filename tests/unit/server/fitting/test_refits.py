@@ -1,6 +1,7 @@
 """Histograms of loads, and when another ladder is worth its capture."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,7 +9,7 @@ from bench.sizes import footprints
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitwire_server.core.budgets import default_tokens
+from vitwire_server.core.budgets import Ladder, default_tokens, with_longer, with_shorter
 from vitwire_server.core.capacities import PackedCapacities, TileCapacities
 from vitwire_server.core.costs import ASSUMED, Costs
 from vitwire_server.core.grids import Footprint
@@ -77,6 +78,19 @@ class TestHistogram:
         assert needed
         assert DEMANDS.budget(needed).fits(Footprint(480, 120, 30, 16), 30)
         assert needed < 700
+
+    def test_budgets_of_as_many_tokens_hold_longer_segments_or_more(self) -> None:
+        """As on a GPU. Many segments have room only if all are short."""
+
+        def completed(ladder: Ladder) -> Ladder:
+            return with_shorter(with_longer(ladder, merge=2), lambda longest: [256] if longest > 256 else [], merge=2)
+
+        demands = replace(DEMANDS, completed=completed)
+        assert demands.of([image(MOST)], 1) == MOST
+        clip = Footprint(40 * 64, 40 * 16, 40, 64)
+        assert demands.of([clip], 1) == DEMANDS.of([clip], 1) == 640
+        assert demands.of([clip, image(300)], 2) is None
+        assert DEMANDS.of([clip, image(300)], 2) == demands.of([image(640), image(300)], 2) == 944
 
     def test_tiles_are_demanded_whole(self) -> None:
         tiles = Demands(TileCapacities(256, 1024), 256 * 20, max_items=8, max_frames=512)

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.errors import EncodeFailed
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.runner import Running
+from vitwire_server.fitting.ladders import REPLAYS
 from vitwire_server.runtime.ladders import live_capture
 from vitwire_server.runtime.ladders.live_capture import CaptureFailed, LiveCapture
 from vitwire_server.runtime.recording import is_recording
@@ -24,6 +26,8 @@ BF16 = torch.bfloat16
 GRIDS = (Grid(1, 8, 10), Grid(2, 4, 6), Grid(1, 2, 2), Grid(1, 12, 6))
 TOKENS = sum(grid.patches for grid in GRIDS) // 4
 BOUND = 64 << 20
+WARM_UPS = 1
+"""Forwards before a capture."""
 SECONDS = 1e-3
 """Of a forward of the device."""
 SEGMENT = 2 << 20
@@ -46,7 +50,7 @@ def a_turn_for_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def live(rig: Rig) -> LiveCapture:
-    return LiveCapture(rig.tower, rig.engine, rig.graphs, rig.streams, rig.recorder, lambda ladder: ladder, BOUND)
+    return LiveCapture(rig.tower, rig.graphs, rig.streams, rig.recorder, lambda ladder: ladder, BOUND)
 
 
 def budget(tokens: int) -> Budget:
@@ -59,14 +63,16 @@ def finish(parts: Iterator[None]) -> None:
 
 
 class Breaking:
-    """Lets the last layer of a tower fail while it is recorded, and raises no error elsewhere."""
+    """Lets the last layer of a tower fail while it is captured, and raises no error elsewhere."""
 
     def __init__(self, rig: Rig, error: Exception) -> None:
         self._error = error
+        self._recorded = 0
         self._hook = rig.tower.blocks[-1].register_forward_pre_hook(self._break)
 
     def _break(self, *_: object) -> None:
-        if is_recording():
+        self._recorded += is_recording()
+        if self._recorded == WARM_UPS + 1:
             raise self._error
 
     def end(self) -> None:
@@ -105,13 +111,13 @@ def test_slices_give_the_rows_of_a_whole_graph(rig: Rig, monkeypatch: pytest.Mon
 
 def test_a_turn_takes_several_layers_if_they_are_short(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_capture, "TURN_SECONDS", 600.0)
-    assert len(list(live(rig).capture(budget(TOKENS), SECONDS))) == 2, "the eager forward, and the capture"
+    assert len(list(live(rig).capture(budget(TOKENS), SECONDS))) == 3, "forward, capture, graph"
 
 
 def test_layers_that_take_the_device_long_have_turns_of_their_own(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_capture, "TURN_SECONDS", 600.0)
     parts = list(live(rig).capture(budget(TOKENS), 600.0 * len(rig.tower.blocks)))
-    assert len(parts) == 2 + len(rig.tower.blocks) - 1
+    assert len(parts) == 3 + len(rig.tower.blocks) - 1
 
 
 def test_a_forward_may_be_predicted_to_take_no_time(rig: Rig, yardstick: Yardstick) -> None:
@@ -159,6 +165,37 @@ def test_a_capture_that_fails_in_a_turn_leaves_the_graphs_as_they_were(
     assert not wrong(rig, yardstick, rig.engine.launch(rig.items(GRIDS), budget(TOKENS)), 0)
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_memory_that_an_unfinished_capture_took_is_counted(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, *, fails: bool
+) -> None:
+    """Of a forward that takes 10 bytes in each layer that is captured, while batches take 1,000 after each turn."""
+    reserved, recorded, layers = [0], [0], len(rig.tower.blocks)
+
+    def grow(*_: object) -> None:
+        if is_recording():
+            reserved[0] += 10 * (recorded[0] % (2 * layers) >= layers)
+            recorded[0] += 1
+
+    hooks = [block.register_forward_hook(grow) for block in rig.tower.blocks]
+    monkeypatch.setattr(LiveCapture, "reserved", lambda _: reserved[0])
+    capture = live(rig)
+    turns = len(list(capture.capture(budget(100), SECONDS)))
+    assert capture.grown == reserved[0] == 10 * len(hooks)
+    breaking = Breaking(rig, RuntimeError("injected")) if fails else None
+    parts = capture.capture(budget(90), SECONDS)
+    with suppress(CaptureFailed):
+        for _ in range(turns - 3):
+            next(parts)
+            reserved[0] += 1000
+    parts.close()
+    assert capture.grown == reserved[0] % 1000 > 10 * len(hooks)
+    if breaking:
+        breaking.end()
+    for hook in hooks:
+        hook.remove()
+
+
 @pytest.mark.parametrize("share", [0.25, 0.75])
 def test_a_capture_may_end_in_the_middle(share: float, rig: Rig, yardstick: Yardstick) -> None:
     """As when the server stops: in the eager forward, or in the capture."""
@@ -174,6 +211,27 @@ def test_a_capture_may_end_in_the_middle(share: float, rig: Rig, yardstick: Yard
     finish(capture.capture(budget(TOKENS), SECONDS))
     for on in (budget(TOKENS), None, rig.holding(rig.items(GRIDS))):
         assert not wrong(rig, yardstick, rig.engine.launch(rig.items(GRIDS), on), 0)
+
+
+def test_batches_run_on_between_timed_replays(rig: Rig, yardstick: Yardstick) -> None:
+    """They share the static buffers."""
+    capture, new = live(rig), budget(TOKENS)
+    running: list[Running] = []
+    taken: list[float | None] = []
+
+    def timing() -> Iterator[None]:
+        taken.append((yield from capture.timed(new, new, SECONDS)))
+
+    finish(capture.capture(new, SECONDS))
+    for _ in timing():
+        running.append(rig.engine.launch(rig.items(GRIDS, seed=len(running)), new))
+    assert not any(wrong(rig, yardstick, each, seed) for seed, each in enumerate(running))
+    if rig.tower.device.type == "cuda":
+        assert len(running) == REPLAYS
+        assert taken[0]
+        assert taken[0] > 0
+    else:
+        assert taken == [None]
 
 
 def test_a_budget_larger_than_the_static_buffers_is_refused(rig: Rig) -> None:
