@@ -76,8 +76,8 @@ def started(settings: ServeSettings, metrics: RpcMetrics, processes: int) -> Dec
     count = _processes(settings)
     if not count:
         return None
-    device = settings.device if _may_use_device(settings) else ""
-    return DecodePool(max(1, count // processes), metrics, device)
+    is_there = _may_use_device(settings) and find_spec("nvidia") and find_spec("nvidia.nvimgcodec")
+    return DecodePool(max(1, count // processes), metrics, settings.device if is_there else "")
 
 
 def decoding(
