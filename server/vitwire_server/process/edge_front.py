@@ -26,7 +26,7 @@ from vitwire_server.sessions.local import LocalSessions
 _log = logging.getLogger(__name__)
 _STOP_SECONDS = 5.0
 _DRAIN_MARGIN = 5.0
-_SERVE_SECONDS = 30.0
+_SERVE_SECONDS = 40.0
 """For edges to serve the model; one that has died serves it once it is restarted."""
 
 

@@ -21,7 +21,7 @@ from vitwire_server.preparing.rules.forms import form_of
 _log = logging.getLogger(__name__)
 _PATIENCE = 10.0
 """A job may take its processor time and one second more, times this, of wall-clock time."""
-_START_SECONDS = 10.0
+_START_SECONDS = 30.0
 """That a server waits for its decoders before it is ready without them."""
 _LEAST_SECONDS, _SECONDS_PER_PIXEL = 1.0, 5e-7
 """Of processor time that a file may take: several times what the slowest format needs."""

@@ -207,7 +207,7 @@ async def pool_of(device: str = "cpu", **sizes: Any) -> AsyncIterator[DecodePool
     pool = DecodePool(1, Counts(), device)
     try:
         pool.set_up(Setup(dict(RECIPES), bounds, clips=False), on_device=True)
-        await pool.ready()
+        await ready(pool)
         yield pool
     finally:
         await pool.close()
