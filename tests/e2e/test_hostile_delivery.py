@@ -71,14 +71,16 @@ def changed(process: "subprocess.Popen[str]") -> int:
     return int(process.stdout.readline())
 
 
-def answer(server: ServerProcess, consumer: ConsumerProcess, metadata: bytes, agent: str = "") -> str:
+def answer(
+    server: ServerProcess, consumer: ConsumerProcess, metadata: bytes, agent: str = "", *, on_device: bool = False
+) -> str:
     """How an item is answered whose rows are to go to a consumer: "placed", or why they were not."""
     made = request(image(4, 4))
     made.delivery.CopyFrom(
         pb.Delivery(
             agent=agent or consumer.agent,
             agent_metadata=metadata,
-            memory=pb.MEMORY_KIND_HOST,
+            memory=pb.MEMORY_KIND_DEVICE if on_device else pb.MEMORY_KIND_HOST,
             address=consumer.address,
             bytes=consumer.nbytes,
         )
@@ -113,6 +115,14 @@ def renamed(consumer: ConsumerProcess, metadata: bytes, number: int) -> tuple[st
 def key_of(metadata: bytes) -> int:
     """Where the remote key begins: after the address, the size and the device of the only range."""
     return metadata.rindex(NBYTES.to_bytes(8, "little")) + 16
+
+
+def test_a_device_that_the_server_cannot_reach(server: ServerProcess) -> None:
+    """The reason is not one for which a client tries again at once, and the item is counted."""
+    before = server.metric("vitwire_delivery_fallbacks_total", reason="off")
+    with consuming(NBYTES) as consumer:
+        assert answer(server, consumer, consumer.metadata, on_device=True) == "off"
+    assert server.metric("vitwire_delivery_fallbacks_total", reason="off") == before + 1
 
 
 @pytest.mark.parametrize("transports", ["tcp,cma", "tcp,posix", "tcp,sysv", "all"])

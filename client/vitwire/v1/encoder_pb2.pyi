@@ -413,8 +413,9 @@ Global___Delivery: typing_extensions.TypeAlias = Delivery
 class Region(google.protobuf.message.Message):
     """Part of a client's memory, leased to one item. The server may write into it
     until it has answered the item with an EmbeddingPlacement or an error. If
-    the embedding comes in the response instead, or the RPC ends without an answer,
-    the server may still write into the region later: do not use it again.
+    the embedding comes in the response instead (unless delivery_fallback is
+    "busy"), or the RPC ends without an answer, the server may still write into the
+    region later: do not use it again.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

@@ -80,7 +80,7 @@ class Fallback(StrEnum):
     TOO_SMALL = "too_small"
     """The region of an item without pixels is smaller than the rows that were cached."""
     OFF = "off"
-    """NIXL delivery is not enabled, or has ended."""
+    """NIXL delivery is not enabled, has ended, or does not reach devices."""
 
 
 @dataclass(frozen=True, slots=True)

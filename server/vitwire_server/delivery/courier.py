@@ -63,8 +63,12 @@ class Courier:
             self._send(lambda: self._transfers.accept(job))
         else:
             rows.release()
-            self._metrics.fell_back(refusal)
-            done(NotDelivered(refusal))
+            self.refuse(refusal, done)
+
+    def refuse(self, reason: Fallback, done: Done) -> None:
+        """Answer that rows are not delivered."""
+        self._metrics.fell_back(reason)
+        done(NotDelivered(reason))
 
     def add_device(self, memory: Memory, outbox: Outbox, upload: Upload) -> None:
         """Deliver from device memory as well. `upload` copies rows from the host into it.
@@ -89,11 +93,14 @@ class Courier:
         added.result()
         self._upload = upload
 
-    def upload(self, data: memoryview) -> DeviceRows | None:
-        """Rows of the host on the device; None without a device, or room on it."""
-        rows = self._upload(data) if self._upload else None
-        if rows:
-            self._metrics.uploaded(rows.nbytes)
+    def upload(self, data: memoryview) -> DeviceRows | Fallback:
+        """Rows of the host on the device; or why not: without a device OFF, without room on it BUSY."""
+        if self._upload is None:
+            return Fallback.OFF
+        rows = self._upload(data)
+        if rows is None:
+            return Fallback.BUSY
+        self._metrics.uploaded(rows.nbytes)
         return rows
 
     def close(self) -> None:

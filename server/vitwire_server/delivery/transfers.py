@@ -105,7 +105,7 @@ class Transfers:
         self._outbox = memory
 
     def accept(self, job: Job) -> None:
-        peer = self.peers.find(job.placing.consumer) if self._can_send(job.rows) else Fallback.BUSY
+        peer = self._refusal(job.rows) or self.peers.find(job.placing.consumer)
         if isinstance(peer, Fallback):
             self._end(job, peer)
             return
@@ -257,11 +257,11 @@ class Transfers:
                 _log.warning("a sender is replaced: %d of its transfers do not end", len(jobs))
                 self._lose(sender, is_to_blame=hangs)
 
-    def _can_send(self, rows: Rows) -> bool:
-        """Whether rows are in the outbox, or can be copied to staging memory."""
+    def _refusal(self, rows: Rows) -> Fallback | None:
+        """Why rows cannot be sent; None if they are in the outbox, or can be copied to staging memory."""
         if rows.device is None:
-            return rows.nbytes <= self._bounds.staging_bytes
-        return self._outbox is not None and rows.device == self._outbox.device
+            return Fallback.BUSY if rows.nbytes > self._bounds.staging_bytes else None
+        return None if self._outbox and rows.device == self._outbox.device else Fallback.OFF
 
     def _end(self, job: Job, failure: Fallback | None) -> None:
         """Answer a job, unless it was answered when it took too long, and release what it holds."""

@@ -130,7 +130,8 @@ class _Edge:
                 else:
                     _log.debug("%d objects are exempt from garbage collections", exempt_loaded())
                     self._sessions = RemoteSessions(self._link, self._arena, message.digest_seed)
-                    front.serve(card, footprints, self._sessions)
+                    await front.serve(card, footprints, self._sessions)
+                    self._link.send(messages.Serving())
             case messages.Show():
                 self._health.follow(State(message.state), message.reason)
                 await front.show()

@@ -26,6 +26,8 @@ from vitwire_server.sessions.local import LocalSessions
 _log = logging.getLogger(__name__)
 _STOP_SECONDS = 5.0
 _DRAIN_MARGIN = 5.0
+_SERVE_SECONDS = 40.0
+"""For edges to serve the model; one that has died serves it once it is restarted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +38,7 @@ class _SupervisedEdge:
     index: int
     child: ChildProcess = field(init=False)
     listening: asyncio.Event = field(default_factory=asyncio.Event)
+    serving: asyncio.Event = field(default_factory=asyncio.Event)
     drained: asyncio.Event = field(default_factory=asyncio.Event)
     _pid: int = 0
     _link: Link[messages.ToEngine, messages.ToRpc] | None = None
@@ -113,6 +116,8 @@ class _SupervisedEdge:
                 else:
                     self.child.mark_ready()
                     self.listening.set()
+            case messages.Serving():
+                self.serving.set()
             case messages.Drained():
                 self.drained.set()
             case _ if self._host:
@@ -178,12 +183,15 @@ class EdgeFront:
             for edge in self.edges:
                 edge.send(messages.Beat())
 
-    def serve(self, card: ModelCard, footprints: Footprints, sessions: LocalSessions) -> None:
-        """The model is loaded: accept RPCs."""
+    async def serve(self, card: ModelCard, footprints: Footprints, sessions: LocalSessions) -> None:
+        """See LocalFront."""
         self.model = messages.Serve(pickle.dumps((card, footprints)), sessions.digest_seed)
         self.footprints, self.sessions = footprints, sessions
         for edge in self.edges:
             edge.serve()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_SERVE_SECONDS):
+                await asyncio.gather(*(edge.serving.wait() for edge in self.edges))
 
     def describe(self, card: ModelCard) -> None:
         """See LocalFront."""

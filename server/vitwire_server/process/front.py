@@ -11,7 +11,7 @@ from vitwire_server.core.health import Health
 from vitwire_server.core.models import ModelCard
 from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.process.hanging_files import read_at_start, refresh_for_ever
-from vitwire_server.process.preparing import decoding
+from vitwire_server.process.preparing import decoding, started
 from vitwire_server.process.system import rpc_connections
 from vitwire_server.rpc.calls import Serving
 from vitwire_server.rpc.codec import Codec
@@ -23,7 +23,7 @@ from vitwire_server.sessions.session import Sessions
 
 if TYPE_CHECKING:
     from vitwire_server.observe.otlp import OtlpTracer
-    from vitwire_server.rpc.unprepared import Decoding
+    from vitwire_server.preparing.files.pool import DecodePool
 
 _TLS = "--tls-cert, --tls-key, --tls-client-ca"
 _TOKENS = "--auth-tokens-file"
@@ -42,7 +42,7 @@ class LocalFront:
     processes: int = 1
     port: int | None = None
     _service: EncoderService = field(init=False)
-    _decoding: "Decoding | None" = None
+    _decoders: "DecodePool | None" = None
     _tracer: "OtlpTracer | None" = None
     _rpc: RpcServer | None = None
     _refreshing: list[asyncio.Task[None]] = field(default_factory=list)
@@ -56,10 +56,14 @@ class LocalFront:
 
             self._tracer = otlp.tracer(settings.otlp_endpoint)
 
-    def serve(self, card: ModelCard, footprints: Footprints, sessions: Sessions) -> None:
-        """The model is loaded: accept RPCs."""
-        self._decoding = decoding(self.settings, card, self.metrics, self.processes)
-        self._service.serving = Serving(card, Codec(card, footprints), sessions, self._decoding)
+    async def serve(self, card: ModelCard, footprints: Footprints, sessions: Sessions) -> None:
+        """The model is loaded: accept RPCs, and wait until decoders are ready for files."""
+        offered = decoding(self.settings, card, self.metrics, self.processes, self._decoders)
+        self._service.serving = Serving(card, Codec(card, footprints), sessions, offered)
+        if offered:
+            await offered.pool.ready()
+        elif self._decoders:
+            await self._decoders.close()
 
     def describe(self, card: ModelCard) -> None:
         """Answer GetModel with another description of the model that is served."""
@@ -78,6 +82,7 @@ class LocalFront:
             tracer=self._tracer,
         )
         port = await self._rpc.start()
+        self._decoders = started(settings, self.metrics, self.processes)
         for flags, files in ((_TLS, listen.certificates), (_TOKENS, listen.tokens)):
             if files:
                 self._refreshing.append(asyncio.create_task(refresh_for_ever(flags, files.refresh)))
@@ -103,8 +108,8 @@ class LocalFront:
             task.cancel()
         if self._rpc:
             await self._rpc.stop(0)
-        if self._decoding:
-            await self._decoding.pool.close()
+        if self._decoders:
+            await self._decoders.close()
         if self._tracer:
             self._tracer.close()
             self._tracer = None

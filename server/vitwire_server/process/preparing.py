@@ -18,7 +18,7 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Encoding, ModelCard, NotOnDevice, Place, Preparation
 from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.preparing.files.child import HARDWARE
-from vitwire_server.preparing.files.messages import Sizes
+from vitwire_server.preparing.files.messages import Setup, Sizes
 from vitwire_server.preparing.files.pool import DecodePool
 from vitwire_server.preparing.rules.recipe import Recipe, recipes_of
 from vitwire_server.rpc.unprepared import MAX_PICTURE_BYTES, Decoding, picture_bytes
@@ -35,13 +35,11 @@ _COPIES = 3
 _CHECK_SECONDS = 120.0
 
 
-async def decoded_on(settings: ServeSettings, device: str) -> Preparation:
+async def decoded_on(settings: ServeSettings) -> Preparation:
     """Choose where JPEG files are decoded. A child process compares drawn pictures on the device with Pillow's."""
-    if settings.decode == "cpu":
-        return Preparation(Place.CPU, NotOnDevice.ASKED)
-    if not _processes(settings) or (settings.decode == "auto" and device == "cpu"):
-        return Preparation(Place.CPU, NotOnDevice.NO_DEVICE)
-    words = (sys.executable, "-P", "-m", HARDWARE, "check", device)
+    if not _may_use_device(settings):
+        return Preparation(Place.CPU, NotOnDevice.ASKED if settings.decode == "cpu" else NotOnDevice.NO_DEVICE)
+    words = (sys.executable, "-P", "-m", HARDWARE, "check", settings.device)
     process = await asyncio.create_subprocess_exec(*words, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL)
     try:
         async with asyncio.timeout(_CHECK_SECONDS):
@@ -73,16 +71,26 @@ def described(card: ModelCard, settings: ServeSettings) -> ModelCard:
     return replace(card, limits=limits, encodings=encodings)
 
 
-def decoding(settings: ServeSettings, card: ModelCard, metrics: RpcMetrics, processes: int) -> Decoding | None:
-    """For one of `processes` that serve RPCs; None if the card offers nothing. Called on the event loop."""
-    if not card.prepared:
+def started(settings: ServeSettings, metrics: RpcMetrics, processes: int) -> DecodePool | None:
+    """Decoders of one of `processes` that serve RPCs; None if there are to be none. Called on the event loop."""
+    count = _processes(settings)
+    if not count:
+        return None
+    is_there = _may_use_device(settings) and find_spec("nvidia") and find_spec("nvidia.nvimgcodec")
+    return DecodePool(max(1, count // processes), metrics, settings.device if is_there else "")
+
+
+def decoding(
+    settings: ServeSettings, card: ModelCard, metrics: RpcMetrics, processes: int, pool: DecodePool | None
+) -> Decoding | None:
+    """The pool, set up; None if the card offers nothing."""
+    if not pool or not card.prepared:
         return None
     geometry = card.geometry
     on_device = MAX_PICTURE_BYTES if card.preparation.place is Place.DEVICE else 0
     output = max(card.limits.patches_per_item * geometry.columns(frames=geometry.temporal), on_device)
     input_bytes = max(settings.max_encoded_bytes, picture_bytes(card.limits))
     sizes = Sizes(
-        processes=max(1, _processes(settings) // processes),
         input_bytes=input_bytes,
         output_bytes=output,
         pixels=settings.max_image_pixels,
@@ -90,12 +98,10 @@ def decoding(settings: ServeSettings, card: ModelCard, metrics: RpcMetrics, proc
         memory=_BASE_BYTES
         + settings.max_image_pixels * _BYTES_PER_PIXEL
         + _COPIES * (settings.max_encoded_bytes + output),
-        device=card.device if card.decoding.place is Place.DEVICE else "",
     )
-    pool = DecodePool(
-        sizes, recipes_of(card.preprocessing, card.geometry), metrics, clips=Encoding.MP4 in card.encodings
-    )
-    pool.start()
+    recipes = dict(recipes_of(card.preprocessing, card.geometry))
+    setup = Setup(recipes, sizes, clips=Encoding.MP4 in card.encodings)
+    pool.set_up(setup, on_device=card.decoding.place is Place.DEVICE)
     waiting = Admission(settings.max_queued_items, settings.max_queued_bytes // processes)
     return Decoding(pool, waiting, card.preparation, metrics)
 
@@ -104,6 +110,11 @@ def _fingerprint(recipes: Mapping[Modality, Recipe], jpegs: Preparation, *, clip
     names = ["pillow"] + ["av"] * clips + ["nvidia-nvimgcodec-cu13"] * (jpegs.place is Place.DEVICE)
     libraries = {name: version(name) for name in names}
     return sha256(msgspec.json.encode((libraries, recipes), order="sorted")).hexdigest()
+
+
+def _may_use_device(settings: ServeSettings) -> bool:
+    chosen = settings.decode == "device" or (settings.decode == "auto" and settings.device != "cpu")
+    return chosen and _processes(settings) > 0
 
 
 def _processes(settings: ServeSettings) -> int:

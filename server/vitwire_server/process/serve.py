@@ -65,6 +65,9 @@ async def serve(settings: ServeSettings) -> int:
     raise_limit()
     if settings.nixl and not is_installed():
         raise UsageError(f"--nixl: {MISSING}")
+    if settings.device in ("auto", "cuda"):
+        on_cuda = settings.device == "cuda" or torch.cuda.is_available()
+        settings = settings.model_copy(update={"device": "cuda:0" if on_cuda else "cpu"})
     health = Health()
     metrics = Metrics(health)
     metrics.admission.limits(settings.max_queued_items, settings.max_queued_bytes)
@@ -75,7 +78,7 @@ async def serve(settings: ServeSettings) -> int:
         if settings.record_trace:
             trace = await read_at_start("--record-trace", partial(TraceWriter, settings.record_trace))
             stack.callback(trace.close)
-        edges = rpc_processes(settings.rpc_process_count, cuda_devices=int(_is_on_cuda(settings.device)))
+        edges = rpc_processes(settings.rpc_process_count, cuda_devices=int(settings.device != "cpu"))
         memory = _shared_memory(settings) if edges > 1 else None
         registry = metrics.registry
         if memory:
@@ -118,10 +121,7 @@ class _Server:
         """Load the model, serve, drain; returns the exit code."""
         settings, front = self.settings, self.front
         courier = await asyncio.to_thread(self._courier)
-        device = "cpu"
-        if _is_on_cuda(settings.device):
-            device = settings.device if ":" in settings.device else "cuda:0"
-        decoding = asyncio.create_task(preparing.decoded_on(settings, device))
+        decoding = asyncio.create_task(preparing.decoded_on(settings))
         watching_front = asyncio.create_task(front.watch())
         model = await self._loaded(watching_front)
         if model is None:
@@ -135,7 +135,7 @@ class _Server:
             await asyncio.to_thread(_add_outbox, courier, model.outbox, keep=settings.stored_bytes > 0)
         card = preparing.described(replace(model.card, nixl=courier is not None, decoding=await decoding), settings)
         self.metrics.model.described(card)
-        front.serve(card, model.tower.footprint, self._sessions(card, scheduler.intake, courier))
+        await front.serve(card, model.tower.footprint, self._sessions(card, scheduler.intake, courier))
         if model.learner:
             self._show_ladders(model, model.learner, card)
         _log.debug("%d objects are exempt from garbage collections", exempt_loaded())
@@ -229,10 +229,6 @@ def _add_outbox(courier: Courier, outbox: Outbox, *, keep: bool) -> None:
             _log.warning("embeddings are not delivered to clients' devices: %s", error)
             return
     outbox.keeps = keep
-
-
-def _is_on_cuda(device: str) -> bool:
-    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
 def _shared_memory(settings: LimitSettings) -> ArenaMemory:

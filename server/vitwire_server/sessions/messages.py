@@ -119,6 +119,10 @@ class Started(Message, tag=6):
     fault: str
 
 
+class Serving(Message, tag=11):
+    """The model is served."""
+
+
 class Drained(Message, tag=7):
     """Nothing is in flight any more, or the time is over."""
 
@@ -206,7 +210,7 @@ class Stop(Message, tag=7):
 
 Requests: TypeAlias = Reserve | Admit | Find | Queue | Submit | Ask
 OfSession: TypeAlias = Open | Requests | Release | Close
-ToEngine: TypeAlias = OfSession | Started | Drained
+ToEngine: TypeAlias = OfSession | Started | Serving | Drained
 ToSession: TypeAlias = Reply | Done | Fault | Spares
 Control: TypeAlias = Configure | Serve | Show | Drain | Stop
 ToRpc: TypeAlias = ToSession | Control | Beat

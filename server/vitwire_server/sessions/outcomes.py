@@ -212,15 +212,16 @@ class Outcomes:
         if self.courier is None:
             done(NotDelivered(Fallback.OFF))
         elif embedding.nbytes > placing.region.nbytes:
-            done(NotDelivered(Fallback.TOO_SMALL))
+            self.courier.refuse(Fallback.TOO_SMALL, done)
         else:
-            rows = _from_device(embedding, placing.consumer)
-            if rows is None and placing.consumer.memory is MemoryKind.HOST:
-                self.courier.deliver(placing, SharedRows(embedding.data), done)
-            elif rows := rows or self.courier.upload(embedding.data):
-                self.courier.deliver(placing, SharedRows(rows), done)
+            rows: DeviceRows | memoryview | Fallback | None = _from_device(embedding, placing.consumer)
+            if rows is None:
+                on_host = placing.consumer.memory is MemoryKind.HOST
+                rows = embedding.data if on_host else self.courier.upload(embedding.data)
+            if isinstance(rows, Fallback):
+                self.courier.refuse(rows, done)
             else:
-                done(NotDelivered(Fallback.BUSY))
+                self.courier.deliver(placing, SharedRows(rows), done)
 
     def _delivered(self, key: int, placing: Placing, outcome: Encoded) -> None:
         if self.ticket.cancelled:

@@ -12,6 +12,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from io import BytesIO
@@ -26,14 +27,18 @@ from PIL import Image
 from torch import Tensor
 
 from vitwire_server.core.decoding import MAX_PICTURE_PIXELS, Fault
+from vitwire_server.core.models import Preprocessing
 from vitwire_server.preparing.device.resizing import prepared
 from vitwire_server.preparing.files.messages import Decode, Decoded, FromDecoder, Measure, NotDecoded, Refused, Setup
-from vitwire_server.preparing.files.worker import serve
+from vitwire_server.preparing.files.worker import Answering, serve
+from vitwire_server.preparing.rules.recipe import Recipe
 
 _MOST_DIFFERENCE, _MOST_DIFFERING = 1, 1e-3
 """From Pillow, and the share of values that differ at all: 1 and 0.00014 were measured."""
 _SAMPLINGS = ("4:4:4", "4:2:2", "4:2:0")
 _PROBE = (333, 517)
+_DRAWN = Recipe(Preprocessing(1, 1 << 16, (0.5,) * 3, (0.5,) * 3, 1 / 255, Image.Resampling.BICUBIC), 16, 2, 1)
+"""Shrinks the probe along both axes."""
 _EXTENSIONS = ("libnvjpeg_ext.*", "libjpeg_turbo_ext.*")
 _BLOCKING = 4
 """CU_CTX_SCHED_BLOCKING_SYNC: waits do not use a core."""
@@ -44,9 +49,9 @@ _TURNS = {2: (0, True), 3: (2, False), 4: (2, True), 5: (1, True), 6: (3, False)
 class Hardware:
     """Decodes one file after the other."""
 
-    def __init__(self, device: str, max_pixels: int = MAX_PICTURE_PIXELS) -> None:
+    def __init__(self, device: str) -> None:
         self._device = torch.device(device)
-        self._max_pixels = max_pixels
+        self.max_pixels = MAX_PICTURE_PIXELS
         on_device = self._device.type == "cuda"
         if on_device:
             index = self._device.index or 0
@@ -76,7 +81,7 @@ class Hardware:
             area = stream.height * stream.width  # it reads the header here
         except RuntimeError as error:
             raise NotDecoded(Fault.LOST, str(error)) from error
-        if area > self._max_pixels:
+        if area > self.max_pixels:
             raise NotDecoded(Fault.LOST, "nvImageCodec finds a larger picture in it than Pillow")
         image = self._decoder.decode(stream, params=self._parameters, **again)
         if image is None:
@@ -152,9 +157,16 @@ def _file(sampling: str) -> bytes:
     return file.getvalue()
 
 
-def _answering(setup: Setup, memory: mmap.mmap) -> Callable[[Measure | Decode], FromDecoder]:
+def _ahead() -> Answering:
+    """Decodes and prepares a drawn picture: the first use loads libraries and kernels."""
+    hardware = Hardware(sys.argv[4])
+    prepared(hardware.decoded(_file("4:2:0"), 1), _DRAWN)[0].cpu()
+    return partial(_answering, hardware)
+
+
+def _answering(hardware: Hardware, setup: Setup, memory: mmap.mmap) -> Callable[[Measure | Decode], FromDecoder]:
     """Answers jobs. Whatever is not expected ends the process, and with it all that the file left behind."""
-    hardware = Hardware(setup.sizes.device, setup.sizes.pixels)
+    hardware.max_pixels = setup.sizes.pixels
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
     def write(picture: Tensor, job: Decode) -> None:
@@ -183,7 +195,7 @@ def _answering(setup: Setup, memory: mmap.mmap) -> Callable[[Measure | Decode], 
 def main() -> None:
     """Serve as `files.worker`; or with `check DEVICE` write why this device cannot decode, or nothing."""
     if sys.argv[1] != "check":
-        serve(_answering)
+        serve(_ahead)
     try:
         print(fault_of(Hardware(sys.argv[2])), flush=True)
     except Exception as error:  # noqa: BLE001 - of a driver or library: the reason is the answer

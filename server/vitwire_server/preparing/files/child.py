@@ -61,17 +61,23 @@ class Child:
     """To the last message. A separate task, as a caller that is cancelled must not lose the answer."""
 
     @classmethod
-    async def start(cls, setup: Setup, *, on_device: bool = False) -> Self:
-        """A decoder that is ready, on the device or not. Raises NotDecoded if it cannot be started."""
+    async def start(cls, awaited: asyncio.Future[Setup], device: str = "") -> Self:
+        """A decoder that is ready, on the device if one is named. Its process loads its libraries before the setup.
+
+        Raises NotDecoded if it cannot be started.
+        """
         link, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         link.setblocking(False)
-        size = -(-(setup.sizes.input_bytes + setup.sizes.output_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         descriptor = os.memfd_create("vitwire-decoder", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(descriptor, size)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)  # a decoder that was taken over cannot make reads fail
-            memory = mmap.mmap(descriptor, size)
-            process = await _spawn(other, descriptor, HARDWARE if on_device else _WORKER)
+            process = await _spawn(other, descriptor, device)
+            try:
+                setup = await asyncio.shield(awaited)
+                memory = _sized(descriptor, setup.sizes.input_bytes + setup.sizes.output_bytes)
+            except BaseException:
+                await _killed(process)
+                link.close()
+                raise
         except OSError as error:
             link.close()
             raise NotDecoded(Fault.LOST, f"a decoder cannot be started: {error}") from error
@@ -163,14 +169,8 @@ class Child:
             return False
 
     async def close(self) -> None:
-        """Kill the process and free the memory. Its end of the socket is then closed, which ends a wait for its answer.
-
-        Not by `process.kill`, which reaps a process that has just ended, so that asyncio loses its exit status.
-        """
-        if self.process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.process.pid, signal.SIGKILL)
-        await self.process.wait()
+        """Kill the process and free the memory. Its end of the socket is then closed: a wait for its answer ends."""
+        await _killed(self.process)
         self._link.close()
         with suppress(BufferError):  # a copy is under way, whose end frees it; errors in cycles would hold it else
             self._memory.close()
@@ -185,6 +185,25 @@ class Child:
         return NotDecoded(Fault.LOST, f"the decoder ended unexpectedly (exit {self.process.returncode})")
 
 
+def _sized(descriptor: int, nbytes: int) -> mmap.mmap:
+    """The memory of so many bytes. Raises OSError."""
+    size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    os.ftruncate(descriptor, size)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)  # a decoder that was taken over cannot make reads fail
+    return mmap.mmap(descriptor, size)
+
+
+async def _killed(process: Process) -> None:
+    """Kill a process unless it has ended.
+
+    Not by `process.kill`, which reaps a process that has just ended, so that asyncio loses its exit status.
+    """
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
 async def _copy(target: Pixels, source: Pixels) -> None:
     for start in range(0, len(source), _COPIED_BYTES):
         target[start : start + _COPIED_BYTES] = source[start : start + _COPIED_BYTES]
@@ -197,20 +216,20 @@ def _seen(answer: asyncio.Task[FromDecoder]) -> None:
         answer.exception()
 
 
-async def _spawn(link: socket.socket, memory: int, module: str) -> Process:
-    kept = (*_KEPT_VARIABLES, *_DEVICE_VARIABLES) if module == HARDWARE else _KEPT_VARIABLES
+async def _spawn(link: socket.socket, memory: int, device: str) -> Process:
+    kept = (*_KEPT_VARIABLES, *_DEVICE_VARIABLES) if device else _KEPT_VARIABLES
     environment = {name: os.environ[name] for name in kept if name in os.environ}
     descriptors = (link.fileno(), memory)
-    arguments = (*map(str, descriptors), str(os.getpid()))
+    arguments = (*map(str, descriptors), str(os.getpid()), device)
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",
         "-m",
-        module,
+        HARDWARE if device else _WORKER,
         *arguments,
         stdin=DEVNULL,
         stdout=DEVNULL,
-        stderr=DEVNULL if module == HARDWARE else None,  # NVIDIA's library writes a line about each broken file
+        stderr=DEVNULL if device else None,  # NVIDIA's library writes a line about each broken file
         env=environment | _ONE_THREAD,
         pass_fds=descriptors,
         process_group=0,  # Ctrl-C reaches only the server, which drains first

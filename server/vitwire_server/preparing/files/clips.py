@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from io import BytesIO
 
 import av
+import av.subtitles.stream  # now: opening the first clip imports it
 import numpy as np
 import numpy.typing as npt
 from av.container import InputContainer

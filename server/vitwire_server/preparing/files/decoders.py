@@ -18,9 +18,9 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 
 class CpuDecoders:
-    """Processes that are started when they are needed; those that died are replaced."""
+    """Processes that are started ahead, or when they are needed; those that died are replaced then."""
 
-    def __init__(self, setup: Setup, changed: Callable[[int, int], None]) -> None:
+    def __init__(self, setup: asyncio.Future[Setup], changed: Callable[[int, int], None]) -> None:
         """`changed` is called with the number of processes, and of those that have a job."""
         self._setup = setup
         self._changed = changed
@@ -28,6 +28,12 @@ class CpuDecoders:
         self._all: set[Child] = set()
         self.closed = False
         """Once true, no process is lent or started."""
+
+    async def start(self, count: int) -> None:
+        """Start so many that jobs need not wait for."""
+        for child in await asyncio.gather(*(self.take() for _ in range(count)), return_exceptions=True):
+            if isinstance(child, Child):
+                await self.give_back(child)
 
     async def take(self) -> Child:
         """A decoder for one job. Raises NotDecoded if none can be started, or once `closed`."""
@@ -82,15 +88,17 @@ class DeviceDecoder:
     Nothing depends on it: what it does not decode is left to the others.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: asyncio.Future[Setup], device: str) -> None:
         self._setup = setup
+        self._device = device
         self._child: Child | None = None
         self._pause = _FIRST_PAUSE
         self._starting: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
+    def start(self) -> asyncio.Task[None]:
         """Start the process in the background."""
         self._starting = asyncio.create_task(self._start(0.0))
+        return self._starting
 
     def takes(self, found: Measured) -> bool:
         """True if it is ready, and decodes this file as Pillow does and sooner."""
@@ -125,7 +133,7 @@ class DeviceDecoder:
         while self._child is None:
             await asyncio.sleep(pause)
             try:
-                self._child = await Child.start(self._setup, on_device=True)
+                self._child = await Child.start(self._setup, self._device)
             except NotDecoded as error:
                 pause = _LONGEST_PAUSE
                 _log.warning("JPEG files are decoded on the CPU: the decoder on the device did not start: %s", error)

@@ -6,7 +6,7 @@ from struct import pack, unpack_from
 from zlib import crc32
 
 from msgspec.structs import replace
-from PIL import Image
+from PIL import Image, MpoImagePlugin, WebPImagePlugin  # noqa: F401 - else the first WebP file imports all plugins
 from PIL.ExifTags import Base
 
 from vitwire_server.core.decoding import Fault
@@ -16,6 +16,7 @@ from vitwire_server.preparing.rules.forms import form_of
 from vitwire_server.preparing.rules.patches import CHANNELS
 from vitwire_server.preparing.rules.recipe import Recipe
 
+Image.preinit()  # the other formats
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _FIRST_OF_MANY = ("GIF", "MPO")
 """Formats of which the first picture is used: animations, and photographs that a camera stores with others."""

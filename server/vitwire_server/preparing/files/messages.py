@@ -33,8 +33,6 @@ class NotDecoded(Exception):
 class Sizes(Struct, array_like=True, frozen=True):
     """Bounds of a pool. The memory that it shares with a decoder begins with the input, and ends with the output."""
 
-    processes: int
-    """That decode at a time; one more reads headers."""
     input_bytes: int
     """Of the largest file or picture."""
     output_bytes: int
@@ -45,8 +43,6 @@ class Sizes(Struct, array_like=True, frozen=True):
     """Of processor time for the largest file."""
     memory: int
     """Bytes of each decoder, in addition to what it has after its imports."""
-    device: str = ""
-    """Where one more process decodes JPEG files; empty for none."""
 
 
 class Setup(Struct, array_like=True, frozen=True, tag=0):

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from math import prod
 from typing import NamedTuple
@@ -14,14 +14,15 @@ from vitwire_server.core.items import Modality
 from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.preparing.files.child import Child
 from vitwire_server.preparing.files.decoders import DEVICE_SECONDS, CpuDecoders, DeviceDecoder
-from vitwire_server.preparing.files.messages import Decode, Decoded, Measure, Measured, NotDecoded, Setup, Sizes
+from vitwire_server.preparing.files.messages import Decode, Decoded, Measure, Measured, NotDecoded, Setup
 from vitwire_server.preparing.files.turns import Flow, Turns, predicted
 from vitwire_server.preparing.rules.forms import form_of
-from vitwire_server.preparing.rules.recipe import Recipe
 
 _log = logging.getLogger(__name__)
 _PATIENCE = 10.0
 """A job may take its processor time and one second more, times this, of wall-clock time."""
+_START_SECONDS = 30.0
+"""That a server waits for its decoders before it is ready without them."""
 _LEAST_SECONDS, _SECONDS_PER_PIXEL = 1.0, 5e-7
 """Of processor time that a file may take: several times what the slowest format needs."""
 
@@ -41,23 +42,34 @@ class Prepared(NamedTuple):
 class DecodePool:
     """Lends decoders to jobs, in turn. Used on one event loop."""
 
-    def __init__(self, sizes: Sizes, recipes: Mapping[Modality, Recipe], monitor: RpcMetrics, *, clips: bool) -> None:
-        """`clips` is true if files of clips are read."""
-        self._sizes = sizes
-        self._recipes = recipes
+    def __init__(self, processes: int, monitor: RpcMetrics, device: str = "") -> None:
+        """Start so many decoders, one that reads headers, and one on a device. They load their libraries now."""
         self._monitor = monitor
-        setup = Setup(dict(recipes), sizes, clips)
-        self._decoders = CpuDecoders(setup, monitor.decoders)
+        self._awaited: asyncio.Future[Setup] = asyncio.get_running_loop().create_future()
+        self._decoders = CpuDecoders(self._awaited, monitor.decoders)
         self._measuring = Turns(1, self._count_waiting)
-        self._decoding = Turns(sizes.processes, self._count_waiting)
+        self._decoding = Turns(processes, self._count_waiting)
         self._on_device = Turns(1, self._count_waiting)
-        self._device = DeviceDecoder(setup) if sizes.device else None
+        self._device = DeviceDecoder(self._awaited, device) if device else None
+        self._starting = [asyncio.create_task(self._decoders.start(processes + 1))]
+        if self._device:
+            self._starting.append(self._device.start())
         self._returning: set[asyncio.Task[None]] = set()
 
-    def start(self) -> None:
-        """Start the decoder on the device, if there is one; the others start when they are needed."""
-        if self._device:
-            self._device.start()
+    def set_up(self, setup: Setup, *, on_device: bool) -> None:
+        """The model is known; the device turned out to decode, or not."""
+        if self._device and not on_device:
+            self._starting.append(asyncio.create_task(self._device.close()))
+            self._device = None
+        self._awaited.set_result(setup)
+
+    async def ready(self) -> None:
+        """Wait for the decoders, some seconds at most."""
+        await asyncio.wait(self._starting, timeout=_START_SECONDS)
+
+    @property
+    def _setup(self) -> Setup:
+        return self._awaited.result()
 
     def takes_on_device(self, found: Measured) -> bool:
         """True if a file goes to the decoder on the device, which prepares it too."""
@@ -75,7 +87,7 @@ class DecodePool:
     def measure_picture(self, shape: tuple[int, ...], modality: Modality) -> Measured:
         """Form and cost of a prepared picture, or the frames of a clip, from their shape. Raises NotDecoded."""
         try:
-            form = form_of(shape, self._recipes[modality])
+            form = form_of(shape, self._setup.recipes[modality])
         except ValueError as error:
             raise NotDecoded(Fault.UNSUPPORTED, str(error)) from error
         return Measured.of(form, prod(shape[:-1]), shape)
@@ -122,9 +134,9 @@ class DecodePool:
 
     async def close(self) -> None:
         self._decoders.closed = True
-        for task in self._returning:
+        for task in (tasks := [*self._starting, *self._returning]):
             task.cancel()
-        await asyncio.gather(*self._returning, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._device:
             await self._device.close()
         await self._decoders.close()
@@ -159,7 +171,7 @@ class DecodePool:
 
     def _seconds(self, cost: int) -> float:
         """Processor time for a job."""
-        return min(self._sizes.seconds, _LEAST_SECONDS + cost * _SECONDS_PER_PIXEL)
+        return min(self._setup.sizes.seconds, _LEAST_SECONDS + cost * _SECONDS_PER_PIXEL)
 
     def _count_waiting(self) -> None:
         self._monitor.waiting(self._measuring.waiting + self._decoding.waiting + self._on_device.waiting)

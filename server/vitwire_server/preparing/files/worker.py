@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import numpy as np
 from msgspec import msgpack
@@ -48,10 +48,14 @@ _TOO_MANY_FRAMES = Refused(Fault.TOO_LARGE, "the model's rule chooses too many f
 """Instead of an answer with more times than a message can carry."""
 
 
-def serve(made: Callable[[Setup, mmap.mmap], Callable[[Measure | Decode], FromDecoder]]) -> NoReturn:
+Answering: TypeAlias = Callable[[Setup, mmap.mmap], Callable[[Measure | Decode], FromDecoder]]
+"""Gets the setup and the memory, and returns what answers a job."""
+
+
+def serve(ahead: Callable[[], Answering]) -> NoReturn:
     """Answer jobs until the socket is closed; arguments of the process are the descriptors of socket and memory.
 
-    `made` gets the setup and the memory, and returns what answers a job.
+    `ahead` is called before the setup is awaited, and does all that needs none.
     """
     end, memory, parent = (int(each) for each in sys.argv[1:4])
     if sys.platform == "linux":
@@ -61,6 +65,7 @@ def serve(made: Callable[[Setup, mmap.mmap], Callable[[Measure | Decode], FromDe
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # the parent decides when to stop
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=end) as link:
+        made = ahead()
         setup = TO_DECODER.decode(link.recv(MAX_MESSAGE))
         assert isinstance(setup, Setup), "the first message"
         answer = made(setup, mmap.mmap(memory, 0))
@@ -172,4 +177,4 @@ def _brief(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    serve(lambda setup, memory: _Worker(setup, memory).answer)
+    serve(lambda: lambda setup, memory: _Worker(setup, memory).answer)

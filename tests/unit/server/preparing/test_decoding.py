@@ -1,9 +1,7 @@
 """Decoders: real processes, whose pixels are those that are prepared here."""
 
 import asyncio
-import os
 import select
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from io import BytesIO
@@ -32,7 +30,7 @@ from prepared import FORMATS, MODELS, SAMPLING, Recipes
 from vitwire_server.core.decoding import Fault
 from vitwire_server.core.items import Modality
 from vitwire_server.preparing import pillow
-from vitwire_server.preparing.files.messages import Measured, NotDecoded, Sizes
+from vitwire_server.preparing.files.messages import Measured, NotDecoded, Setup, Sizes
 from vitwire_server.preparing.files.pool import DecodePool
 from vitwire_server.preparing.files.turns import Flow
 from vitwire_server.preparing.pillow import Tiles
@@ -66,11 +64,13 @@ class Counts:
 
 
 @asynccontextmanager
-async def pool_of(recipes: Recipes = MODELS["patches"], **sizes: Any) -> AsyncIterator[DecodePool]:
-    usual = Sizes(processes=1, input_bytes=8 << 20, output_bytes=64 << 20, pixels=1 << 24, seconds=5.0, memory=2 << 30)
+async def pool_of(recipes: Recipes = MODELS["patches"], processes: int = 1, **sizes: Any) -> AsyncIterator[DecodePool]:
+    usual = Sizes(input_bytes=8 << 20, output_bytes=64 << 20, pixels=1 << 24, seconds=5.0, memory=2 << 30)
     bounds = Sizes(**{name: sizes.get(name, getattr(usual, name)) for name in Sizes.__struct_fields__})
-    pool = DecodePool(bounds, recipes, Counts(), clips=True)
+    pool = DecodePool(processes, Counts())
     try:
+        pool.set_up(Setup(dict(recipes), bounds, clips=True), on_device=False)
+        await pool.ready()
         yield pool
     finally:
         await pool.close()
@@ -79,7 +79,7 @@ async def pool_of(recipes: Recipes = MODELS["patches"], **sizes: Any) -> AsyncIt
 
 def decoders() -> list[psutil.Process]:
     """Those of this process that have not ended."""
-    return [child for child in psutil.Process().children() if "files.worker" in _command(child)]
+    return [child for child in psutil.Process().children() if "vitwire_server.preparing" in _command(child)]
 
 
 def _command(process: psutil.Process) -> str:
@@ -153,6 +153,7 @@ async def test_files_are_prepared_as_in_this_process(name: str) -> None:
 async def test_hostile_files_are_refused_and_the_decoder_survives() -> None:
     good = saved(photograph())
     async with pool_of(pixels=64_000_000) as pool:
+        before = decoders()
         for name, (make, fault, reason) in HOSTILE.items():
             with pytest.raises(NotDecoded) as error:
                 await prepared(pool, make())
@@ -160,7 +161,7 @@ async def test_hostile_files_are_refused_and_the_decoder_survives() -> None:
             assert reason in str(error.value), name
             assert "items[3].encoded" in str(error.value.of_item("items[3].encoded"))
         assert_equal(*await prepared(pool, good), expected(good, MODELS["patches"]))
-        assert len(decoders()) == 1
+        assert decoders() == before
 
 
 async def test_a_file_that_takes_too_long_ends_only_its_decoder() -> None:
@@ -223,9 +224,10 @@ async def test_memory_is_limited() -> None:
 async def test_a_killed_decoder_costs_at_most_its_file() -> None:
     file, slow = saved(photograph()), many_scans()
     async with pool_of(seconds=60.0, pixels=1 << 25) as pool:
-        await prepared(pool, file)
-        (child,) = decoders()
         job = asyncio.create_task(decoded(pool, slow, 1))
+        while not (busy := [child.process.pid for child in pool._decoders._all if child.is_busy]):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        child = psutil.Process(busy[0])
         while child.cpu_times().user < 1.0:  # noqa: ASYNC110 - until it works on the job
             await asyncio.sleep(0.02)
         child.kill()
@@ -233,10 +235,16 @@ async def test_a_killed_decoder_costs_at_most_its_file() -> None:
             await job
         assert error.value.fault is Fault.LOST
         await prepared(pool, file)
-        (child,) = decoders()
-        os.kill(child.pid, signal.SIGKILL)  # while it is idle
-        psutil.wait_procs([child], 1)
+        killed()  # while they are idle
         await prepared(pool, file)
+
+
+def killed() -> None:
+    """Kill all decoders."""
+    found = decoders()
+    for child in found:
+        child.kill()
+    psutil.wait_procs(found, 1)
 
 
 async def test_a_cancelled_job_keeps_its_decoder() -> None:
@@ -260,25 +268,27 @@ async def test_a_job_that_is_cancelled_as_its_answer_arrives_costs_nothing() -> 
     file = saved(photograph())
     async with pool_of(seconds=60.0) as pool, asyncio.timeout(60):
         await prepared(pool, file)
-        (child,) = pool._decoders._all
+        before = set(pool._decoders._all)
         for steps in range(8):
             job = asyncio.create_task(pool.measure(FLOW, file, Modality.IMAGE))
-            while not child.is_busy:  # noqa: ASYNC110 - until it has the job
+            while not (busy := [child for child in before if child.is_busy]):  # noqa: ASYNC110 - until it has the job
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
-            select.select([child._link], [], [], 0.5)  # of 5 ms that a header takes
+            select.select([busy[0]._link], [], [], 0.5)  # of 5 ms that a header takes
             for _ in range(steps):
                 await asyncio.sleep(0)
             job.cancel()
             with suppress(asyncio.CancelledError):
                 await job
+            await asyncio.gather(*pool._returning)
         assert_equal(*await prepared(pool, file), expected(file, MODELS["patches"]))
-        assert pool._decoders._all == {child}
+        assert pool._decoders._all == before
 
 
 async def test_a_cancelled_job_does_not_stop_the_start_of_a_decoder() -> None:
     file = saved(photograph())
     async with pool_of() as pool:
+        killed()
         job = asyncio.create_task(pool.measure(FLOW, file, Modality.IMAGE))
         while not decoders():  # noqa: ASYNC110 - until the decoder starts
             await asyncio.sleep(0.01)
@@ -290,6 +300,7 @@ async def test_a_cancelled_job_does_not_stop_the_start_of_a_decoder() -> None:
 
 async def test_closing_ends_a_decoder_that_starts() -> None:
     async with pool_of() as pool:
+        killed()
         job = asyncio.create_task(pool.measure(FLOW, b"", Modality.IMAGE))
         while not decoders():  # noqa: ASYNC110 - until the decoder starts
             await asyncio.sleep(0.01)
@@ -298,14 +309,22 @@ async def test_closing_ends_a_decoder_that_starts() -> None:
             await job
 
 
-async def test_decoders_start_as_they_are_needed() -> None:
+async def test_closing_ends_decoders_that_await_their_setup() -> None:
+    pool = DecodePool(2, Counts(), "cpu")
+    while len(decoders()) < 4:  # noqa: ASYNC110 - until their processes run
+        await asyncio.sleep(0.01)
+    await pool.close()
+    assert not decoders()
+
+
+async def test_decoders_are_ready_before_the_first_job() -> None:
     files = [saved(photograph(200 + side, 300)) for side in range(6)]
     async with pool_of(processes=2) as pool:
-        counts = cast("Counts", pool._monitor).running
-        assert not decoders()
+        counts, ready = cast("Counts", pool._monitor).running, decoders()
+        assert len(ready) == 3, "one more reads headers"
         for file, result in zip(files, await asyncio.gather(*(prepared(pool, file) for file in files)), strict=True):
             assert_equal(*result, expected(file, MODELS["patches"]))
-        assert 2 <= len(decoders()) <= 3, "one more may read headers"
+        assert decoders() == ready
         await asyncio.gather(*pool._returning)
         assert max(busy for _, busy in counts) >= 2
         assert all(0 <= busy <= count for count, busy in counts)
@@ -382,12 +401,11 @@ async def test_frames_are_prepared_as_in_this_process(name: str) -> None:
         assert_equal(found, made, pillow.prepared(frames, own))
 
 
-async def test_a_picture_that_the_rule_refuses_is_not_sent_to_a_decoder() -> None:
+async def test_a_picture_that_the_rule_refuses() -> None:
     async with pool_of() as pool:
         with pytest.raises(NotDecoded, match="too elongated") as error:
             pool.measure_picture((1, 500, 3), Modality.IMAGE)
         assert error.value.fault is Fault.UNSUPPORTED
-        assert not decoders()
 
 
 async def pixels_of(

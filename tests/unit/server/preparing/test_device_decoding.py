@@ -30,7 +30,7 @@ from vitwire_server.preparing.device.hardware import Hardware, fault_of
 from vitwire_server.preparing.files import decoders
 from vitwire_server.preparing.files.child import Child
 from vitwire_server.preparing.files.images import is_plain
-from vitwire_server.preparing.files.messages import NotDecoded, Sizes
+from vitwire_server.preparing.files.messages import NotDecoded, Setup, Sizes
 from vitwire_server.preparing.files.pool import DecodePool, Prepared
 from vitwire_server.preparing.files.turns import Flow
 from vitwire_server.process.preparing import decoded_on
@@ -182,12 +182,12 @@ def test_the_decoder_is_compared_with_pillow(decoder: Hardware, monkeypatch: pyt
     ],
 )
 async def test_where_files_are_decoded(flags: dict[str, str], place: Place, reason: NotOnDevice | None) -> None:
-    found = await decoded_on(ServeSettings(model="a model", **flags), "cpu")
+    found = await decoded_on(ServeSettings(model="a model", **{"device": "cpu"} | flags))
     assert (found.place, found.reason) == (place, reason), found.detail
 
 
 async def test_a_device_that_is_not_there() -> None:
-    found = await decoded_on(ServeSettings(model="a model"), "cuda:0")
+    found = await decoded_on(ServeSettings(model="a model", device="cuda:0"))
     assert found.reason is NotOnDevice.UNVERIFIED
     assert found.detail
 
@@ -201,12 +201,13 @@ def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def pool_of(**sizes: Any) -> AsyncIterator[DecodePool]:
-    usual = {"processes": 1, "input_bytes": 8 << 20, "output_bytes": 8 << 20, "pixels": 1 << 24, "seconds": 5.0}
-    bounds = Sizes(**usual | {"memory": 2 << 30, "device": "cpu"} | sizes)
-    pool = DecodePool(bounds, RECIPES, Counts(), clips=False)
-    pool.start()
+async def pool_of(device: str = "cpu", **sizes: Any) -> AsyncIterator[DecodePool]:
+    usual = {"input_bytes": 8 << 20, "output_bytes": 8 << 20, "pixels": 1 << 24, "seconds": 5.0}
+    bounds = Sizes(**usual | {"memory": 2 << 30} | sizes)
+    pool = DecodePool(1, Counts(), device)
     try:
+        pool.set_up(Setup(dict(RECIPES), bounds, clips=False), on_device=True)
+        await ready(pool)
         yield pool
     finally:
         await pool.close()
@@ -249,9 +250,6 @@ def child_of(pool: DecodePool) -> Child:
 
 async def test_plain_files_go_to_the_device() -> None:
     async with pool_of() as pool:
-        first = await decoded(pool, PLAIN["4:2:0"])
-        assert not first.on_device, "it has not started yet"
-        await ready(pool)
         for data in PLAIN.values():
             done = await decoded(pool, data)
             assert done.on_device
@@ -269,7 +267,6 @@ async def test_the_decoder_sees_the_devices_that_the_server_sees(monkeypatch: py
     for name, value in own.items():
         monkeypatch.setenv(name, value)
     async with pool_of() as pool:
-        await ready(pool)
         seen = variables(child_of(pool).process.pid)
     assert [f"{name}={value}" in seen for name, value in own.items()] == [True, True, False]
 
@@ -282,14 +279,12 @@ def variables(pid: int) -> list[str]:
 async def test_small_files_go_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoders, "_LEAST_PIXELS", 90 * 130 + 1)
     async with pool_of() as pool:
-        await ready(pool)
         assert not (await decoded(pool, PLAIN["4:2:0"])).on_device
         assert (await decoded(pool, jpeg(drawn(91, 130)))).on_device
 
 
 async def test_many_at_a_time_take_turns() -> None:
     async with pool_of() as pool:
-        await ready(pool)
         names = list(PLAIN) * 3
         for name, done in zip(
             names, await asyncio.gather(*(decoded(pool, PLAIN[name]) for name in names)), strict=True
@@ -303,7 +298,6 @@ async def test_a_damaged_file_is_what_pillow_makes_of_it() -> None:
     data = PLAIN["4:4:4"]
     cut = data[: len(data) // 2] + b"\xff\xd9"
     async with pool_of() as pool:
-        await ready(pool)
         try:
             done = await decoded(pool, cut)
         except NotDecoded as error:
@@ -315,7 +309,6 @@ async def test_a_damaged_file_is_what_pillow_makes_of_it() -> None:
 
 async def test_a_decoder_that_dies_costs_no_file() -> None:
     async with pool_of() as pool:
-        await ready(pool)
         assert pool._device
         child = pool._device._child
         assert child
@@ -334,7 +327,6 @@ async def test_a_decoder_that_dies_costs_no_file() -> None:
 async def test_files_that_wait_hold_no_memory() -> None:
     """As for other decoders: pixels are reserved when it is a file's turn."""
     async with pool_of() as pool:
-        await ready(pool)
         os.kill(child_of(pool).process.pid, signal.SIGSTOP)
         found = await pool.measure(FLOW, PLAIN["grey"], Modality.IMAGE)
         reserved = 0
@@ -356,7 +348,6 @@ async def test_files_that_wait_hold_no_memory() -> None:
 
 async def test_a_cancelled_file_does_not_reach_the_next() -> None:
     async with pool_of() as pool:
-        await ready(pool)
         for _ in range(10):
             job = asyncio.create_task(decoded(pool, PLAIN["grey"]))
             await asyncio.sleep(0.01)
@@ -411,7 +402,6 @@ async def test_a_closed_pool_starts_no_decoder(monkeypatch: pytest.MonkeyPatch) 
     """In place of one that worked when it was closed."""
     monkeypatch.setattr(decoders, "_FIRST_PAUSE", 0.0)
     async with pool_of() as pool:
-        await ready(pool)
         os.kill(child_of(pool).process.pid, signal.SIGSTOP)
         jobs = [asyncio.create_task(decoded(pool, PLAIN["grey"])) for _ in range(3)]
         while not child_of(pool).is_busy:  # noqa: ASYNC110

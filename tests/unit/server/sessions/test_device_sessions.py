@@ -71,10 +71,13 @@ class Courier:
 
         Thread(target=run).start()
 
-    def upload(self, data: memoryview) -> DeviceRows | None:
+    def upload(self, data: memoryview) -> DeviceRows | Fallback:
         del data
         self.uploads += 1
-        return None
+        return Fallback.OFF
+
+    def refuse(self, reason: Fallback, done: Callable[[Delivered | NotDelivered], None]) -> None:
+        done(NotDelivered(reason))
 
 
 class Hooked:
@@ -206,7 +209,7 @@ def test_rows_in_another_kind_of_memory_go_by_the_host() -> None:
         rig = Rig(courier := Courier(Delivered(REGION, 0.1)))
         await rig.open(DEVICE).submit({1: lookup(REGION)}, {})
         outcome = await rig.encoded()
-        assert outcome.delivery == NotDelivered(Fallback.BUSY)
+        assert outcome.delivery == NotDelivered(Fallback.OFF)
         assert bytes(outcome.embedding.data) == ROWS
         assert (rig.copied(), rig.from_device(), courier.uploads, courier.delivered) == (32, 0, 1, [])
 

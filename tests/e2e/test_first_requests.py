@@ -1,0 +1,49 @@
+"""A server that is ready starts no process and imports no module for the first requests."""
+
+import os
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from checkpoints import Checkpoints
+from encoded_files import clip, moving, photograph, saved, turned
+from first_uses import noted
+from servers import serving
+from vitwire import Client, Item
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="decoders need Linux")
+FLAGS: Mapping[str, tuple[str, ...]] = {
+    "one process": ("--decode-processes", "2"),
+    "two edges": ("--rpc-processes", "2"),
+    "on a device": ("--decode", "device", "--prepare", "device"),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_all_is_there_when_it_is_ready(
+    name: str, checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = dict(os.environ)
+    with noted(tmp_path, environment) as events:
+        monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
+        model = checkpoints("qwen2_vl")
+        with serving(model, "--compile", "off", *FLAGS[name]) as server, Client(server.target) as client:
+            client.model()
+            before = len(events)
+            photo = photograph(900, 800)
+            assert before > 1000, "imports of the server"
+            files = [saved(photo, kind) for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP")]
+            files += [saved(photo, "JPEG", progressive=True), turned("JPEG"), turned("PNG"), turned("WEBP")]
+            for file in files:
+                client.encode_images([file])
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(lambda file: client.encode_images([file]), files * 3))
+            client.encode([Item.from_file(clip(moving(12)))])
+            client.encode_images([np.asarray(photo)])
+            client.encode_clips([np.stack([np.asarray(photograph())] * 4)])
+            client.encode([Item(np.ones((16, 3 * 2 * 14 * 14), np.float32), (1, 4, 4))])
+            assert events[before:] == []
