@@ -2,6 +2,7 @@
 
 from tests.unit.server.runtime.ladders.test_live_capture import (  # noqa: F401 - collected here with this folder's device
     a_turn_for_each_layer,
+    no_collections,
     rig,
     test_a_batch_may_fail_between_the_turns,
     test_a_budget_larger_than_the_static_buffers_is_refused,

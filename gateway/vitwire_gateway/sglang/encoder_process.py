@@ -77,6 +77,7 @@ async def _serve(settings: SglangSettings) -> None:
         adapter = Adapter(settings, Encoder(client, workers, pixels, MAX_ENCODING), media, pusher)
         for close in (fetcher.close, workers.close, adapter.close):
             stack.push_async_callback(close)
+        logger.debug("%d objects are exempt from garbage collections", exempt_loaded())
         addresses = []
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         if settings.grpc_port >= 0:
@@ -91,7 +92,6 @@ async def _serve(settings: SglangSettings) -> None:
             logger.info("serving %s (%s): vectors of %d, %s", model.model_id, model.model_type, width, model.dtype)
         except VitwireError as error:
             logger.warning("Vitwire does not answer yet: %s", error)
-        logger.debug("%d objects are exempt from garbage collections", exempt_loaded())
         await stop.wait()
 
 

@@ -135,10 +135,10 @@ class _Server:
             await asyncio.to_thread(_add_outbox, courier, model.outbox, keep=settings.stored_bytes > 0)
         card = preparing.described(replace(model.card, nixl=courier is not None, decoding=await decoding), settings)
         self.metrics.model.described(card)
+        _log.debug("%d objects are exempt from garbage collections", exempt_loaded())
         await front.serve(card, model.tower.footprint, self._sessions(card, scheduler.intake, courier))
         if model.learner:
             self._show_ladders(model, model.learner, card)
-        _log.debug("%d objects are exempt from garbage collections", exempt_loaded())
         await self.lifecycle.set_state(State.SERVING)
         names = " ".join(dict.fromkeys((card.model_type, card.model_id)))  # a folder may be named after the type
         _print(plain_line(f"ready: {names} on {card.device}", settings.log_format))

@@ -174,8 +174,9 @@ class SessionHost:
         blocks: dict[int, memoryview] = {}
         with suppress(Overloaded):
             blocks.update(self.memory.placed(_SPARE_BYTES) for _ in range(min(missing, room)))
-        self._spares |= blocks
-        self.link.send(messages.Spares(list(blocks), _SPARE_BYTES))
+        if blocks:
+            self._spares |= blocks
+            self.link.send(messages.Spares(list(blocks), _SPARE_BYTES))
 
     def _done(self, number: int, key: int, outcome: Encoded) -> messages.Done:
         """With the place of rows that are returned. Cached ones lie elsewhere: all readers share one copy.

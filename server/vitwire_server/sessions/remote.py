@@ -85,12 +85,11 @@ class RemoteSessions:
             self.link.send(messages.Close(session))
 
     def take_spares(self, items: Collection[Item | CacheLookup]) -> list[int] | None:
-        """Offsets of a spare block for each item; None unless all items have bytes and fit."""
-        fits = (
-            isinstance(item, Item) and item.nbytes <= nbytes
-            for item, (_, nbytes) in zip(items, self._spares, strict=False)
-        )
-        if len(self._spares) < len(items) or not all(fits):
+        """Offsets of a spare block for each item; None unless all have bytes, which fit and are copied in one turn."""
+        sizes = [item.nbytes for item in items if isinstance(item, Item)]
+        if not len(sizes) == len(items) <= len(self._spares) or sum(sizes) > _COPIED_BYTES:
+            return None
+        if any(size > nbytes for size, (_, nbytes) in zip(sizes, self._spares, strict=False)):
             return None
         return [self._spares.popleft()[0] for _ in items]
 

@@ -141,8 +141,8 @@ class CudaStreams:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """A context in which work is enqueued for computation."""
-        with self.compute:
+        """A context in which work is enqueued for computation. Two threads may be in it at once: see `live_capture`."""
+        with torch.cuda.stream(self.compute):  # torch 2.10 refuses a stream itself that is entered already
             self._started = torch.cuda.Event(enable_timing=True)
             self._started.record()
             self._preparing = None

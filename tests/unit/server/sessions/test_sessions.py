@@ -46,6 +46,7 @@ from vitwire_server.sessions.messages import (
     FROM_ENGINE,
     FROM_RPC,
     Close,
+    Done,
     Reply,
     Reserve,
     ToEngine,
@@ -306,6 +307,88 @@ async def test_spare_blocks_are_replaced_while_a_session_is_open() -> None:
         await made.settle_memory()
     finally:
         await made.close()
+
+
+async def test_nothing_is_sent_if_no_spare_block_is_granted() -> None:
+    """Half of this arena has no room for one."""
+    rig = Rig(cached=False, nbytes=1 << 20)
+    await rig.over_a_link()
+    came: list[type[ToRpc]] = []
+    receive = rig.other._receive
+    rig.other._receive = lambda message: (came.append(type(message)), receive(message))[1]
+    try:
+        rpc = rig.session()
+        for key in range(3):
+            await rpc.submit({key: item(key)})
+            assert await rpc.level(key) == key
+            rpc.forget(key)
+        rpc.close()
+        await rig.settle_memory()
+        assert Counter(came) == {Reply: 6, Done: 3}
+    finally:
+        await rig.close()
+
+
+async def test_items_of_spare_blocks_are_copied_in_one_turn_at_most() -> None:
+    """Nothing else runs in the process meanwhile; larger requests are copied in parts."""
+    rig = Rig(cached=False, nbytes=SIZES["spares"])
+    rig.admission = rig.local.admission = Admission(12, 12 << 20)
+    await rig.over_a_link(spares=True)
+    assert isinstance(rig.sessions, RemoteSessions)
+    spares, left = rig.sessions._spares, []
+    try:
+        for count in (4, 5):
+            rpc = rig.session()
+            await rpc.submit({key: item(key, tokens=1 << 16) for key in range(count)})
+            assert [await rpc.level(key) for key in range(count)] == list(range(count))
+            left.append(len(spares))
+            rpc.close()
+        assert left == [12, 12]
+        await rig.settle_memory()
+    finally:
+        await rig.close()
+
+
+@dataclass
+class Watching(Runner):
+    """Notes whether items still have their own pixels after a while."""
+
+    whole: list[bool] = field(default_factory=list)
+
+    def launch(self, items: Sequence[Item], budget: Budget | None) -> Running:
+        running = super().launch(items, budget)
+        time.sleep(0.001)
+        self.whole += [len(set(bytes(each.pixels.data))) == 1 for each in items]
+        return running
+
+
+async def restless(rig: Rig, seed: int) -> None:
+    """Sessions with items around the size of a spare block that end at any point."""
+    chance = random.Random(seed)
+    for _ in range(30):
+        rpc = rig.session()
+        levels = {key: chance.randint(1, 60) for key in range(chance.choice((1, 1, 2, 5)))}
+        tokens = chance.choice((1, 300, (1 << 16) - 1, 1 << 16, (1 << 16) + 1))
+        submitting = asyncio.create_task(rpc.submit({key: item(levels[key], tokens) for key in levels}))
+        await asyncio.wait([submitting], timeout=chance.choice((0, 0.001, SECONDS)))
+        if submitting.done() and not submitting.exception() and chance.random() < 0.8:
+            assert [await rpc.level(key) for key in levels] == list(levels.values())
+        submitting.cancel()
+        rpc.close()
+
+
+async def test_blocks_stay_with_their_items_whatever_becomes_of_sessions() -> None:
+    rig = Rig(cached=False, nbytes=SIZES["spares"])
+    rig.admission = rig.local.admission = Admission(12, 12 << 20)
+    rig.scheduler._runner = runner = Watching(rig.memory, rig.open)
+    await rig.over_a_link(spares=True)
+    try:
+        await asyncio.gather(*(restless(rig, seed) for seed in range(6)))
+        assert all(runner.whole)
+        assert len(runner.whole) > 20
+        await rig.settle_memory()
+    finally:
+        await rig.close()
 
 
 async def test_items_are_answered_with_their_rows_and_reports(rig: Rig) -> None:
