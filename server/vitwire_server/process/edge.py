@@ -44,6 +44,7 @@ class _Edge:
         self._control: asyncio.Queue[messages.Control | None] = asyncio.Queue()
         self._link: Link[messages.ToRpc, messages.ToEngine]
         self._sessions: RemoteSessions | None = None
+        self._preparing: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None
         self._silent = 0.0
         """Seconds without a message of the engine's process, by wake-ups: none while this process is stopped."""
@@ -68,8 +69,8 @@ class _Edge:
         finally:
             losing.cancel()
             watching.cancel()
-            if self._draining:
-                self._draining.cancel()
+            for task in filter(None, (self._preparing, self._draining)):
+                task.cancel()
             if front:
                 await front.stop()
             self._link.close()
@@ -130,13 +131,17 @@ class _Edge:
                 else:
                     _log.debug("%d objects are exempt from garbage collections", exempt_loaded())
                     self._sessions = RemoteSessions(self._link, self._arena, message.digest_seed)
-                    await front.serve(card, footprints, self._sessions)
-                    self._link.send(messages.Serving())
+                    front.serve(card, footprints, self._sessions)
+                    self._preparing = asyncio.create_task(self._prepare(front))
             case messages.Show():
                 self._health.follow(State(message.state), message.reason)
                 await front.show()
             case messages.Drain():
                 self._draining = asyncio.create_task(self._drain(front, message.seconds))
+
+    async def _prepare(self, front: LocalFront) -> None:
+        await front.prepared()
+        self._link.send(messages.Serving())
 
     async def _drain(self, front: LocalFront, seconds: float) -> None:
         await front.drain(seconds)

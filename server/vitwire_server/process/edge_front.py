@@ -183,12 +183,15 @@ class EdgeFront:
             for edge in self.edges:
                 edge.send(messages.Beat())
 
-    async def serve(self, card: ModelCard, footprints: Footprints, sessions: LocalSessions) -> None:
+    def serve(self, card: ModelCard, footprints: Footprints, sessions: LocalSessions) -> None:
         """See LocalFront."""
         self.model = messages.Serve(pickle.dumps((card, footprints)), sessions.digest_seed)
         self.footprints, self.sessions = footprints, sessions
         for edge in self.edges:
             edge.serve()
+
+    async def prepared(self) -> None:
+        """See LocalFront."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_SERVE_SECONDS):
                 await asyncio.gather(*(edge.serving.wait() for edge in self.edges))

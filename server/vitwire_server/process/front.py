@@ -56,11 +56,15 @@ class LocalFront:
 
             self._tracer = otlp.tracer(settings.otlp_endpoint)
 
-    async def serve(self, card: ModelCard, footprints: Footprints, sessions: Sessions) -> None:
-        """The model is loaded: accept RPCs, and wait until decoders are ready for files."""
+    def serve(self, card: ModelCard, footprints: Footprints, sessions: Sessions) -> None:
+        """The model is loaded: accept RPCs."""
         offered = decoding(self.settings, card, self.metrics, self.processes, self._decoders)
         self._service.serving = Serving(card, Codec(card, footprints), sessions, offered)
-        if offered:
+
+    async def prepared(self) -> None:
+        """Wait until decoders are ready for files, if the model takes any; after `serve`."""
+        assert self._service.serving, "see above"
+        if offered := self._service.serving.decoding:
             await offered.pool.ready()
         elif self._decoders:
             await self._decoders.close()

@@ -136,7 +136,8 @@ class _Server:
         card = preparing.described(replace(model.card, nixl=courier is not None, decoding=await decoding), settings)
         self.metrics.model.described(card)
         _log.debug("%d objects are exempt from garbage collections", exempt_loaded())
-        await front.serve(card, model.tower.footprint, self._sessions(card, scheduler.intake, courier))
+        front.serve(card, model.tower.footprint, self._sessions(card, scheduler.intake, courier))
+        await _any_of(front.prepared(), self.stopping.wait(), engine.ended.wait(), asyncio.shield(watching_front))
         if model.learner:
             self._show_ladders(model, model.learner, card)
         await self.lifecycle.set_state(State.SERVING)
