@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import product
+from logging import getLogger
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import median
@@ -258,7 +259,7 @@ def loaded(folder: Path, options: argparse.Namespace, metrics: Metrics) -> Loade
     model = towers.published(options.model, folder, tiny=options.tiny)
     own = {"graphs": options.graphs, "device": options.device, "max_budget_tokens": options.max_budget_tokens}
     loaded = load_model(ServeSettings(model=str(model), budgets="learn", **own), metrics)
-    exempt_loaded()  # as a server does
+    exempt_loaded(getLogger("vitwire"))  # as a server does
     return loaded
 
 

@@ -1,7 +1,7 @@
 """What the processes of a server do for the first time: modules that they import, processes that they start.
 
-A copy of this file named `sitecustomize.py`, in a folder of PYTHONPATH, tells the socket in that folder: decoders may
-not write files, but may send.
+A copy of this file named `sitecustomize.py`, in a folder of PYTHONPATH, reports to the socket in that folder: decoders
+may not write files, but may send.
 """
 
 import os

@@ -74,7 +74,7 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
                 stack.push_async_callback(close)
             first = asyncio.create_task(readiness.report())  # which logs what is not ready
             stack.callback(first.cancel)
-            logger.debug("%d objects are exempt from garbage collections", exempt_loaded())
+            exempt_loaded(logger)
             yield
 
     async def health(_: Request) -> Response:

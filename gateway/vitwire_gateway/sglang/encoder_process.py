@@ -77,7 +77,7 @@ async def _serve(settings: SglangSettings) -> None:
         adapter = Adapter(settings, Encoder(client, workers, pixels, MAX_ENCODING), media, pusher)
         for close in (fetcher.close, workers.close, adapter.close):
             stack.push_async_callback(close)
-        logger.debug("%d objects are exempt from garbage collections", exempt_loaded())
+        exempt_loaded(logger)
         addresses = []
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         if settings.grpc_port >= 0:

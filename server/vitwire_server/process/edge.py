@@ -129,7 +129,7 @@ class _Edge:
                 if self._sessions:
                     front.describe(card)
                 else:
-                    _log.debug("%d objects are exempt from garbage collections", exempt_loaded())
+                    exempt_loaded(_log)
                     self._sessions = RemoteSessions(self._link, self._arena, message.digest_seed)
                     front.serve(card, footprints, self._sessions)
                     self._preparing = asyncio.create_task(self._prepare(front))

@@ -135,7 +135,7 @@ class _Server:
             await asyncio.to_thread(_add_outbox, courier, model.outbox, keep=settings.stored_bytes > 0)
         card = preparing.described(replace(model.card, nixl=courier is not None, decoding=await decoding), settings)
         self.metrics.model.described(card)
-        _log.debug("%d objects are exempt from garbage collections", exempt_loaded())
+        exempt_loaded(_log)
         front.serve(card, model.tower.footprint, self._sessions(card, scheduler.intake, courier))
         await _any_of(front.prepared(), self.stopping.wait(), engine.ended.wait(), asyncio.shield(watching_front))
         if model.learner:

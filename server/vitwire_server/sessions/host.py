@@ -173,7 +173,9 @@ class SessionHost:
         room = (self.memory.free - self.memory.arena.size // 2) // _SPARE_BYTES
         blocks: dict[int, memoryview] = {}
         with suppress(Overloaded):
-            blocks.update(self.memory.placed(_SPARE_BYTES) for _ in range(min(missing, room)))
+            for _ in range(min(missing, room)):
+                offset, block = self.memory.placed(_SPARE_BYTES)
+                blocks[offset] = block
         if blocks:
             self._spares |= blocks
             self.link.send(messages.Spares(list(blocks), _SPARE_BYTES))

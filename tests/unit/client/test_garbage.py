@@ -5,10 +5,13 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from logging import getLogger
 
 import pytest
 
 from vitwire.shared.garbage import exempt_loaded
+
+LOG = getLogger(__name__)
 
 
 class Node:
@@ -26,7 +29,7 @@ def unfrozen() -> Iterator[None]:
 
 def test_collections_skip_what_exists_but_not_what_comes_later() -> None:
     before, lost = Node(), weakref.ref(Node())
-    exempt_loaded()
+    exempt_loaded(LOG)
     assert lost() is None
     assert not any(each is before for each in gc.get_objects())
     later = weakref.ref(Node())
@@ -40,7 +43,7 @@ def test_what_exists_is_still_freed_without_a_cycle() -> None:
 
     plain = Plain()
     freed = weakref.ref(plain)
-    exempt_loaded()
+    exempt_loaded(LOG)
     del plain
     assert freed() is None
 

@@ -186,7 +186,7 @@ class Child:
 
 
 def _sized(descriptor: int, nbytes: int) -> mmap.mmap:
-    """The memory of so many bytes. Raises OSError."""
+    """The memory, of at least `nbytes`. Raises OSError."""
     size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     os.ftruncate(descriptor, size)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)  # a decoder that was taken over cannot make reads fail

@@ -30,7 +30,7 @@ class CpuDecoders:
         """Once true, no process is lent or started."""
 
     async def start(self, count: int) -> None:
-        """Start so many that jobs need not wait for."""
+        """Start `count` processes ahead of jobs."""
         for child in await asyncio.gather(*(self.take() for _ in range(count)), return_exceptions=True):
             if isinstance(child, Child):
                 await self.give_back(child)

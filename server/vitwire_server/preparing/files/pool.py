@@ -43,7 +43,7 @@ class DecodePool:
     """Lends decoders to jobs, in turn. Used on one event loop."""
 
     def __init__(self, processes: int, monitor: RpcMetrics, device: str = "") -> None:
-        """Start so many decoders, one that reads headers, and one on a device. They load their libraries now."""
+        """Start `processes` decoders, one more for headers, and one on `device`. They load their libraries now."""
         self._monitor = monitor
         self._awaited: asyncio.Future[Setup] = asyncio.get_running_loop().create_future()
         self._decoders = CpuDecoders(self._awaited, monitor.decoders)

@@ -86,7 +86,7 @@ class Plan:
 
 
 def _operands(bias: Tensor | None, out: Tensor) -> dict[str, Tensor]:
-    """Those of the epilogue."""
+    """Operands of the epilogue: the bias, or without one the result that is added to."""
     return {"C": out} if bias is None else {"bias": bias[None]}
 
 
