@@ -1,6 +1,7 @@
 """Allocation of parts of one memory, shared by client and server."""
 
 import threading
+from bisect import bisect
 from typing import NamedTuple
 
 ALIGNMENT = 4096
@@ -52,7 +53,7 @@ class Regions:
     def give_back(self, region: Region) -> None:
         """Free a region that `take` returned, once."""
         with self._lock:
-            position = next((i for i, each in enumerate(self._free) if each.offset > region.offset), len(self._free))
+            position = bisect(self._free, region)
             if position < len(self._free) and self._free[position].offset == region.end:
                 region = Region(region.offset, region.nbytes + self._free.pop(position).nbytes)
             if position and self._free[position - 1].end == region.offset:

@@ -5,7 +5,7 @@ import os
 from collections import deque
 from contextlib import suppress
 from typing import Protocol
-from weakref import finalize
+from weakref import ref
 
 import numpy as np
 
@@ -81,6 +81,15 @@ class PrivateMemory:
         return np.empty(nbytes, np.uint8).data
 
 
+class _Block(ref[np.ndarray[tuple[int], np.dtype[np.uint8]]]):
+    """A weak reference to the array that all views of a block refer to. It is lighter than `weakref.finalize`."""
+
+    __slots__ = ("region", "start")
+    start: int
+    """Where the part of the arena begins that the region is taken from."""
+    region: Region
+
+
 class ArenaMemory:
     """Hands out blocks of an arena. Thread-safe; belongs to the process that owns the arena.
 
@@ -94,8 +103,10 @@ class ArenaMemory:
         self.kept = min(arena.size, kept // _PAGE * _PAGE)
         self._parts = {0: Regions(self.kept), self.kept: Regions(arena.size - self.kept)}
         """Free blocks before and after the end of the kept bytes, by where each part starts."""
-        self._dropped: deque[tuple[int, Region]] = deque()
-        """Blocks whose last view is gone, and their part: finalisers may run anywhere, so they take no lock."""
+        self._blocks: dict[int, _Block] = {}
+        """Blocks in use, by their offset in the arena: a reference that nothing keeps would not be called back."""
+        self._dropped: deque[_Block] = deque()
+        """Blocks whose last view is gone: callbacks may run anywhere, so they take no lock."""
 
     def allocate(self, nbytes: int) -> memoryview:
         """A block, free again when the last view of it is gone. Raises Overloaded if none is large enough."""
@@ -107,9 +118,11 @@ class ArenaMemory:
         size = max(1, -(-nbytes // _PAGE)) * _PAGE
         for start, part in self._parts.items():
             if region := part.take(size):
-                block = self.arena.array(start + region.offset, nbytes)
-                finalize(block, self._dropped.append, (start, region)).atexit = False
-                return start + region.offset, block.data
+                offset = start + region.offset
+                array = self.arena.array(offset, nbytes)
+                block = self._blocks[offset] = _Block(array, self._dropped.append)
+                block.start, block.region = start, region
+                return offset, array.data
         raise Overloaded("the shared memory of the server's processes is full", reason="bytes", retry_seconds=1.0)
 
     def is_kept(self, address: int, nbytes: int) -> bool:
@@ -125,7 +138,9 @@ class ArenaMemory:
     def _collect(self) -> None:
         with suppress(IndexError):
             while True:
-                start, region = self._dropped.popleft()
+                block = self._dropped.popleft()
+                start, region = block.start, block.region
+                del self._blocks[start + region.offset]
                 if start == self.kept:
                     self.arena.discard(start + region.offset, start + region.end)
                 self._parts[start].give_back(region)
