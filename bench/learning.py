@@ -155,8 +155,10 @@ class Bench:
         self._engine.start()
 
     def stop(self) -> None:
+        """End the engine; what was learned is kept afterwards."""
         self.scheduler.intake.close()
         self._engine.join()
+        self.watched.learner._worker.shutdown()
 
     def run(self, count: int, way: str) -> None:
         """Clients before, during and after changes."""
@@ -185,12 +187,17 @@ class Bench:
         row |= {"over_s": round(marks[2] - marks[1], 1), "longest_step_ms": round(1e3 * max(every), 1)}
         self._report.add("changes", key | row)
 
-    def replays(self) -> None:
-        """Times of budgets from the start, whose products are tuned, and of those captured since, also if assumed."""
-        at_start = self.model.planner.costs.measured
-        for tokens, seconds in sorted(self.watched.learner._planner.costs.measured.items()):
-            captured = "at start" if tokens in at_start else "since"
-            self._report.add("replays", {"budget": tokens, "ms": round(1e3 * seconds, 3), "captured": captured})
+    def replays(self, restarted: Planner) -> None:
+        """Times of budgets from the start, whose products are tuned, and of those captured since, also if assumed.
+
+        `restarted` begins with those, and has tuned them.
+        """
+        times = self.watched.learner._planner.costs.measured
+        at_start, again = self.model.planner.costs.measured, restarted.costs.measured
+        for tokens in sorted({*times, *again}):
+            row: dict[str, Any] = {"budget": tokens, "captured": "at start" if tokens in at_start else "since"}
+            row |= {"ms": _milliseconds(times.get(tokens)), "ms_after_restart": _milliseconds(again.get(tokens))}
+            self._report.add("replays", row)
 
     def _change(self) -> bool:
         self.watched.begin(self._sizes())
@@ -232,6 +239,10 @@ class Bench:
             )
 
 
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1e3 * seconds, 3)
+
+
 def _ms(ordered: Sequence[float], share: float) -> float | None:
     return round(1e3 * ordered[min(len(ordered) - 1, int(share * len(ordered)))], 1) if ordered else None
 
@@ -254,9 +265,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def loaded(folder: Path, options: argparse.Namespace, metrics: Metrics) -> LoadedModel:
+def loaded(model: Path, options: argparse.Namespace, metrics: Metrics) -> LoadedModel:
     """The tower as a server with --budgets learn loads it."""
-    model = towers.published(options.model, folder, tiny=options.tiny)
     own = {"graphs": options.graphs, "device": options.device, "max_budget_tokens": options.max_budget_tokens}
     loaded = load_model(ServeSettings(model=str(model), budgets="learn", **own), metrics)
     exempt_loaded(getLogger("vitwire"))  # as a server does
@@ -272,15 +282,16 @@ def main() -> None:
     device = torch.cuda.get_device_name() if options.device.startswith("cuda") else "cpu"
     report, metrics = Report("learning", options.out, {**named, "device": device}), Metrics()
     with tempfile.TemporaryDirectory(prefix="vitwire-") as folder:
+        model = towers.published(options.model, Path(folder), tiny=options.tiny)
         start = time.perf_counter()
-        bench = Bench(loaded(Path(folder), options, metrics), metrics, report, options)
+        bench = Bench(loaded(model, options, metrics), metrics, report, options)
         report.note("loaded_seconds", round(time.perf_counter() - start, 1))
         try:
             for count, way in product(options.clients, options.ways):
                 bench.run(count, way)
-            bench.replays()
         finally:
             bench.stop()
+        bench.replays(loaded(model, options, Metrics()).planner)
     report.end(TITLES)
 
 
