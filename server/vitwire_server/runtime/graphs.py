@@ -229,14 +229,15 @@ class Graph:
         with recording():
             self._forward()
 
-    def capture(self, recorder: Recorder, pause: Callable[[], None]) -> None:
-        """Record the forward while batches are in flight; `pause` before what is recorded becomes a graph.
+    def capture(self, recorder: Recorder, beside: Callable[[], AbstractContextManager[None]]) -> None:
+        """Record the forward while batches are in flight.
 
-        Raises RuntimeError.
+        Batches may be launched by another thread within `beside`, in which what was recorded becomes a graph: that
+        takes CUDA up to 20 ms. Raises RuntimeError.
         """
         replay = recorder.capture(self._forward)
-        pause()
-        self._replay = replay()
+        with beside():
+            self._replay = replay()
 
     def load(self, grids: Sequence[Grid], fill: Fill) -> None:
         """Write a batch into the static buffers. Raises ValueError if it does not fit."""
@@ -314,9 +315,9 @@ class GraphSet:
         graph.warm_up()
         return graph
 
-    def add(self, graph: Graph, recorder: Recorder, pause: Callable[[], None]) -> None:
-        """Capture a graph while batches are in flight. Raises RuntimeError."""
-        graph.capture(recorder, pause)
+    def add(self, graph: Graph, recorder: Recorder, beside: Callable[[], AbstractContextManager[None]]) -> None:
+        """Capture a graph while batches are in flight, see `Graph.capture`. Raises RuntimeError."""
+        graph.capture(recorder, beside)
         self._graphs[graph.budget] = graph
 
     def keep(self, ladder: Ladder) -> None:

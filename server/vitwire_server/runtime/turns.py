@@ -5,9 +5,10 @@ engine's thread launches batches meanwhile.
 """
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from queue import SimpleQueue
-from threading import Semaphore, Thread, current_thread
+from threading import Event, Semaphore, Thread, current_thread
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -20,12 +21,15 @@ class Abandoned(BaseException):
 class Turns:
     """A second thread for one piece of work after the other, as libraries keep memory for each thread.
 
-    The work calls `is_mine`, `is_over` and `wait`; all else is called by the thread that waits for it.
+    The work calls `is_mine`, `is_over`, `wait` and `beside`; all else is called by the thread that waits for it.
     """
 
     def __init__(self) -> None:
         self._ends = 0.0
         self._given, self._returned = Semaphore(0), Semaphore(0)
+        self._takes_turns = Event()
+        """Not set while the work is within `beside`."""
+        self._takes_turns.set()
         self._abandoned = False
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: Thread | None = None
@@ -33,7 +37,8 @@ class Turns:
     def of(self, work: Callable[[], Result], seconds: float) -> Generator[None, None, Result]:
         """Do `work`, a turn for each `next`. Returns what it returns, raises what it raises.
 
-        A turn ends as soon as the work can wait after `seconds`. Raises RuntimeError if no thread can be started.
+        A turn ends as soon as the work can wait after `seconds`, and is empty while it is within `beside`. Raises
+        RuntimeError if no thread can be started.
         """
         results: list[Result] = []
         errors: list[BaseException] = []
@@ -58,7 +63,7 @@ class Turns:
         except BaseException:
             self._abandoned = True
             while self._next(seconds, results, errors):
-                pass
+                self._takes_turns.wait()
             errors.clear()
             raise
         if errors:
@@ -86,6 +91,19 @@ class Turns:
         if self._abandoned:
             raise Abandoned
 
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """In the work: both threads run within this context. Raises Abandoned at its end if there is no next turn."""
+        self._takes_turns.clear()
+        self._returned.release()
+        try:
+            yield
+        finally:
+            self._takes_turns.set()
+            self._given.acquire()
+        if self._abandoned:
+            raise Abandoned
+
     def _run(self) -> None:
         while job := self._jobs.get():
             job()
@@ -93,7 +111,7 @@ class Turns:
 
     def _next(self, seconds: float, *ends: Sequence[object]) -> bool:
         """Let the work have a turn; whether it has more to do."""
-        if not any(ends):
+        if not any(ends) and self._takes_turns.is_set():
             self._ends = time.perf_counter() + seconds
             self._given.release()
             self._returned.acquire()

@@ -148,7 +148,7 @@ class _Work:
             self._wait()
             self.captures = True
             with self._growing(1):
-                live.graphs.add(graph, live.recorder, self._pause)
+                live.graphs.add(graph, live.recorder, self._beside)
 
     def before_layer(self, *_: object) -> None:
         """Wait for the next turn if this one is over."""
@@ -166,6 +166,12 @@ class _Work:
         """Let batches run, whose memory does not count."""
         with self._growing(-1):
             self._wait()
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Let batches run meanwhile, whose memory does not count."""
+        with self._growing(-1), self.live.turns.beside():
+            yield
 
     @contextmanager
     def _growing(self, sign: int) -> Iterator[None]:

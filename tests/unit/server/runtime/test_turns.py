@@ -4,7 +4,8 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
-from threading import current_thread
+from dataclasses import dataclass, field
+from threading import Event, Timer, current_thread
 
 import pytest
 
@@ -95,6 +96,66 @@ def test_work_that_nobody_waits_for_ends_where_it_waits(turns: Turns) -> None:
     next(parts)
     parts.close()
     assert work.steps == ["0", "abandoned"]
+    finished(turns)
+
+
+@dataclass
+class Beside:
+    """Waits for the other thread beside it, and for nothing else."""
+
+    turns: Turns
+    entered: Event = field(default_factory=Event)
+    goes_on: Event = field(default_factory=Event)
+    steps: list[str] = field(default_factory=list)
+    fails: bool = False
+
+    def __call__(self) -> None:
+        try:
+            with self.turns.beside():
+                self.entered.set()
+                assert self.goes_on.wait(60)
+                if self.fails:
+                    raise KeyError
+            self.steps.append("a turn again")
+        except BaseException as error:
+            self.steps.append(type(error).__name__)
+            raise
+
+
+def test_turns_are_empty_beside_the_work(turns: Turns) -> None:
+    work = Beside(turns)
+    parts = turns.of(work, 600.0)
+    for _ in range(3):
+        next(parts)  # the work waits for what comes after this
+        assert work.entered.wait(60)
+    work.goes_on.set()
+    for _ in parts:
+        pass
+    assert work.steps == ["a turn again"]
+    finished(turns)
+
+
+def test_what_is_raised_beside_is_raised_in_a_turn(turns: Turns) -> None:
+    work = Beside(turns, fails=True)
+    parts = turns.of(work, 600.0)
+    next(parts)
+    work.goes_on.set()
+    with pytest.raises(KeyError):
+        list(parts)
+    finished(turns)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_abandoned_work_ends_after_what_runs_beside(turns: Turns, *, fails: bool) -> None:
+    work = Beside(turns, fails=fails)
+    parts = turns.of(work, 600.0)
+    next(parts)
+    assert work.entered.wait(60)
+    timer = Timer(0.05, work.goes_on.set)
+    timer.start()
+    parts.close()
+    timer.join()
+    assert work.steps == ["KeyError" if fails else "Abandoned"]
     finished(turns)
 
 

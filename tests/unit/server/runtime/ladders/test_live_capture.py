@@ -1,6 +1,7 @@
 """Captures in turns between batches, on a real engine. tests/gpu runs the same on a GPU."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -57,6 +58,26 @@ def budget(tokens: int) -> Budget:
     return Budget(tokens, 4 * tokens, max_items=min(tokens, 8), max_segments=8)
 
 
+class Given(threading.Semaphore):
+    """Counts the turns that the work gets: parts beside it are empty, and of any number."""
+
+    def __init__(self, capture: LiveCapture) -> None:
+        super().__init__(0)
+        self.count = 0
+        capture.turns._given = self
+
+    def release(self, n: int = 1) -> None:
+        self.count += n
+        super().release(n)
+
+
+def turns_of(capture: LiveCapture, tokens: int, seconds: float = SECONDS) -> int:
+    """The turns that a capture takes: of its forward, of its layers, and the last one with a graph."""
+    given = Given(capture)
+    finish(capture.capture(budget(tokens), seconds))
+    return given.count
+
+
 def finish(parts: Iterator[None]) -> None:
     for _ in parts:
         pass
@@ -111,13 +132,13 @@ def test_slices_give_the_rows_of_a_whole_graph(rig: Rig, monkeypatch: pytest.Mon
 
 def test_a_turn_takes_several_layers_if_they_are_short(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_capture, "TURN_SECONDS", 600.0)
-    assert len(list(live(rig).capture(budget(TOKENS), SECONDS))) == 3, "forward, capture, graph"
+    assert turns_of(live(rig), TOKENS) == 3, "forward, capture, graph"
 
 
 def test_layers_that_take_the_device_long_have_turns_of_their_own(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_capture, "TURN_SECONDS", 600.0)
-    parts = list(live(rig).capture(budget(TOKENS), 600.0 * len(rig.tower.blocks)))
-    assert len(parts) == 3 + len(rig.tower.blocks) - 1
+    turns = turns_of(live(rig), TOKENS, 600.0 * len(rig.tower.blocks))
+    assert turns == 3 + len(rig.tower.blocks) - 1
 
 
 def test_a_forward_may_be_predicted_to_take_no_time(rig: Rig, yardstick: Yardstick) -> None:
@@ -180,7 +201,7 @@ def test_memory_that_an_unfinished_capture_took_is_counted(
     hooks = [block.register_forward_hook(grow) for block in rig.tower.blocks]
     monkeypatch.setattr(LiveCapture, "reserved", lambda _: reserved[0])
     capture = live(rig)
-    turns = len(list(capture.capture(budget(100), SECONDS)))
+    turns = turns_of(capture, 100)
     assert capture.grown == reserved[0] == 10 * len(hooks)
     breaking = Breaking(rig, RuntimeError("injected")) if fails else None
     parts = capture.capture(budget(90), SECONDS)
@@ -200,7 +221,7 @@ def test_memory_that_an_unfinished_capture_took_is_counted(
 def test_a_capture_may_end_in_the_middle(share: float, rig: Rig, yardstick: Yardstick) -> None:
     """As when the server stops: in the eager forward, or in the capture."""
     before, capture = rig.graphs.ladder, live(rig)
-    turns = len(list(capture.capture(budget(100), SECONDS)))
+    turns = turns_of(capture, 100)
     parts = capture.capture(budget(90), SECONDS)
     for _ in range(int(share * turns)):
         next(parts)
