@@ -17,7 +17,7 @@ class Tower(Threads):
     """Encodes images as the engine of a server with these settings does; one call at a time."""
 
     def __init__(self, model: str, **settings: Any) -> None:
-        self._loaded = load_model(ServeSettings(model=model, **settings), Metrics())
+        self._loaded = load_model(ServeSettings(model=model, **{"budgets": "auto", **settings}), Metrics())
 
     def prepare(self, work: Work) -> Row:
         self._requests = [

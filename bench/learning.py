@@ -266,8 +266,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def loaded(model: Path, options: argparse.Namespace, metrics: Metrics) -> LoadedModel:
-    """The tower as a server with --budgets learn loads it."""
+    """The tower as a server with --budgets learn loads it; what is learned is kept beside the model."""
     own = {"graphs": options.graphs, "device": options.device, "max_budget_tokens": options.max_budget_tokens}
+    own["state_dir"] = model
     loaded = load_model(ServeSettings(model=str(model), budgets="learn", **own), metrics)
     exempt_loaded(getLogger("vitwire"))  # as a server does
     return loaded

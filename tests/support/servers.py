@@ -122,8 +122,12 @@ def serving(
     program: Sequence[str] = SERVER,
     wrapper: Sequence[str] = (),
 ) -> Iterator[ServerProcess]:
-    """A ready server of `model` on free ports, stopped at the end of the block, by force if necessary."""
+    """A ready server of `model` on free ports, stopped at the end of the block, by force if necessary.
+
+    Its budgets are the model's unless flags say otherwise, so that no other server's loads change them.
+    """
     defaults = ["--port", "0", "--metrics-port", "0", "--lame-duck-seconds", "0", "--drain-seconds", "10"]
+    defaults += ["--budgets", "auto"]
     with tempfile.NamedTemporaryFile(prefix="vitwire-", suffix=".log") as log:
         process = spawn(program, ["serve", "--model", str(model), *defaults, *flags], log.file, wrapper)
         server = ServerProcess(process, Path(log.name))

@@ -124,7 +124,7 @@ class ServerTower(OurTower):
 
     def __init__(self, job: Row) -> None:
         graphs: Any = "cuda" if job["device"] != "cpu" else "simulated"
-        settings = ServeSettings(model=job["model"], device=job["device"], graphs=graphs)
+        settings = ServeSettings(model=job["model"], device=job["device"], graphs=graphs, budgets="auto")
         served = load_model(settings, Metrics())
         self._card = served.card
         super().__init__(

@@ -186,13 +186,13 @@ class GraphSettings(SourcedSettings):
         description="type of budget graphs; auto is cuda on a CUDA device, else off; simulated runs on any device",
     )
     budgets: Annotated[List, AfterValidator(_checked_budgets)] = Field(
-        default="auto",
+        default="learn",
         description="token counts of the budgets (64,256,1024), a file written by vitwire-server budgets, auto: the "
         "model's default ladder, or learn: start with that and adapt to traffic",
     )
     state_dir: Path | None = Field(
         default=None,
-        description="state directory for --budgets learn; none: the checkpoint's directory",
+        description="state directory for --budgets learn; none: that of compiled kernels ($TRITON_CACHE_DIR)",
     )
     graph_memory: Bytes = Field(
         default=4096 * MIB, description="estimated bytes that automatically chosen budgets may use"
@@ -228,5 +228,10 @@ class GraphSettings(SourcedSettings):
 
     @property
     def learns(self) -> bool:
-        """Whether budgets adapt to traffic."""
+        """Whether budgets adapt to traffic, if they can."""
         return self.budgets == "learn"
+
+    @property
+    def must_learn(self) -> bool:
+        """Whether that was asked for."""
+        return self.learns and "budgets" in self.model_fields_set

@@ -61,7 +61,7 @@ def bounds_of(settings: GraphSettings, tower: Tower) -> Bounds:
 def default_ladder(settings: GraphSettings, bounds: Bounds, tower: Tower, mode: str) -> Ladder:
     """The budgets of `--budgets`; with auto and learn, the tower's default ones that fit in `--graph-memory`."""
     if mode == "off":
-        if settings.budgets != "auto":
+        if settings.budget_sizes or settings.must_learn:
             _log.warning("--budgets %s is ignored: graphs are off on %s", settings.budgets, tower.device)
         return Ladder()
     sizes = settings.budget_sizes
@@ -148,29 +148,34 @@ class Beginning:
 
 
 def beginning(
-    settings: GraphSettings, bounds: Bounds, tower: Tower, folder: Path, fingerprint: str, default: Ladder
+    settings: GraphSettings, bounds: Bounds, tower: Tower, fingerprint: str, default: Ladder
 ) -> Beginning | None:
-    """The ladder learned before, or else `default`; None if nothing can be learned.
-
-    `folder` is the checkpoint's. Raises UsageError.
-    """
+    """The ladder learned before, or else `default`; None if nothing can be learned. Raises UsageError."""
     if not settings.learns or default.largest is None:
         return None
     if settings.compile == "on" and tower.device.type == "cuda":
-        raise UsageError("--budgets learn and --compile on cannot be used together: batches would wait for a compiler")
+        if settings.must_learn:
+            text = "--budgets learn and --compile on cannot be used together: batches would wait for a compiler"
+            raise UsageError(text)
+        return None
     if isinstance(tower.capacities, CropCapacities):
-        _log.warning("--budgets learn has no effect: the default ladder has all budgets that this model can have")
+        if settings.must_learn:
+            _log.warning("--budgets learn has no effect: the default ladder has all budgets that this model can have")
         return None
     largest = default.largest.tokens
     device = torch.cuda.get_device_name(tower.device) if tower.device.type == "cuda" else "cpu"
-    if not settings.state_dir and not os.access(folder, os.W_OK | os.X_OK):
-        _log.warning("%s cannot be written: learned ladders are lost on a restart; set --state-dir", folder)
-    file = StateFile.in_folder(settings.state_dir or folder, fingerprint, device, largest)
+    file = StateFile.in_folder(settings.state_dir or _kernel_folder(), fingerprint, device, largest)
     learned = file.read()
     demands = Demands(tower.capacities, largest, max_items=bounds.items, max_frames=bounds.frames)
     sizes = learned.sizes if learned else [budget.tokens for budget in default]
     ladder = Ladder(tuple(sorted({demands.budget(size) for size in sizes})))
     return Beginning(ladder, default, demands, file, learned)
+
+
+def _kernel_folder() -> Path:
+    """Where Triton keeps what it compiled: the choices of products are there too."""
+    folder = os.environ.get("TRITON_CACHE_DIR")
+    return Path(folder or os.path.expanduser("~/.triton/cache"))  # noqa: PTH111 - Path raises without a home
 
 
 def check_state_dir(folder: Path) -> None:

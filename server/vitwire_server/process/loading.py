@@ -124,7 +124,7 @@ def load_model(
     def completed(ladder: Ladder) -> Ladder:
         return attention.completed(ladder, merge=tower.geometry.merge) if attention else ladder
 
-    learning = beginning(settings, bounds, tower, checkpoint.folder, computing.fingerprint, ladder)
+    learning = beginning(settings, bounds, tower, computing.fingerprint, ladder)
     with compiled_blocks(tower) if settings.compile == "on" and mode == "cuda" else nullcontext():
         graphs, taken = capture_ladder(tower, completed(learning.ladder if learning else ladder), recorder, metrics)
     hot = hot_shapes(settings, checkpoint, tower, attention)

@@ -30,7 +30,10 @@ def test_flag_beats_variable_beats_file_beats_default(monkeypatch: pytest.Monkey
 def test_a_ladder_that_learns_has_no_sizes_of_its_own(tmp_path: Path) -> None:
     settings = resolve(["--model", "m", "--budgets", "learn", "--state-dir", str(tmp_path)])
     assert (settings.learns, settings.budget_sizes, settings.state_dir) == (True, None, tmp_path)
-    assert not resolve(["--model", "m"]).learns
+    assert settings.must_learn
+    default = resolve(["--model", "m"])
+    assert (default.learns, default.must_learn) == (True, False)
+    assert not resolve(["--model", "m", "--budgets", "auto"]).learns
 
 
 @pytest.mark.parametrize(
