@@ -80,10 +80,9 @@ class SessionHost:
 
     def close(self) -> None:
         """The process is gone: end its sessions."""
-        sessions, self._sessions = self._sessions, {}
+        while self._sessions:
+            self._sessions.popitem()[1].session.close()
         self._spares.clear()
-        for opened in sessions.values():
-            opened.session.close()
 
     def _opened(self, message: messages.Requests) -> _Open:
         """The session of a request, which the first one opens."""

@@ -311,6 +311,34 @@ async def test_spare_blocks_are_replaced_while_a_session_is_open() -> None:
         await made.close()
 
 
+async def test_blocks_of_encoded_items_are_spare_again() -> None:
+    """Also if the request is over; nothing more is granted. Those of cancelled items are not, as they may be read."""
+    rig = Rig(cached=False, nbytes=SIZES["spares"])
+    await rig.over_a_link(spares=True)
+    assert isinstance(rig.sessions, RemoteSessions)
+    assert rig.host
+    host, spares, all_of_them = rig.host, rig.sessions._spares, set(rig.sessions._spares)
+    try:
+        for key in range(20):
+            rpc = rig.session()
+            await rpc.submit({key: item(key), key + 1: item(key + 1)})
+            if key % 2:
+                assert await rpc.level(key) == key
+            await until(lambda: set(host._spares) == all_of_them)  # the link need not have brought that yet
+            rpc.close()
+            await until(lambda: set(spares) == all_of_them)
+        rig.open.clear()
+        rpc = rig.session()
+        await rpc.submit({1: item(1)})
+        rpc.close()
+        rig.open.set()
+        await rig.settle_memory()
+        assert len(spares) == len(all_of_them) - 1
+        assert set(spares) == set(host._spares) < all_of_them
+    finally:
+        await rig.close()
+
+
 async def test_nothing_is_sent_if_no_spare_block_is_granted() -> None:
     """Half of this arena has no room for one."""
     rig = Rig(cached=False, nbytes=1 << 20)
