@@ -136,6 +136,7 @@ class Clients:
             image = int(rng.integers(len(self._items)))
             began = time.monotonic()
             intake.submit([Entry(ticket, 0, self._items[image], began)])
+            intake.wake()
             outcome = answers.get()
             self.calls.append(Call(image, began, time.monotonic() - began, isinstance(outcome, EncoderError)))
 

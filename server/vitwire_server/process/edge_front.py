@@ -109,6 +109,9 @@ class _SupervisedEdge:
             self._pid = 0
 
     def _receive(self, message: messages.ToEngine) -> None:
+        if self._host and isinstance(message, messages.OfSession):
+            self._host.receive(message)
+            return
         match message:
             case messages.Started():
                 if message.fault:
@@ -120,8 +123,6 @@ class _SupervisedEdge:
                 self.serving.set()
             case messages.Drained():
                 self.drained.set()
-            case _ if self._host:
-                self._host.receive(message)
             case _ if reply := not_ready(message):
                 self.send(reply)
 

@@ -49,12 +49,16 @@ class Intake:
         return self._clock()
 
     def submit(self, entries: Iterable[Entry]) -> None:
-        """Queue items. Raises Unavailable after `close`."""
+        """Queue items; `wake` has to follow. Raises Unavailable after `close`."""
         with self._changed:
             if self._closed:
                 raise Unavailable("the server is shutting down")
             for entry in entries:
                 self._queue.push(entry)
+
+    def wake(self) -> None:
+        """End the `wait` of the engine's thread."""
+        with self._changed:
             self._changed.notify()
 
     def check_deadline(self, ticket: Ticket, tokens: int, items: int = 1) -> None:
@@ -83,8 +87,8 @@ class Intake:
         """Drop what still waits of a request; what is on the device finishes but is not delivered."""
         with self._changed:
             ticket.cancelled = True
-            reason = "deadline" if ticket.is_expired(self._clock()) else "cancelled"
             for _ in self._queue.remove(ticket):
+                reason = "deadline" if ticket.is_expired(self._clock()) else "cancelled"
                 self._monitor.item_dropped("queue", reason)
 
     def close(self) -> None:

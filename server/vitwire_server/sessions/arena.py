@@ -4,6 +4,7 @@ import mmap
 import os
 from collections import deque
 from contextlib import suppress
+from ctypes import addressof, c_char
 from typing import Protocol
 from weakref import ref
 
@@ -45,9 +46,12 @@ class Arena:
         """A new array over bytes of the arena."""
         return np.frombuffer(self._map, np.uint8, nbytes, offset)
 
-    def offset_of(self, data: memoryview | bytes | bytearray) -> int | None:
+    def offset_of(self, data: memoryview) -> int | None:
         """The offset of bytes in the arena; None if they lie elsewhere."""
-        address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]  # faster than `ctypes`
+        if data.readonly or not data:
+            address: int = np.frombuffer(data, np.uint8).ctypes.data
+        else:
+            address = addressof(c_char.from_buffer(data))  # a tenth of the time
         offset = address - self.address
         return offset if 0 <= offset <= self.size - len(data) else None
 

@@ -1,9 +1,10 @@
 """The engine's end of a link: sessions of the RPCs of another process."""
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -20,7 +21,9 @@ from vitwire_server.sessions.local import LocalSession, LocalSessions
 from vitwire_server.sessions.messages import item_of, received
 
 _SPARES, _SPARE_BYTES = 16, 1 << 20
-"""Most spare blocks of a process, and the size of each."""
+"""Spare blocks that a process is supplied with, and the size of each."""
+_MOST_SPARES = 2 * _SPARES
+"""Spare blocks of a process up to which those of answered items are spare again."""
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -39,24 +42,12 @@ class _Open:
     priority: Priority
     unfilled: dict[int, Item] = field(default_factory=dict)
     """Items whose bytes are being written."""
+    spares: dict[int, tuple[int, memoryview]] = field(default_factory=dict)
+    """Spare blocks of items that the engine has, with their offsets."""
     rows: dict[int, memoryview | _Copy] = field(default_factory=dict)
     """Rows that are being read."""
-    waiting: list[Callable[[], None]] = field(default_factory=list)
-    """Requests that wait until the session releases what it holds. They refer to this object."""
-
-    def release(self, key: int) -> None:
-        """The item is over; what waited for that is tried again."""
-        self.unfilled.pop(key, None)
-        self.rows.pop(key, None)
-        self.session.release(key)
-        waiting, self.waiting = self.waiting, []
-        for attempt in waiting:
-            attempt()
-
-    def close(self) -> None:
-        """Close the session. No reference cycle is left, which would keep the memory until a garbage collection."""
-        self.waiting.clear()
-        self.session.close()
+    waiting: list[tuple[messages.Requests, Mapping[int, Item]]] = field(default_factory=list)
+    """Requests that wait until the session releases what it holds, and their items in spare blocks."""
 
 
 @dataclass(slots=True)
@@ -72,77 +63,96 @@ class SessionHost:
     _copies: WeakValueDictionary[int, _Copy] = field(default_factory=WeakValueDictionary)
     """Copies that are being read, by the identity of their source."""
 
-    def receive(self, message: messages.OfSession) -> None:
+    def receive(self, message: messages.Requests | messages.Release | messages.Close) -> None:
+        number = message.session
         match message:
-            case messages.Open():
-                self._open(message)
-            case messages.Release():
-                self._sessions[message.session].release(message.key)
-                self._grant()
             case messages.Close():
-                self._sessions.pop(message.session).close()
-                self._grant()
+                self._sessions.pop(number).session.close()
+            case messages.Release(key=key):
+                self._release(self._sessions[number], key)
+            case messages.Submit():
+                opened = self._opened(message)
+                self._reply(opened, message, self._submitted(opened, message))
             case _:
-                opened = self._sessions[message.session]
-                self._reply(opened, message.number, self._attempt(opened, message))
+                self._reply(self._opened(message), message, {})
+        if len(self._spares) <= _SPARES // 2:
+            self._grant()
 
     def close(self) -> None:
         """The process is gone: end its sessions."""
-        sessions, self._sessions = self._sessions, {}
+        while self._sessions:
+            self._sessions.popitem()[1].session.close()
         self._spares.clear()
-        for opened in sessions.values():
-            opened.close()
 
-    def _open(self, message: messages.Open) -> None:
-        number = message.session
+    def _opened(self, message: messages.Requests) -> _Open:
+        """The session of a request, which the first one opens."""
+        number, opening = message.session, message.opening
+        if opening is None:
+            return self._sessions[number]
+        session = self.engine.open(opening, partial(self._settle, number), fail=lambda _: None)
+        opened = self._sessions[number] = _Open(session, opening.priority)
+        return opened
 
-        def settle(key: int, outcome: Outcome) -> None:
-            if isinstance(outcome, Encoded):
-                try:
-                    self.link.send(self._done(number, key, outcome))
-                    return
-                except EncoderError as error:
-                    outcome = error
-            self.link.send(messages.Fault(number, key, pickle.dumps(outcome)))
+    def _release(self, opened: _Open, key: int) -> None:
+        """The item is over; what waited for that is tried again."""
+        opened.unfilled.pop(key, None)
+        opened.spares.pop(key, None)
+        opened.rows.pop(key, None)
+        opened.session.release(key)
+        waiting, opened.waiting = opened.waiting, []
+        for message, submitted in waiting:
+            self._reply(opened, message, submitted)
 
-        opening = message.opening
-        self._sessions[number] = _Open(self.engine.open(opening, settle, fail=lambda _: None), opening.priority)
-        self._grant()
+    def _settle(self, number: int, key: int, outcome: Outcome) -> None:
+        if isinstance(outcome, Encoded):
+            try:
+                self.link.send(self._done(number, key, outcome))
+                return
+            except EncoderError as error:
+                outcome = error
+        self.link.send(messages.Fault(number, key, pickle.dumps(outcome)))
 
-    def _attempt(self, opened: _Open, message: messages.Requests) -> Callable[[], list[int] | None]:
-        """Does what is requested and returns the offsets to reply, or None while the session holds what is missing."""
-        match message:
-            case messages.Reserve(key=key):
-                reserved = item_of(message.item)
-                return lambda: self._reserve(opened, key, reserved)
-            case messages.Admit():
-                items = {key: received(form) for key, form in message.items.items()}
-                return lambda: self._admit(opened, items)
-            case messages.Find(key=key, digest=digest):
-                sought = item_of(message.item)
-                return lambda: _offsets(opened.session.try_answer(key, sought, digest))
-            case messages.Queue():
-                return lambda: _queue(opened, message)
-            case messages.Submit(digests=digests):
-                blocks = [self._spares.pop(offset) for offset in message.blocks]
-                submitted = {}
-                for (key, form), block in zip(message.items.items(), blocks, strict=True):
-                    submitted[key] = item_of(form).filled(block)
-                return lambda: _submit(opened, submitted, digests)
-            case messages.Ask(tokens=tokens):
-                return lambda: [int(1e6 * self.engine.intake.forecast(opened.priority, tokens))]
-
-    def _reply(self, opened: _Open, number: int, attempt: Callable[[], list[int] | None]) -> None:
-        """Reply with what `attempt` returns; while that is None, try again after each release of the session."""
+    def _reply(self, opened: _Open, message: messages.Requests, submitted: Mapping[int, Item]) -> None:
+        """Do what is requested and reply; try again after each release while the session holds what is missing."""
         try:
-            offsets = attempt()
+            offsets = self._offsets(opened, message, submitted)
         except EncoderError as error:
-            self.link.send(messages.Reply(number, [], pickle.dumps(error)))
+            self.link.send(messages.Reply(message.number, [], pickle.dumps(error)))
             return
         if offsets is None:
-            opened.waiting.append(lambda: self._reply(opened, number, attempt))
+            opened.waiting.append((message, submitted))
         else:
-            self.link.send(messages.Reply(number, offsets))
+            self.link.send(messages.Reply(message.number, offsets))
+
+    def _offsets(self, opened: _Open, message: messages.Requests, submitted: Mapping[int, Item]) -> list[int] | None:
+        """The offsets to reply; None while the session holds what is missing. Raises EncoderError."""
+        session = opened.session
+        match message:
+            case messages.Submit(digests=digests):
+                if not session.try_admit(submitted):
+                    return None
+                session.queue(submitted, digests)
+            case messages.Queue():
+                session.queue(_filled(opened, message), message.digests)
+            case messages.Admit():
+                return self._admit(opened, {key: received(form) for key, form in message.items.items()})
+            case messages.Reserve(key=key):
+                return self._reserve(opened, key, item_of(message.item))
+            case messages.Find(key=key, digest=digest):
+                answered = session.try_answer(key, item_of(message.item), digest)
+                return None if answered is None else [0] * answered
+            case messages.Ask(tokens=tokens):
+                return [int(1e6 * self.engine.intake.forecast(opened.priority, tokens))]
+        return []
+
+    def _submitted(self, opened: _Open, message: messages.Submit) -> dict[int, Item]:
+        """The items of spare blocks, which are in use from now on."""
+        items = {}
+        for (key, form), offset in zip(message.items.items(), message.blocks, strict=True):
+            block = self._spares.pop(offset)
+            opened.spares[key] = offset, block
+            items[key] = item_of(form, block)
+        return items
 
     def _reserve(self, opened: _Open, key: int, item: Item) -> list[int] | None:
         memory = opened.session.try_reserve(key, item)
@@ -168,8 +178,6 @@ class SessionHost:
     def _grant(self) -> None:
         """Keep the process supplied with spare blocks while there is memory: they save small requests a round trip."""
         missing = _SPARES - len(self._spares)
-        if missing < _SPARES // 2:
-            return
         room = (self.memory.free - self.memory.arena.size // 2) // _SPARE_BYTES
         blocks: dict[int, memoryview] = {}
         with suppress(Overloaded):
@@ -185,18 +193,27 @@ class SessionHost:
 
         Raises Overloaded.
         """
-        embedding, delivery = outcome.embedding, outcome.delivery
-        about = (number, key, embedding.dtype.label, embedding.shape, embedding.kept, outcome.report)
-        if isinstance(delivery, Delivered | Stored):
-            delivered = delivery if isinstance(delivery, Delivered) else None
-            return messages.Done(*about, delivered=delivered, is_stored=delivered is None)
-        read: memoryview | _Copy = embedding.data
-        offset = self.memory.arena.offset_of(embedding.data)
-        if offset is None:
-            read = self._copied(embedding.data)
-            offset = self._offset(read.data)
-        self._sessions[number].rows[key] = read
-        return messages.Done(*about, offset, len(embedding.data), fallback=delivery.reason if delivery else "")
+        embedding, delivery, opened = outcome.embedding, outcome.delivery, self._sessions[number]
+        done = messages.Done(number, key, embedding.dtype.label, embedding.shape, embedding.kept, outcome.report)
+        if isinstance(delivery, Delivered):
+            done.delivered = delivery
+        elif isinstance(delivery, Stored):
+            done.is_stored = True
+        else:
+            read: memoryview | _Copy = embedding.data
+            offset = self.memory.arena.offset_of(embedding.data)
+            if offset is None:
+                read = self._copied(embedding.data)
+                offset = self._offset(read.data)
+            opened.rows[key] = read
+            done.offset, done.nbytes = offset, len(embedding.data)
+            done.fallback = delivery.reason if delivery else ""
+        if key in opened.spares:  # the engine has read the item's bytes
+            offset, block = opened.spares.pop(key)
+            if len(self._spares) < _MOST_SPARES:
+                self._spares[offset] = block
+                done.spare = offset
+        return done
 
     def _copied(self, source: memoryview) -> _Copy:
         copy = self._copies.get(id(source))
@@ -207,26 +224,15 @@ class SessionHost:
         return copy
 
 
-def _queue(opened: _Open, message: messages.Queue) -> list[int]:
+def _filled(opened: _Open, message: messages.Queue) -> dict[int, Item]:
+    """The items that have their bytes now, and their regions."""
     items = {key: opened.unfilled.pop(key) for key in message.items}
     for key, (region, on_device) in message.regions.items():
         items[key] = replace(items[key], region=region, on_device=on_device)
-    opened.session.queue(items, message.digests)
-    return []
+    return items
 
 
-def _submit(opened: _Open, items: Mapping[int, Item], digests: Mapping[int, bytes]) -> list[int] | None:
-    if not opened.session.try_admit(items):
-        return None
-    opened.session.queue(items, digests)
-    return []
-
-
-def _offsets(answered: bool | None) -> list[int] | None:
-    return None if answered is None else [0] * answered
-
-
-def not_ready(message: messages.OfSession) -> messages.Reply | None:
+def not_ready(message: messages.ToEngine) -> messages.Reply | None:
     """The reply to a message that came before the model was loaded."""
     if isinstance(message, messages.Request):
         return messages.Reply(message.number, [], pickle.dumps(Unavailable("the model is still loading")))

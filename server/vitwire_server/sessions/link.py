@@ -14,26 +14,28 @@ from msgspec.msgpack import Decoder, Encoder
 In = TypeVar("In")
 Out = TypeVar("Out")
 _HEAD = 4
-"""Bytes of a message's length, little-endian."""
+"""Bytes of the length that precedes the messages of one turn, little-endian."""
 
 
 class Link(asyncio.Protocol, Generic[In, Out]):
     """Sends messages of one type and receives messages of another, in order. Used on one event loop."""
 
-    def __init__(self, decoder: Decoder[In], receive: Callable[[In], None]) -> None:
+    def __init__(self, decoder: Decoder[list[In]], receive: Callable[[In], None]) -> None:
         """`receive` is called for each message."""
         self._decoder = decoder
         self._encoder = Encoder()
         self._receive = receive
         self._loop = asyncio.get_running_loop()
         self._unread = bytearray()
-        self._unsent = bytearray()
+        self._unsent: list[Out] = []
         self._transport: asyncio.Transport | None = None
         self.lost = asyncio.Event()
         """Set when the other end is closed, or its process is gone."""
 
     @classmethod
-    async def over(cls, end: socket.socket, decoder: Decoder[In], receive: Callable[[In], None]) -> "Link[In, Out]":
+    async def over(
+        cls, end: socket.socket, decoder: Decoder[list[In]], receive: Callable[[In], None]
+    ) -> "Link[In, Out]":
         """A link over one end of a socket pair, which it owns from now on."""
         end.setblocking(False)
         _, link = await asyncio.get_running_loop().create_connection(lambda: cls(decoder, receive), sock=end)
@@ -43,11 +45,9 @@ class Link(asyncio.Protocol, Generic[In, Out]):
         """Send a message, together with others of one turn of the loop. Does nothing once the link is lost."""
         if self.lost.is_set():
             return
-        body = self._encoder.encode(message)
         if not self._unsent:
             self._loop.call_soon(self._flush)
-        self._unsent += len(body).to_bytes(_HEAD, "little")
-        self._unsent += body
+        self._unsent.append(message)
 
     def close(self) -> None:
         """Send what is left, then close this end."""
@@ -68,9 +68,10 @@ class Link(asyncio.Protocol, Generic[In, Out]):
                 stop = start + int.from_bytes(unread[position:start], "little")
                 if stop > end:
                     break
-                message = self._decoder.decode(unread[start:stop])
+                messages = self._decoder.decode(unread[start:stop])
                 position = stop
-                self._receive(message)
+                for message in messages:
+                    self._receive(message)
         del self._unread[:position]
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -78,6 +79,9 @@ class Link(asyncio.Protocol, Generic[In, Out]):
         self.lost.set()
 
     def _flush(self) -> None:
-        unsent, self._unsent = self._unsent, bytearray()
+        unsent, self._unsent = self._unsent, []
         if unsent and self._transport and not self._transport.is_closing():
-            self._transport.write(unsent)
+            frame = bytearray(_HEAD)
+            self._encoder.encode_into(unsent, frame, _HEAD)
+            frame[:_HEAD] = (len(frame) - _HEAD).to_bytes(_HEAD, "little")
+            self._transport.write(frame)

@@ -44,6 +44,7 @@ class LocalSessions:
     """See Sessions."""
     width: int = field(init=False)
     """Columns of an embedding."""
+    _is_waking: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.digest_seed = randbits(64) if self.single_flight.is_on else None
@@ -62,7 +63,15 @@ class LocalSessions:
 
     def run(self, ticket: Ticket, items: Mapping[int, Item]) -> None:
         now = self.intake.now()
-        self.intake.submit(Entry(ticket, key, item, now) for key, item in items.items())
+        self.intake.submit([Entry(ticket, key, item, now) for key, item in items.items()])
+        if not self._is_waking:
+            self._is_waking = True
+            asyncio.get_running_loop().call_soon(self._wake)
+
+    def _wake(self) -> None:
+        """Once for all items of a turn of the loop."""
+        self._is_waking = False
+        self.intake.wake()
 
 
 class LocalSession:
@@ -74,13 +83,12 @@ class LocalSession:
     def __init__(self, engine: LocalSessions, opening: Opening, settle: Settle) -> None:
         self._engine = engine
         self._opening = opening
-        self._name = partial(name_of, principal=opening.principal, fingerprint=engine.card.fingerprint)
         self._outcomes = Outcomes(engine.single_flight, engine.courier, engine.mailbox, opening, settle)
         self._ticket = self._outcomes.ticket
         self._found: dict[int, Encoded | NotCached] = {}
         """Answers of items without pixels that are not admitted yet."""
         self._released = asyncio.Event()
-        engine.monitor.session_opened()
+        engine.monitor.opened += 1
 
     async def reserve(self, key: int, item: Item) -> memoryview:
         return await self._when_released(lambda: self.try_reserve(key, item))
@@ -130,36 +138,39 @@ class LocalSession:
     def try_admit(self, items: Mapping[int, Item | CacheLookup]) -> bool:
         """Admit items that were not reserved, all or none, and answer those without pixels. Raises Overloaded."""
         self._outcomes.raise_if_closed()
-        held, flight, width = self._outcomes.held, self._engine.single_flight, self._engine.width
+        held, engine = self._outcomes.held, self._engine
         for key, item in items.items():
             one = held.setdefault(key, Held())
             one.region, one.store_only = item.region, item.store_only
-        lookups = {key: item for key, item in items.items() if isinstance(item, CacheLookup)}
         work = {key: item for key, item in items.items() if isinstance(item, Item)}
-        found = {
-            key: self._found.get(key) or self._engine.find(self._name(item), item) for key, item in lookups.items()
-        }
-        # Only answers to `items`: an earlier attempt may have failed.
-        self._found = {key: answer for key, answer in found.items() if answer}
-        nbytes = {key: item.weight(width) for key, item in work.items() if not held[key].permit}
-        for key, known in self._found.items():
+        lookups = {key: item for key, item in items.items() if isinstance(item, CacheLookup)}
+        found = self._found = self._sought(lookups)  # only of `items`: an earlier attempt may have failed
+        nbytes = {key: item.weight(engine.width) for key, item in work.items() if not held[key].permit}
+        for key, known in found.items():
             if isinstance(known, Encoded) and not lookups[key].store_only:
                 nbytes[key] = known.embedding.nbytes
         if nbytes:
-            permits = self._permits(lambda: self._engine.admission.admit(list(nbytes.values())))
+            permits = self._permits(lambda: engine.admission.admit(list(nbytes.values())))
             if permits is None:
                 return False
             for key, permit in zip(nbytes, permits, strict=True):
                 held[key].permit = permit
         self._found = {}
         for key, item in work.items():
-            held[key].expect(flight, self._name(item))
-        for key, answer in found.items():
-            if answer:
-                self._outcomes.deliver(key, answer)
+            held[key].expect(engine.single_flight, self._name(item))
+        for key, lookup in lookups.items():
+            if key in found:
+                self._outcomes.deliver(key, found[key])
             else:
-                self._join(key, lookups[key])
+                self._join(key, lookup)
         return True
+
+    def _sought(self, lookups: Mapping[int, CacheLookup]) -> dict[int, Encoded | NotCached]:
+        """Answers to items without pixels, of those that need not wait for another."""
+        answers = {
+            key: self._found.get(key) or self._engine.find(self._name(each), each) for key, each in lookups.items()
+        }
+        return {key: answer for key, answer in answers.items() if answer}
 
     def queue(self, items: Mapping[int, Item], digests: Mapping[int, bytes]) -> None:
         """Queue admitted items, unless one of the same content is cached or in flight.
@@ -175,9 +186,9 @@ class LocalSession:
         due = [i.footprint.tokens for n, i in items.items() if n not in waiters or not single_flight.holds(waiters[n])]
         if due:
             engine.intake.check_deadline(self._ticket, sum(due), len(due))
-        for key in items:
+        for key, item in items.items():
             held = all_held[key]
-            held.submitted, held.waiter, held.region = True, waiters.get(key), items[key].region
+            held.submitted, held.waiter, held.region = True, waiters.get(key), item.region
         new = {n: item for n, item in items.items() if n not in waiters or single_flight.enter(waiters[n])}
         engine.run(self._ticket, new)
         if engine.trace and items:
@@ -193,7 +204,7 @@ class LocalSession:
             return
         self._engine.intake.cancel(self._ticket)
         self._outcomes.close()
-        self._engine.monitor.session_closed()
+        self._engine.monitor.closed += 1
 
     async def _when_released(self, attempt: Callable[[], T | None]) -> T:
         """The result of `attempt`, which is repeated after each release while it is None."""
@@ -237,6 +248,9 @@ class LocalSession:
 
         joining = held[key].joining = Joining(name, lookup, joined)
         self._engine.single_flight.join(joining)
+
+    def _name(self, item: Item | CacheLookup) -> Name | None:
+        return name_of(item, self._opening.principal, self._engine.card.fingerprint)
 
     def _waiter(self, key: int, item: Item, digest: bytes) -> Waiter:
         content = key_of(item, digest, self._opening.principal, self._engine.card.fingerprint)

@@ -1,6 +1,7 @@
 """Messages between the engine's process and RPC processes. All are of one release, so nothing is versioned."""
 
 import pickle
+from math import prod
 from typing import TypeAlias, TypeVar
 
 from msgspec import Struct
@@ -16,6 +17,7 @@ T = TypeVar("T")
 BEAT_SECONDS = 1.0
 Tensor: TypeAlias = tuple[str, tuple[int, ...]]
 """Type and shape."""
+_NO_BYTES = memoryview(b"")
 
 
 class Message(Struct, array_like=True):
@@ -42,18 +44,18 @@ class ItemForm(Message):
 # -- from RPCs to the engine; `session` and `number` are chosen by the sender ----------------------
 
 
-class Request(Message):
+class OfSession(Message):
+    """Concerns a session."""
+
+    session: int
+
+
+class Request(OfSession):
     """Answered with a Reply."""
 
     number: int
-    session: int
-
-
-class Open(Message, tag=0):
-    """Open a session."""
-
-    session: int
-    opening: Opening
+    opening: Opening | None
+    """In the first request of a session, which opens it; None in others."""
 
 
 class Reserve(Request, tag=1):
@@ -79,7 +81,10 @@ class Queue(Request, tag=3):
 
 
 class Submit(Request, tag=8):
-    """Items whose bytes were written into spare blocks, which lie at `blocks`: admit and queue them."""
+    """Items whose bytes were written into spare blocks, which lie at `blocks`: admit and queue them.
+
+    A block is in use until a Done says that it is spare again.
+    """
 
     items: dict[int, ItemForm]
     blocks: list[int]
@@ -100,17 +105,14 @@ class Ask(Request, tag=10):
     tokens: int
 
 
-class Release(Message, tag=4):
+class Release(OfSession, tag=4):
     """The item's rows are not read any more."""
 
-    session: int
     key: int
 
 
-class Close(Message, tag=5):
+class Close(OfSession, tag=5):
     """Close a session."""
-
-    session: int
 
 
 class Started(Message, tag=6):
@@ -154,6 +156,8 @@ class Done(Message, tag=1):
     is_stored: bool = False
     fallback: str = ""
     """The reason for not delivering the rows of an item with a region."""
+    spare: int | None = None
+    """Offset of the block of the item's bytes, if it may be written into again."""
 
 
 class Fault(Message, tag=2):
@@ -209,13 +213,12 @@ class Stop(Message, tag=7):
 
 
 Requests: TypeAlias = Reserve | Admit | Find | Queue | Submit | Ask
-OfSession: TypeAlias = Open | Requests | Release | Close
-ToEngine: TypeAlias = OfSession | Started | Serving | Drained
+ToEngine: TypeAlias = Requests | Release | Close | Started | Serving | Drained
 ToSession: TypeAlias = Reply | Done | Fault | Spares
 Control: TypeAlias = Configure | Serve | Show | Drain | Stop
 ToRpc: TypeAlias = ToSession | Control | Beat
-FROM_RPC: Decoder[ToEngine] = Decoder(ToEngine)
-FROM_ENGINE: Decoder[ToRpc] = Decoder(ToRpc)
+FROM_RPC: Decoder[list[ToEngine]] = Decoder(list[ToEngine])
+FROM_ENGINE: Decoder[list[ToRpc]] = Decoder(list[ToRpc])
 
 
 def form_of(item: Item | CacheLookup) -> ItemForm:
@@ -230,24 +233,32 @@ def form_of(item: Item | CacheLookup) -> ItemForm:
     return form
 
 
-def item_of(form: ItemForm) -> Item:
-    """The item, without its bytes."""
+def item_of(form: ItemForm, data: memoryview = _NO_BYTES) -> Item:
+    """The item, without its bytes or with them, which are at the beginning of `data`: pixels, then crops."""
     assert form.modality and form.grid and form.tensors and form.footprint, "it has pixels"  # noqa: PT018
-    pixels, crops = form.tensors
+    first, second = form.tensors
+    pixels = _filled(first, data)
+    crops = _filled(second, data[pixels.nbytes :]) if second else None
     return Item(
         form.modality,
         form.grid,
-        Pixels(b"", DType.of(pixels[0]), pixels[1]),
+        pixels,
         form.footprint,
         DType.of(form.output),
         form.keep_ratio,
-        Pixels(b"", DType.of(crops[0]), crops[1]) if crops else None,
+        crops,
         form.content_id,
         form.region,
         on_device=form.on_device,
         store_only=form.store_only,
         is_picture=form.is_picture,
     )
+
+
+def _filled(tensor: Tensor, data: memoryview) -> Pixels:
+    label, shape = tensor
+    dtype = DType.of(label)
+    return Pixels(data[: prod(shape) * dtype.size], dtype, shape)
 
 
 def received(form: ItemForm) -> Item | CacheLookup:

@@ -1,10 +1,8 @@
 """Sessions of an engine in another process."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 
 import numpy as np
@@ -29,23 +27,28 @@ class RemoteSessions:
     arena: Arena
     digest_seed: int | None
     _numbers: Iterator[int] = field(default_factory=count)
-    _open: dict[int, tuple[Settle, Fail]] = field(default_factory=dict)
+    _open: "dict[int, RemoteSession]" = field(default_factory=dict)
     _replies: dict[int, asyncio.Future[list[int]]] = field(default_factory=dict)
-    _spares: deque[tuple[int, int]] = field(default_factory=deque)
-    """Offset and size of blocks that items may be written into."""
+    _spares: list[int] = field(default_factory=list)
+    """Offsets of blocks that items may be written into."""
+    _spare_bytes: int = 0
+    """Size of each."""
     _fault: Exception | None = None
     """The error of every request; None while the engine's process responds."""
 
     def open(self, opening: Opening, settle: Settle, fail: Fail) -> "RemoteSession":
-        session = next(self._numbers)
-        self._open[session] = settle, fail
-        self.link.send(messages.Open(session, opening))
-        return RemoteSession(self, session)
+        number = self.next_number()
+        session = self._open[number] = RemoteSession(self, number, opening, settle, fail)
+        return session
 
     def receive(self, message: messages.ToSession) -> None:
         match message:
-            case messages.Spares():
-                self._spares.extend((offset, message.nbytes) for offset in message.offsets)
+            case messages.Done():
+                if message.spare is not None:
+                    self._spares.append(message.spare)
+                if session := self._open.get(message.session):
+                    rows = self.arena.view(message.offset, message.nbytes).toreadonly()
+                    session.settle(message.key, encoded_of(message, rows))
             case messages.Reply():
                 future = self._replies.pop(message.number, None)
                 if future is None or future.done():  # the RPC was cancelled
@@ -54,17 +57,17 @@ class RemoteSessions:
                     future.set_exception(unpickled(message.error, EncoderError))
                 else:
                     future.set_result(message.offsets)
-            case messages.Fault() if message.session in self._open:
-                self._open[message.session][0](message.key, unpickled(message.error, EncoderError))
-            case messages.Done() if message.session in self._open:
-                rows = self.arena.view(message.offset, message.nbytes).toreadonly()
-                self._open[message.session][0](message.key, encoded_of(message, rows))
+            case messages.Spares():
+                self._spares += message.offsets
+                self._spare_bytes = message.nbytes
+            case messages.Fault() if session := self._open.get(message.session):
+                session.settle(message.key, unpickled(message.error, EncoderError))
 
     def lost(self, fault: Exception) -> None:
         """The engine's process is gone or silent: every RPC that works with it, now or later, ends with `fault`."""
         self._fault = fault
-        for _, fail in self._open.values():
-            fail(fault)
+        for session in self._open.values():
+            session.fail(fault)
         for future in self._replies.values():
             if not future.done():
                 future.set_exception(fault)
@@ -74,24 +77,26 @@ class RemoteSessions:
         """The engine's process responds again."""
         self._fault = None
 
-    def release(self, session: int, key: int) -> None:
-        """An item is not needed any more."""
-        if session in self._open:
-            self.link.send(messages.Release(session, key))
-
-    def closed(self, session: int) -> None:
-        """A session is over."""
-        if self._open.pop(session, None):
-            self.link.send(messages.Close(session))
+    def closed(self, session: int) -> bool:
+        """A session is over. False if it was over before."""
+        return self._open.pop(session, None) is not None
 
     def take_spares(self, items: Collection[Item | CacheLookup]) -> list[int] | None:
         """Offsets of a spare block for each item; None unless all have bytes, which fit and are copied in one turn."""
         sizes = [item.nbytes for item in items if isinstance(item, Item)]
-        if not len(sizes) == len(items) <= len(self._spares) or sum(sizes) > _COPIED_BYTES:
+        if not len(sizes) == len(items) <= len(self._spares):
             return None
-        if any(size > nbytes for size, (_, nbytes) in zip(sizes, self._spares, strict=False)):
+        if sum(sizes) > _COPIED_BYTES or max(sizes) > self._spare_bytes:
             return None
-        return [self._spares.popleft()[0] for _ in items]
+        return [self._spares.pop() for _ in items]  # those that were used last are in the processor's caches
+
+    def has(self, session: int) -> bool:
+        """Whether a session is open."""
+        return session in self._open
+
+    def next_number(self) -> int:
+        """A number that no session and no request has."""
+        return next(self._numbers)
 
     def check(self, session: int) -> None:
         """Raises Unavailable if the session is closed or the engine's process is gone."""
@@ -102,26 +107,27 @@ class RemoteSessions:
         if self._fault:
             raise Unavailable(str(self._fault))
 
-    async def request(self, session: int, kind: Callable[..., messages.Requests], *fields: object) -> list[int]:
-        """The engine's reply to a message of this kind. Raises EncoderError."""
-        self.check(session)
-        number = next(self._numbers)
+    async def reply(self, message: messages.Requests) -> list[int]:
+        """The engine's reply to a request. Raises EncoderError."""
         future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-        self._replies[number] = future
-        self.link.send(kind(number, session, *fields))
+        self._replies[message.number] = future
+        self.link.send(message)
         try:
             return await future
         finally:
-            self._replies.pop(number, None)
+            self._replies.pop(message.number, None)
 
 
 class RemoteSession:
     """See Session. Between `close` and the engine's notice of it nothing is written: one task does both."""
 
-    def __init__(self, engine: RemoteSessions, session: int) -> None:
+    def __init__(self, engine: RemoteSessions, number: int, opening: Opening, settle: Settle, fail: Fail) -> None:
+        self.settle = settle
+        self.fail = fail
         self._engine = engine
-        self._session = session
-        self._request = partial(engine.request, session)
+        self._number = number
+        self._opening: Opening | None = opening
+        """Until the first request, which opens the session in the engine's process."""
         self._reserved: set[int] = set()
 
     async def reserve(self, key: int, item: Item) -> memoryview:
@@ -134,7 +140,7 @@ class RemoteSession:
 
     async def submit(self, items: Mapping[int, Item | CacheLookup], digests: Mapping[int, bytes]) -> None:
         arena, engine = self._engine.arena, self._engine
-        engine.check(self._session)
+        engine.check(self._number)
         new = {key: item for key, item in items.items() if key not in self._reserved}
         forms = {key: form_of(item) for key, item in new.items()}
         ready = {key: item for key, item in items.items() if isinstance(item, Item)}
@@ -161,10 +167,17 @@ class RemoteSession:
 
     def release(self, key: int) -> None:
         self._reserved.discard(key)
-        self._engine.release(self._session, key)
+        if self._engine.has(self._number) and self._opening is None:
+            self._engine.link.send(messages.Release(self._number, key))
 
     def close(self) -> None:
-        self._engine.closed(self._session)
+        if self._engine.closed(self._number) and self._opening is None:
+            self._engine.link.send(messages.Close(self._number))
+
+    async def _request(self, kind: Callable[..., messages.Requests], *fields: object) -> list[int]:
+        self._engine.check(self._number)
+        opening, self._opening = self._opening, None
+        return await self._engine.reply(kind(self._number, self._engine.next_number(), opening, *fields))
 
 
 def _copied(arena: Arena, offset: int, item: Item) -> Iterator[None]:

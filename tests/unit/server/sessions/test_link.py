@@ -3,12 +3,13 @@
 import asyncio
 import socket
 import sys
+from collections.abc import Sequence
 
 import pytest
 
 from vitwire_server.scheduling.tickets import Priority
 from vitwire_server.sessions.link import Link
-from vitwire_server.sessions.messages import FROM_ENGINE, FROM_RPC, Open, Queue, Release, Reply, ToEngine, ToRpc
+from vitwire_server.sessions.messages import FROM_ENGINE, FROM_RPC, Ask, Queue, Release, Reply, ToEngine, ToRpc
 from vitwire_server.sessions.session import Opening
 
 SECONDS = 60
@@ -19,7 +20,7 @@ from vitwire_server.sessions.messages import FROM_RPC, Reply
 
 async def main():
     def answer(message):
-        if type(message).__name__ == "Open":  # whose request id is as long as the answer is to be
+        if type(message).__name__ == "Ask":  # whose request id is as long as the answer is to be
             link.send(Reply(message.session, [], message.opening.request_id.encode()))
         else:
             link.send(Reply(message.session, [message.key]))
@@ -51,8 +52,8 @@ class Peer:
         return await asyncio.wait_for(self.received.get(), SECONDS)
 
 
-def opening(number: int, nbytes: int) -> Open:
-    return Open(number, Opening("", "", None, Priority.BATCH, "x" * nbytes))
+def opening(number: int, nbytes: int) -> Ask:
+    return Ask(number, 0, Opening("", "", None, Priority.BATCH, "x" * nbytes), 1)
 
 
 async def test_messages_of_all_sizes_many_at_once_and_in_order() -> None:
@@ -87,8 +88,8 @@ async def test_messages_in_pieces(nbytes: int) -> None:
     received: list[ToEngine] = []
     link: Link[ToEngine, ToRpc] = Link(FROM_RPC, received.append)
     sender: Link[ToRpc, ToEngine] = Link(FROM_ENGINE, lambda _: None)
-    messages = [opening(1, 300), Release(1, 2), Queue(3, 1, [2], {2: b"digest"})]
-    raw = b"".join(framed(sender, message) for message in messages)
+    messages = [opening(1, 300), Release(1, 2), Queue(3, 1, None, [2], {2: b"digest"})]
+    raw = framed(sender, messages[:2]) + framed(sender, messages[2:])
     for start in range(0, len(raw), nbytes):
         link.data_received(raw[start : start + nbytes])
     assert received == messages
@@ -96,8 +97,8 @@ async def test_messages_in_pieces(nbytes: int) -> None:
     assert received == messages * 2
 
 
-def framed(link: Link[ToRpc, ToEngine], message: ToEngine) -> bytes:
-    """The bytes of a message, as they are written."""
+def framed(link: Link[ToRpc, ToEngine], messages: Sequence[ToEngine]) -> bytes:
+    """The bytes of messages of one turn, as they are written."""
     written = bytearray()
 
     class Transport(asyncio.Transport):
@@ -111,6 +112,7 @@ def framed(link: Link[ToRpc, ToEngine], message: ToEngine) -> bytes:
             pass
 
     link.connection_made(Transport())
-    link.send(message)
+    for message in messages:
+        link.send(message)
     link.close()
     return bytes(written)

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from threading import Thread
-from types import SimpleNamespace
 
 import pytest
 
@@ -31,7 +30,7 @@ from vitwire_server.sessions.arena import Arena, ArenaMemory
 from vitwire_server.sessions.host import SessionHost
 from vitwire_server.sessions.link import Link
 from vitwire_server.sessions.local import LocalSession, LocalSessions
-from vitwire_server.sessions.messages import FROM_ENGINE, FROM_RPC, Close, Open, Queue, Reserve, form_of
+from vitwire_server.sessions.messages import FROM_ENGINE, FROM_RPC, Close, Queue, Reserve, form_of
 from vitwire_server.sessions.outcomes import Mailbox
 from vitwire_server.sessions.remote import RemoteSessions
 from vitwire_server.sessions.session import Opening
@@ -115,23 +114,13 @@ def test_a_call_that_fails_does_not_lose_the_others_of_its_turn() -> None:
     run(test)
 
 
-def test_calls_run_in_order_if_one_is_posted_while_others_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_run_in_order_if_one_is_posted_while_others_run() -> None:
     async def test() -> None:
-        mailbox, ran, loop, done = Mailbox(), list[int](), asyncio.get_running_loop(), asyncio.Event()
+        mailbox, ran, done = Mailbox(), list[int](), asyncio.Event()
         sender = Thread(target=mailbox.post, args=(lambda: (ran.append(2), done.set()),))
-
-        def slowly(call: Callable[[], None]) -> asyncio.Handle:
-            """Leaves time for another thread."""
-            sender.start()
-            sender.join(0.2)
-            return loop.call_soon(call)
-
-        slow = SimpleNamespace(call_soon=slowly, call_soon_threadsafe=loop.call_soon_threadsafe)
-        monkeypatch.setattr(mailbox, "_loop", slow)
-        mailbox.post(lambda: ran.append(0))
+        mailbox.post(lambda: (ran.append(0), sender.start(), sender.join()))
         mailbox.post(lambda: ran.append(1))
         await asyncio.wait_for(done.wait(), 10)
-        await asyncio.sleep(0.05)
         assert ran == [0, 1, 2]
 
     run(test)
@@ -145,12 +134,11 @@ def test_memory_of_a_session_that_waits_for_itself_is_free_when_it_is_closed() -
         form = form_of(ITEM)
         gc.disable()
         try:
-            host.receive(Open(0, OPENING))
-            host.receive(Reserve(1, 0, 0, form))
-            host.receive(Queue(2, 0, [0], {0: b"digest"}))
-            host.receive(Reserve(3, 0, 1, form))
+            host.receive(Reserve(0, 1, OPENING, 0, form))
+            host.receive(Queue(0, 2, None, [0], {0: b"digest"}))
+            host.receive(Reserve(0, 3, None, 1, form))
             others = rig.admission.admit([1, 1])
-            host.receive(Reserve(4, 0, 2, form))  # waits, as the session holds some of what is missing
+            host.receive(Reserve(0, 4, None, 2, form))  # waits, as the session holds some of what is missing
             assert rig.memory.free < 64 * PAGE
             host.receive(Close(0))
             assert rig.memory.free == 64 * PAGE
