@@ -23,7 +23,7 @@ from vitwire_server.sessions.messages import item_of, received
 _SPARES, _SPARE_BYTES = 16, 1 << 20
 """Spare blocks that a process is supplied with, and the size of each."""
 _MOST_SPARES = 2 * _SPARES
-"""Spare blocks of a process up to which those of answered items are spare again."""
+"""Spare blocks of a process up to which those of answered items are spare again, while half of the arena is free."""
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -178,15 +178,18 @@ class SessionHost:
     def _grant(self) -> None:
         """Keep the process supplied with spare blocks while there is memory: they save small requests a round trip."""
         missing = _SPARES - len(self._spares)
-        room = (self.memory.free - self.memory.arena.size // 2) // _SPARE_BYTES
         blocks: dict[int, memoryview] = {}
         with suppress(Overloaded):
-            for _ in range(min(missing, room)):
+            for _ in range(min(missing, self._room() // _SPARE_BYTES)):
                 offset, block = self.memory.placed(_SPARE_BYTES)
                 blocks[offset] = block
         if blocks:
             self._spares |= blocks
             self.link.send(messages.Spares(list(blocks), _SPARE_BYTES))
+
+    def _room(self) -> int:
+        """Bytes of the arena's free half that are left for spare blocks; negative if less than half is free."""
+        return self.memory.free - self.memory.arena.size // 2
 
     def _done(self, number: int, key: int, outcome: Encoded) -> messages.Done:
         """With the place of rows that are returned. Cached ones lie elsewhere: all readers share one copy.
@@ -210,7 +213,7 @@ class SessionHost:
             done.fallback = delivery.reason if delivery else ""
         if key in opened.spares:  # the engine has read the item's bytes
             offset, block = opened.spares.pop(key)
-            if len(self._spares) < _MOST_SPARES:
+            if len(self._spares) < _SPARES or (len(self._spares) < _MOST_SPARES and self._room() > 0):
                 self._spares[offset] = block
                 done.spare = offset
         return done

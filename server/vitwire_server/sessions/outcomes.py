@@ -1,11 +1,11 @@
 """From an item's outcome to its caller: its rows in the caller's memory, on the host for the response, or stored."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import Lock
 
 import numpy as np
 
@@ -58,23 +58,24 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._calls: deque[Callable[[], None]] = deque()
+        self._lock = Lock()
+        self._calls: list[Callable[[], None]] = []
 
     def post(self, call: Callable[[], None]) -> None:
         """Have `call` run on the loop. Thread-safe."""
-        self._calls.append(call)
-        if len(self._calls) > 1:  # `_run` will come to it
-            return
+        with self._lock:
+            self._calls.append(call)
+            if len(self._calls) > 1:
+                return
         with suppress(RuntimeError):  # the loop is closed: the process is about to exit
             self._loop.call_soon_threadsafe(self._run)
 
     def _run(self) -> None:
-        try:
-            while self._calls:
-                self._calls.popleft()()
-        finally:
-            if self._calls:  # one that fails ends no other
-                self._loop.call_soon(self._run)
+        with self._lock:
+            calls, self._calls = self._calls, []
+            for call in calls[1:]:  # before another thread can post the next one
+                self._loop.call_soon(call)  # one that fails ends no other
+        calls[0]()  # a turn of the loop earlier
 
 
 @dataclass(slots=True)
