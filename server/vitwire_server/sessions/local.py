@@ -88,7 +88,7 @@ class LocalSession:
         self._found: dict[int, Encoded | NotCached] = {}
         """Answers of items without pixels that are not admitted yet."""
         self._released = asyncio.Event()
-        engine.monitor.opened += 1
+        engine.monitor.session_opened()
 
     async def reserve(self, key: int, item: Item) -> memoryview:
         return await self._when_released(lambda: self.try_reserve(key, item))
@@ -204,7 +204,7 @@ class LocalSession:
             return
         self._engine.intake.cancel(self._ticket)
         self._outcomes.close()
-        self._engine.monitor.closed += 1
+        self._engine.monitor.session_closed()
 
     async def _when_released(self, attempt: Callable[[], T | None]) -> T:
         """The result of `attempt`, which is repeated after each release while it is None."""

@@ -1,13 +1,10 @@
 """Makers of metrics, and the metrics that several concerns record."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.metrics_core import CounterMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Place
@@ -52,10 +49,6 @@ class Series:
         """A counter; its name gets the suffix `_total`."""
         return _shown(Counter(f"vitwire_{name}", text, labels, registry=self._registry), labels)
 
-    def counted(self, name: str, text: str, read: Callable[[], int]) -> None:
-        """A counter whose value is read when the page is."""
-        self._registry.register(_Counted(f"vitwire_{name}", text, read))
-
     def gauge(self, name: str, text: str, **labels: Iterable[str]) -> Gauge:
         """A gauge; the values of several processes are added, see `edges.py`."""
         made = Gauge(f"vitwire_{name}", text, labels, registry=self._registry, multiprocess_mode="livesum")
@@ -69,16 +62,6 @@ class Series:
         """A histogram with these bucket bounds."""
         made = Histogram(f"vitwire_{name}", text, labels, registry=self._registry, buckets=tuple(buckets))
         return _shown(made, labels)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Counted(Collector):
-    name: str
-    text: str
-    read: Callable[[], int]
-
-    def collect(self) -> Iterator[Metric]:
-        yield CounterMetricFamily(self.name, self.text, self.read())
 
 
 def _shown(metric: M, labels: Mapping[str, Iterable[str]]) -> M:

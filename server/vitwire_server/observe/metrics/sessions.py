@@ -13,14 +13,11 @@ class AdmissionMetrics:
         self._limit_items = series.gauge("queue_limit_items", "Maximum items admitted at a time")
         self._limit_bytes = series.gauge("queue_limit_bytes", "Maximum bytes admitted at a time")
         self._admitted = 0, 0
-        # Functions, as these change far more often than a page is read.
+        # Functions, as `changed` is called far more often than a page is read.
         series.gauge("admitted_items", "Items admitted and not yet answered").set_function(lambda: self._admitted[0])
         series.gauge("admitted_bytes", "Bytes admitted and not yet answered").set_function(lambda: self._admitted[1])
-        self.opened = 0
-        self.closed = 0
-        """Sessions so far."""
-        series.counted("tickets_opened", "RPCs that opened a ticket", lambda: self.opened)
-        series.counted("tickets_closed", "RPCs that closed their ticket", lambda: self.closed)
+        self.session_opened = series.counter("tickets_opened", "RPCs that opened a ticket").inc
+        self.session_closed = series.counter("tickets_closed", "RPCs that closed their ticket").inc
 
     def limits(self, items: int, nbytes: int) -> None:
         self._limit_items.set(items)
