@@ -1,6 +1,7 @@
 """Pictures and files that the engine prepares, against those that decoders prepare, through real servers."""
 
 import time
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -17,6 +18,8 @@ LARGE = ((700, 800), (1600, 401))
 """Of photographs that a decoder on the device takes."""
 MODEL_TYPES = ("qwen3_vl", "deepseek_ocr2", "llava_onevision")
 """Of patches, of tiles with crops, and of tiles with an overview."""
+Rows = list[tuple[tuple[int, int, int], np.ndarray]]
+"""Grid and rows of each item."""
 SHAPES = {"one process": (), "edges": ("--rpc-processes", "2", "--decode-processes", "2")}
 
 
@@ -40,7 +43,7 @@ def items(*, clips: bool) -> list[pb.Item]:
     return made
 
 
-def rows_of(server: ServerProcess, sent: list[pb.Item]) -> list[tuple[tuple[int, int, int], np.ndarray]]:
+def rows_of(server: ServerProcess, sent: list[pb.Item]) -> Rows:
     """The grid and rows of each item, from one request."""
     parts: dict[int, list[bytes]] = {}
     found: dict[int, tuple[tuple[int, int, int], np.ndarray]] = {}
@@ -55,14 +58,10 @@ def rows_of(server: ServerProcess, sent: list[pb.Item]) -> list[tuple[tuple[int,
     return [found[index] for index in range(len(sent))]
 
 
-@pytest.fixture(params=MODEL_TYPES)
-def model_type(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_engine_prepares_as_decoders_do(model_type: str, shape: str, checkpoints: Checkpoints) -> None:
-    folder = checkpoints(model_type)
+@pytest.fixture(scope="module", params=MODEL_TYPES)
+def prepared_by_decoders(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> tuple[Path, list[pb.Item], Rows]:
+    """A checkpoint, items, and their grids and rows by a server whose decoders prepare them."""
+    folder = checkpoints(request.param)
     with serving(folder, *FLAGS, "--prepare", "cpu") as server, grpc.insecure_channel(server.target) as channel:
         model = rpc.EncoderServiceStub(channel).GetModel(pb.GetModelRequest())
         sent = items(clips=pb.ENCODING_MP4 in model.encodings)
@@ -73,6 +72,12 @@ def test_the_engine_prepares_as_decoders_do(model_type: str, shape: str, checkpo
         assert server.metric("vitwire_prepare_seconds_count", stage="batch") == 0
         assert server.metric("vitwire_preparation_info", what="prepare", where="cpu", reason="asked") == 1
         assert f"<dt>prepared on the CPU (asked)</dt><dd>{len(sent)}</dd>" in server.page("/")[1]
+    return folder, sent, expected
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_engine_prepares_as_decoders_do(prepared_by_decoders: tuple[Path, list[pb.Item], Rows], shape: str) -> None:
+    folder, sent, expected = prepared_by_decoders
     with (
         serving(folder, *FLAGS, *SHAPES[shape], "--prepare", "device") as server,
         grpc.insecure_channel(server.target) as channel,
@@ -119,15 +124,23 @@ def test_a_large_picture_goes_through_a_decoder(checkpoints: Checkpoints) -> Non
         assert server.metric("vitwire_prepared_total", where="device") == 0
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_jpegs_are_decoded_beside_the_engine(shape: str, checkpoints: Checkpoints) -> None:
-    """By nvImageCodec, here on the CPU; other files by the usual decoders. The rows are the same."""
-    sent, folder = items(clips=True), checkpoints("qwen3_vl")
+@pytest.fixture(scope="module")
+def decoded_on_the_cpu(checkpoints: Checkpoints) -> tuple[list[pb.Item], Rows]:
+    """Items, some of them large, and their grids and rows by a server that decodes on the CPU."""
+    sent = items(clips=True)
     sent += [pb.Item(modality=pb.MODALITY_IMAGE, encoded=saved(photograph(*size))) for size in LARGE]
-    with serving(folder, *FLAGS, "--decode", "cpu") as server:
-        expected = rows_of(server, sent)
+    with serving(checkpoints("qwen3_vl"), *FLAGS, "--decode", "cpu") as server:
+        return sent, rows_of(server, sent)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_jpegs_are_decoded_beside_the_engine(
+    shape: str, decoded_on_the_cpu: tuple[list[pb.Item], Rows], checkpoints: Checkpoints
+) -> None:
+    """By nvImageCodec, here on the CPU; other files by the usual decoders. The rows are the same."""
+    sent, expected = decoded_on_the_cpu
     jpegs = [pb.Item(modality=pb.MODALITY_IMAGE, encoded=saved(photograph(*LARGE[0]))) for _ in range(4)]
-    with serving(folder, *FLAGS, *SHAPES[shape], "--decode", "device") as server:
+    with serving(checkpoints("qwen3_vl"), *FLAGS, *SHAPES[shape], "--decode", "device") as server:
         with grpc.insecure_channel(server.target) as channel:
             found = rpc.EncoderServiceStub(channel).GetModel(pb.GetModelRequest()).decoding
         assert (found.place, found.reason) == ("device", "")
