@@ -11,7 +11,7 @@ from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 
 from checkpoints import Checkpoints
-from servers import ServerProcess, serving
+from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import Client, DeadlineExceeded, Item, Overloaded
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -36,7 +36,9 @@ SMALL = pb.Item(
 def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
     """A patience of a second; messages up to 16 MiB, of which 4 may be received at once."""
     flags = ("--idle-seconds", "1", "--max-request-bytes", str(16 << 20), "--max-queued-bytes", str(64 << 20))
-    with serving(checkpoints("qwen3_vl"), *flags, "--max-queued-items", "3", "--cache-bytes", "4000000") as process:
+    with serving(
+        checkpoints("qwen3_vl"), *PIXELS_ONLY, *flags, "--max-queued-items", "3", "--cache-bytes", "4000000"
+    ) as process:
         yield process
 
 
@@ -88,7 +90,7 @@ def test_a_dozen_silent_calls_do_not_close_encode_to_others(checkpoints: Checkpo
     bounds = ("--max-request-bytes", str(16 << 20), "--max-queued-bytes", str(64 << 20), "--idle-seconds", "60")
     apart = [("grpc.use_local_subchannel_pool", 1)]
     end = Event()
-    with serving(checkpoints("qwen3_vl"), *bounds) as server:
+    with serving(checkpoints("qwen3_vl"), *PIXELS_ONLY, *bounds) as server:
         with (
             grpc.insecure_channel(server.target, apart) as silent,
             grpc.insecure_channel(server.target, apart) as other,

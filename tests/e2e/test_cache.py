@@ -13,7 +13,7 @@ import torch
 import faulty_server
 from checkpoints import Checkpoints
 from reference import Array, Reference
-from servers import ServerProcess, serving
+from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import AsyncClient, Client, InvalidItem, Item, NotCached
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -33,7 +33,9 @@ def server(checkpoints: Checkpoints, fault: Path, tmp_path_factory: pytest.TempP
     tokens.write_text("alice-has-a-long-token alice\nmallory-has-one-as-well mallory\n")
     flags = ("--cache-bytes", "3000000", "--graphs", "simulated", "--budgets", "16,64", "--dtype", "float32")
     guarded = ("--auth-tokens-file", str(tokens), "--canary-seconds", "0")
-    with serving(checkpoints("qwen3_vl"), *flags, *guarded, program=(faulty_server.__file__, str(fault))) as process:
+    with serving(
+        checkpoints("qwen3_vl"), *PIXELS_ONLY, *flags, *guarded, program=(faulty_server.__file__, str(fault))
+    ) as process:
         yield process
         hits = process.metric("vitwire_graph_hits_total") + process.metric("vitwire_cache_hits_total")
         assert process.metric("vitwire_items_total") == hits + process.metric("vitwire_eager_fallbacks_total")
@@ -243,7 +245,7 @@ def test_the_bound_on_bytes_holds(server: ServerProcess, alice: Client) -> None:
 
 
 def test_no_cache_no_name(checkpoints: Checkpoints) -> None:
-    with serving(checkpoints("qwen3_vl")) as process, Client(process.target) as client:
+    with serving(checkpoints("qwen3_vl"), *PIXELS_ONLY) as process, Client(process.target) as client:
         client.encode([image(1, "photo")])
         assert client.encode([image(1, "photo")])[0].report.path == "eager"
         with pytest.raises(NotCached):

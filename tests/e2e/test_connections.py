@@ -12,7 +12,7 @@ import pytest
 from both_clients import Call, both
 from certificates import Authority
 from checkpoints import Checkpoints
-from servers import ServerProcess, serving
+from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import Item
 
 COLUMNS = 3 * 2 * 14 * 14
@@ -31,14 +31,14 @@ def secured(checkpoints: Checkpoints, authority: Authority) -> Iterator[ServerPr
     tokens = authority.folder / "tokens"
     tokens.write_text(f"{TOKEN} alice\n")
     flags = ("--tls-cert", authority.cert, "--tls-key", authority.key, "--auth-tokens-file", tokens)
-    with serving(checkpoints("qwen2_vl"), "--dtype", "float32", *map(str, flags)) as process:
+    with serving(checkpoints("qwen2_vl"), "--dtype", "float32", *PIXELS_ONLY, *map(str, flags)) as process:
         yield process
 
 
 @pytest.fixture(scope="module")
 def unix_socket(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("socket") / "s"
-    with serving(checkpoints("qwen2_vl"), "--dtype", "float32", "--unix-socket", str(path)):
+    with serving(checkpoints("qwen2_vl"), "--dtype", "float32", *PIXELS_ONLY, "--unix-socket", str(path)):
         yield path
 
 

@@ -16,7 +16,7 @@ import pytest
 from both_clients import Call, both
 from checkpoints import Checkpoints
 from load import image, request
-from servers import ServerProcess, serving
+from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import AsyncClient, Client, EncodeFailed, Item
 from vitwire.shared.agents import is_installed
 from vitwire.v1 import encoder_pb2 as pb
@@ -24,7 +24,7 @@ from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed")
 COLUMNS = 3 * 2 * 14 * 14
-FLAGS = ("--nixl", "--nixl-seconds", "60", "--graphs", "off", "--cache-bytes", str(1 << 20))
+FLAGS = ("--nixl", "--nixl-seconds", "60", "--graphs", "off", "--cache-bytes", str(1 << 20), *PIXELS_ONLY)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_auto_uses_responses_for_host_memory(server: ServerProcess) -> None:
 
 @pytest.mark.matrix
 def test_without_the_flag_auto_uses_responses(checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
-    with serving(checkpoints("qwen2_vl"), "--graphs", "off") as plain_server:
+    with serving(checkpoints("qwen2_vl"), "--graphs", "off", *PIXELS_ONLY) as plain_server:
         with Client(plain_server.target, device="cuda:0") as client, caplog.at_level(logging.INFO, "vitwire"):
             assert client.model().deliveries == ("stream",)
             for _ in range(3):

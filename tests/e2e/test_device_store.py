@@ -12,7 +12,7 @@ import torch
 
 from checkpoints import Checkpoints
 from reference import Array, Reference
-from servers import ServerProcess, serving
+from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import Accepted, Client, DeadlineExceeded, Item, NotCached, Stored
 from vitwire.shared.agents import is_installed
 from vitwire.v1 import encoder_pb2 as pb
@@ -25,7 +25,18 @@ COLUMNS = 3 * 2 * 14 * 14
 ROWS = 16 * 64 * 4
 """Bytes of an embedding: a page of the store."""
 ROOM = 4
-FLAGS = ("--nixl", "--nixl-seconds", "60", "--graphs", "off", "--dtype", "float32", "--canary-seconds", "0")
+FLAGS = (
+    "--nixl",
+    "--nixl-seconds",
+    "60",
+    "--graphs",
+    "off",
+    "--dtype",
+    "float32",
+    "--canary-seconds",
+    "0",
+    *PIXELS_ONLY,
+)
 STORE = (*FLAGS, "--cache-bytes", str(1 << 20), "--store-bytes", str(ROOM * ROWS))
 
 

@@ -14,7 +14,7 @@ import pytest
 import load
 from checkpoints import Checkpoints
 from proxies import ENVOY, EXAMPLE, Envoy, documented, envoy
-from servers import ServerProcess, serving
+from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
 
 CALLS = 40
@@ -24,7 +24,7 @@ Replicas = tuple[ServerProcess, ServerProcess]
 @pytest.fixture(scope="module")
 def replicas(checkpoints: Checkpoints) -> Iterator[Replicas]:
     model = checkpoints("qwen2_vl")
-    with serving(model) as first, serving(model) as second:
+    with serving(model, *PIXELS_ONLY) as first, serving(model, *PIXELS_ONLY) as second:
         yield first, second
 
 

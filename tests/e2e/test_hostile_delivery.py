@@ -16,7 +16,7 @@ import pytest
 from checkpoints import Checkpoints
 from load import image, request
 from nixl_consumer import ConsumerProcess, consuming
-from servers import ServerProcess, serving
+from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire.shared.agents import is_installed
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -40,7 +40,7 @@ for _ in sys.stdin:
 @pytest.fixture(scope="module", params=["1", "2"])
 def server(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[ServerProcess]:
     """What UCX may do does not depend on the server's environment."""
-    flags = ("--nixl", "--nixl-seconds", "10", "--graphs", "off", "--rpc-processes", request.param)
+    flags = ("--nixl", "--nixl-seconds", "10", "--graphs", "off", "--rpc-processes", request.param, *PIXELS_ONLY)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("UCX_TLS", "UCX_MODULES"):
             patch.setenv(name, "all")

@@ -13,7 +13,7 @@ import pytest
 
 from checkpoints import Checkpoints
 from processes import frozen
-from servers import ServerProcess, serving
+from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import AsyncClient, Client, Item, Unavailable
 
 SMALL = Item(np.ones((16, 3 * 2 * 14 * 14), np.float32), (1, 4, 4))
@@ -25,7 +25,7 @@ Encode = Callable[[Item], Awaitable[Any]]
 
 @pytest.fixture(scope="module")
 def pair(checkpoints: Checkpoints) -> Iterator[list[ServerProcess]]:
-    with serving(checkpoints("qwen2_vl")) as one, serving(checkpoints("qwen2_vl")) as other:
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY) as one, serving(checkpoints("qwen2_vl"), *PIXELS_ONLY) as other:
         yield [one, other]
 
 

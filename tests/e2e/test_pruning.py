@@ -12,7 +12,7 @@ from google.rpc.status_pb2 import Status
 
 from checkpoints import Checkpoints
 from reference import TOLERANCE, Array, Reference, error, kept_tokens
-from servers import ServerProcess, serving
+from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import Client, Embedding, InvalidItem, Item
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -54,7 +54,7 @@ def draw(reference: Reference, grid: tuple[int, int, int], ratio: float, seed: i
 @pytest.fixture(scope="module", params=["off", "simulated"])
 def server(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[ServerProcess]:
     flags = ("--dtype", "float32", "--graphs", request.param, "--max-budget-tokens", "256")
-    with serving(checkpoints("qwen3_vl"), *flags) as process:
+    with serving(checkpoints("qwen3_vl"), *PIXELS_ONLY, *flags) as process:
         yield process
 
 
@@ -112,7 +112,7 @@ def test_a_static_scene_keeps_its_first_frame(server: ServerProcess, references:
 def test_windowed_towers_prune_by_place_too(checkpoints: Checkpoints, references: References) -> None:
     case = draw(references("qwen2_5_vl", torch.float32), (4, 20, 12), 0.35, 41)
     flags = ("--dtype", "float32", "--graphs", "simulated", "--max-budget-tokens", "256")
-    with serving(checkpoints("qwen2_5_vl"), *flags) as process, Client(process.target) as client:
+    with serving(checkpoints("qwen2_5_vl"), *PIXELS_ONLY, *flags) as process, Client(process.target) as client:
         case.check(client.encode([case.item])[0])
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from checkpoints import Checkpoints
-from servers import serving
+from servers import PIXELS_ONLY, serving
 from vitwire import AsyncClient, Client, InvalidItem, Item
 from vitwire._transport.uploads import to_wire
 from vitwire.v1 import encoder_pb2 as pb
@@ -35,7 +35,7 @@ def rows_of(target: str, item: Item) -> bytes:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("model_type", FORMS)
 def test_rows_are_the_same(model_type: str, dtype: str, checkpoints: Checkpoints) -> None:
-    with serving(checkpoints(model_type), "--dtype", dtype) as server, Client(server.target) as client:
+    with serving(checkpoints(model_type), "--dtype", dtype, *PIXELS_ONLY) as server, Client(server.target) as client:
         shape, grid = FORMS[model_type](client.model())
         pixels = np.random.default_rng(0).standard_normal(shape, np.float32)
         item = Item(pixels, grid)
@@ -58,7 +58,10 @@ def test_rows_are_the_same(model_type: str, dtype: str, checkpoints: Checkpoints
 
 def test_equal_frames_are_sent_once(checkpoints: Checkpoints) -> None:
     """As a processor repeats an image where a patch has two frames."""
-    with serving(checkpoints("qwen3_vl"), "--dtype", "bfloat16") as server, Client(server.target) as client:
+    with (
+        serving(checkpoints("qwen3_vl"), "--dtype", "bfloat16", *PIXELS_ONLY) as server,
+        Client(server.target) as client,
+    ):
         shape, grid = FORMS["qwen3_vl"](client.model())
         model = client.model()
         once = np.random.default_rng(0).standard_normal((shape[0], model.channels, 1, model.patch_size**2), np.float32)

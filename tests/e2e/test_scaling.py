@@ -18,13 +18,23 @@ import load
 from checkpoints import Checkpoints
 from nameserver import answering
 from proxies import documented, envoy
-from servers import ServerProcess, serving
+from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import AsyncClient, Client, Item
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
 
 COLUMNS = 3 * 2 * 14 * 14
-FLAGS = ("--max-connection-age-seconds", "1", "--cache-bytes", "10000000", "--graphs", "simulated", "--budgets", "64")
+FLAGS = (
+    "--max-connection-age-seconds",
+    "1",
+    "--cache-bytes",
+    "10000000",
+    "--graphs",
+    "simulated",
+    "--budgets",
+    "64",
+    *PIXELS_ONLY,
+)
 
 
 @pytest.fixture(scope="module")

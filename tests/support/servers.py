@@ -19,6 +19,8 @@ from zygote import forked
 PYTHON = os.environ.get("VITWIRE_PYTHON", sys.executable)
 """The interpreter that has the server; tests of engines run in environments of their own."""
 SERVER = ("-m", "vitwire_server")
+PIXELS_ONLY = ("--decode-processes", "0")
+"""Flags of a server that gets neither files nor pictures: decoders would be half of the work of starting it."""
 _READY_SECONDS = 120
 _STOP_SECONDS = 60
 _SHOWN = 4000
