@@ -56,6 +56,16 @@ def opening(number: int, nbytes: int) -> Ask:
     return Ask(number, 0, Opening("", "", None, Priority.BATCH, "x" * nbytes), 1)
 
 
+async def test_a_message_that_cannot_be_encoded_costs_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    peer = await Peer().start()
+    for key in (1, 1 << 70, 3):  # of one turn, and so of one frame
+        peer.link.send(Release(0, key))
+    assert [await peer.next() for _ in range(2)] == [Reply(0, [1]), Reply(0, [3])]
+    assert "a Release is not sent" in caplog.text
+    peer.link.close()
+    await asyncio.wait_for(peer.process.wait(), SECONDS)
+
+
 async def test_messages_of_all_sizes_many_at_once_and_in_order() -> None:
     peer = await Peer().start()
     sizes = [0, 1, 65_535, 65_536, 3 << 20, 7, 1 << 20] * 3
