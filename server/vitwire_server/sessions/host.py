@@ -67,7 +67,8 @@ class SessionHost:
         number = message.session
         match message:
             case messages.Close():
-                self._sessions.pop(number).session.close()
+                if opened := self._sessions.pop(number, None):  # else its first request came before the model
+                    opened.session.close()
             case messages.Release(key=key):
                 self._release(self._sessions[number], key)
             case messages.Submit():
@@ -213,7 +214,8 @@ class SessionHost:
             done.fallback = delivery.reason if delivery else ""
         if key in opened.spares:  # the engine has read the item's bytes
             offset, block = opened.spares.pop(key)
-            if len(self._spares) < _SPARES or (len(self._spares) < _MOST_SPARES and self._room() > 0):
+            is_low = offset + _SPARE_BYTES <= self.memory.kept  # others cost the engine a copy: they end with a burst
+            if is_low and (len(self._spares) < _SPARES or (len(self._spares) < _MOST_SPARES and self._room() > 0)):
                 self._spares[offset] = block
                 done.spare = offset
         return done

@@ -116,9 +116,9 @@ SIZES = {"local": 4 << 20, "remote": 4 << 20, "spares": 32 << 20}
 class Rig:
     """An engine with everything before it, and sessions of it in one shape or the other."""
 
-    def __init__(self, *, cached: bool, nbytes: int = 4 << 20) -> None:
+    def __init__(self, *, cached: bool, nbytes: int = 4 << 20, kept: int | None = None) -> None:
         self.metrics = Metrics()
-        self.memory = ArenaMemory(Arena.create(nbytes), kept=1 << 20)
+        self.memory = ArenaMemory(Arena.create(nbytes), kept=kept or nbytes)
         self.open = Event()
         self.open.set()
         self.runner = Runner(self.memory, self.open)
@@ -336,6 +336,25 @@ async def test_blocks_of_encoded_items_are_spare_again() -> None:
         await rig.settle_memory()
         assert len(spares) == len(all_of_them) - 1
         assert set(spares) == set(host._spares) < all_of_them
+    finally:
+        await rig.close()
+
+
+async def test_blocks_that_are_not_pinned_are_spare_once() -> None:
+    """The engine copies what lies in them once more. Here all but the first of them do."""
+    rig = Rig(cached=False, nbytes=SIZES["spares"], kept=1 << 20)
+    await rig.over_a_link(spares=True)
+    assert isinstance(rig.sessions, RemoteSessions)
+    assert rig.host
+    host, spares, count = rig.host, rig.sessions._spares, len(rig.sessions._spares)
+    rpc = rig.session()
+    try:
+        for key in range(4):
+            await rpc.submit({key: item(key)})
+            assert await rpc.level(key) == key
+            assert len(spares) == len(host._spares) == count - key - 1
+        rpc.close()
+        await rig.settle_memory()
     finally:
         await rig.close()
 
