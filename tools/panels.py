@@ -116,7 +116,7 @@ ROWS = (
         Panel("Servers by budget in use", "short", [Query(_gauge("vitwire_ladder_budgets", "budget"), "{{budget}}")]),
         Panel("Fits of the ladder in an hour", "short", [
             Query(f"sum by (result) (increase(vitwire_ladder_refits_total{{{_OWN}}}[1h]))", "{{result}}")],
-            "With --budgets learn; swapped: another ladder is in use."),
+            "Unless budgets are given; swapped: another ladder is in use."),
         Panel("Longest wait during the last change of the ladder", "s", [
             Query(_gauge("vitwire_ladder_pause_seconds", "instance"), "{{instance}}")]),
     )),

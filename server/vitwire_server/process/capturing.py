@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import gettempdir
 
 import torch
 
@@ -174,8 +175,10 @@ def beginning(
 
 def _kernel_folder() -> Path:
     """Where Triton keeps what it compiled: the choices of products are there too."""
-    folder = os.environ.get("TRITON_CACHE_DIR")
-    return Path(folder or os.path.expanduser("~/.triton/cache"))  # noqa: PTH111 - Path raises without a home
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")  # noqa: PTH111 - Path raises without a home
+    if not os.path.isabs(home):  # noqa: PTH117 - as above
+        home = gettempdir()
+    return Path(os.environ.get("TRITON_CACHE_DIR") or f"{home}/.triton/cache")
 
 
 def check_state_dir(folder: Path) -> None:
