@@ -136,7 +136,6 @@ class Clients:
             image = int(rng.integers(len(self._items)))
             began = time.monotonic()
             intake.submit([Entry(ticket, 0, self._items[image], began)])
-            intake.wake()
             outcome = answers.get()
             self.calls.append(Call(image, began, time.monotonic() - began, isinstance(outcome, EncoderError)))
 
@@ -189,9 +188,9 @@ class Bench:
         self._report.add("changes", key | row)
 
     def replays(self, restarted: Planner) -> None:
-        """Times of budgets from the start, whose products are tuned, and of those captured since, also if assumed.
+        """Times of budgets captured at the start, which are tuned, and since, measured or assumed.
 
-        `restarted` begins with those, and has tuned them.
+        `restarted` is the planner of a second start, which has tuned the learned budgets.
         """
         times = self.watched.learner._planner.costs.measured
         at_start, again = self.model.planner.costs.measured, restarted.costs.measured

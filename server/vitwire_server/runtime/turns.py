@@ -93,7 +93,7 @@ class Turns:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """In the work: both threads run within this context. Raises Abandoned at its end if there is no next turn."""
+        """In the work: both threads run within this context. Raises Abandoned at its end if the work was abandoned."""
         self._takes_turns.clear()
         self._returned.release()
         try:

@@ -49,16 +49,12 @@ class Intake:
         return self._clock()
 
     def submit(self, entries: Iterable[Entry]) -> None:
-        """Queue items; `wake` has to follow. Raises Unavailable after `close`."""
+        """Queue items. Raises Unavailable after `close`."""
         with self._changed:
             if self._closed:
                 raise Unavailable("the server is shutting down")
             for entry in entries:
                 self._queue.push(entry)
-
-    def wake(self) -> None:
-        """End the `wait` of the engine's thread."""
-        with self._changed:
             self._changed.notify()
 
     def check_deadline(self, ticket: Ticket, tokens: int, items: int = 1) -> None:

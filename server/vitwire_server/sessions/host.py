@@ -23,7 +23,7 @@ from vitwire_server.sessions.messages import item_of, received
 _SPARES, _SPARE_BYTES = 16, 1 << 20
 """Spare blocks that a process is supplied with, and the size of each."""
 _MOST_SPARES = 2 * _SPARES
-"""Spare blocks of a process up to which those of answered items are spare again, while half of the arena is free."""
+"""Most spare blocks of a process. Blocks of answered items become spare again while half of the arena is free."""
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)

@@ -44,7 +44,6 @@ class LocalSessions:
     """See Sessions."""
     width: int = field(init=False)
     """Columns of an embedding."""
-    _is_waking: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.digest_seed = randbits(64) if self.single_flight.is_on else None
@@ -64,14 +63,6 @@ class LocalSessions:
     def run(self, ticket: Ticket, items: Mapping[int, Item]) -> None:
         now = self.intake.now()
         self.intake.submit([Entry(ticket, key, item, now) for key, item in items.items()])
-        if not self._is_waking:
-            self._is_waking = True
-            asyncio.get_running_loop().call_soon(self._wake)
-
-    def _wake(self) -> None:
-        """Once for all items of a turn of the loop."""
-        self._is_waking = False
-        self.intake.wake()
 
 
 class LocalSession:

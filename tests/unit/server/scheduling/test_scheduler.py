@@ -251,7 +251,6 @@ def test_an_idle_scheduler_takes_work_at_once() -> None:
     thread.start()
     done = Event()
     rig.scheduler.intake.submit([Entry(Ticket(lambda *_: done.set()), 0, item(5), 0.0)])
-    rig.scheduler.intake.wake()
     assert done.wait(10)
     rig.scheduler.intake.close()
     thread.join(10)
