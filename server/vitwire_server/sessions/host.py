@@ -152,7 +152,7 @@ class SessionHost:
         for (key, form), offset in zip(message.items.items(), message.blocks, strict=True):
             block = self._spares.pop(offset)
             opened.spares[key] = offset, block
-            items[key] = item_of(form, block)
+            items[key] = item_of(form).filled(block)
         return items
 
     def _reserve(self, opened: _Open, key: int, item: Item) -> list[int] | None:

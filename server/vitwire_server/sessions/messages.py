@@ -1,7 +1,6 @@
 """Messages between the engine's process and RPC processes. All are of one release, so nothing is versioned."""
 
 import pickle
-from math import prod
 from typing import TypeAlias, TypeVar
 
 from msgspec import Struct
@@ -17,7 +16,6 @@ T = TypeVar("T")
 BEAT_SECONDS = 1.0
 Tensor: TypeAlias = tuple[str, tuple[int, ...]]
 """Type and shape."""
-_NO_BYTES = memoryview(b"")
 
 
 class Message(Struct, array_like=True):
@@ -233,32 +231,24 @@ def form_of(item: Item | CacheLookup) -> ItemForm:
     return form
 
 
-def item_of(form: ItemForm, data: memoryview = _NO_BYTES) -> Item:
-    """The item, without its bytes or with them, which are at the beginning of `data`: pixels, then crops."""
+def item_of(form: ItemForm) -> Item:
+    """The item, without its bytes."""
     assert form.modality and form.grid and form.tensors and form.footprint, "it has pixels"  # noqa: PT018
-    first, second = form.tensors
-    pixels = _filled(first, data)
-    crops = _filled(second, data[pixels.nbytes :]) if second else None
+    pixels, crops = form.tensors
     return Item(
         form.modality,
         form.grid,
-        pixels,
+        Pixels(b"", DType.of(pixels[0]), pixels[1]),
         form.footprint,
         DType.of(form.output),
         form.keep_ratio,
-        crops,
+        Pixels(b"", DType.of(crops[0]), crops[1]) if crops else None,
         form.content_id,
         form.region,
         on_device=form.on_device,
         store_only=form.store_only,
         is_picture=form.is_picture,
     )
-
-
-def _filled(tensor: Tensor, data: memoryview) -> Pixels:
-    label, shape = tensor
-    dtype = DType.of(label)
-    return Pixels(data[: prod(shape) * dtype.size], dtype, shape)
 
 
 def received(form: ItemForm) -> Item | CacheLookup:
