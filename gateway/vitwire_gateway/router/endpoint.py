@@ -213,9 +213,9 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, self.settings.stall_seconds)
-        began = time.perf_counter()
         outcome = "done"
         with self._span(exchange) as ending:
+            began = time.perf_counter()
             try:
                 exchange.check_head(self.settings.max_header_bytes)
                 async with self.admission.admitted(exchange.request) as ticket:
