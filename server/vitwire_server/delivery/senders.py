@@ -46,6 +46,7 @@ TRANSPORTS = "tcp,rc,cuda_copy,cuda_ipc"
 """UCX's transports that name no process and no file of this host in a remote key."""
 _SET_VARIABLES = {
     "UCX_TLS": TRANSPORTS,
+    "UCX_MEM_MMAP_HOOK_MODE": "none",  # hooks take 0.4 s to install, and senders register what they send
     "UCX_LOG_LEVEL": "fatal",
     "NIXL_LOG_LEVEL": "FATAL",
     "HOME": "/",
