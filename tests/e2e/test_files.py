@@ -11,7 +11,7 @@ import pytest
 
 from certificates import Authority
 from checkpoints import Checkpoints
-from servers import finished, serving
+from servers import PIXELS_ONLY, finished, serving
 from vitwire import Client, Item
 
 ALICE = "alice-0123456789abcdef"
@@ -73,9 +73,19 @@ def test_a_state_that_is_a_pipe_is_replaced(checkpoints: Checkpoints, tmp_path: 
     model, flags = checkpoints("qwen2_vl"), (*learning, "--state-dir")
     with serving(model, *flags, str(tmp_path), "--log-level", "debug") as server, Client(server.target) as client:
         fingerprint = client.model().weights_fingerprint
-    os.mkfifo(tmp_path / f"vitwire-ladder-{fingerprint[:16]}-cpu.json")
+    os.mkfifo(tmp_path / f"vitwire-ladder-{fingerprint[:16]}-cpu-64.json")
     with serving(model, *flags, str(tmp_path)) as server:
         server.wait_for("is ignored, and replaced when a ladder is learned: not a regular file")
+
+
+def test_a_default_state_directory_that_cannot_be_made_is_a_warning(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    learning = ("--graphs", "simulated", "--budgets", "learn", "--max-budget-tokens", "64", *PIXELS_ONLY)
+    with serving(checkpoints("qwen2_vl"), *learning) as server:
+        server.wait_for("learned budgets will not be kept over a restart, without --state-dir: .*Not a directory")
 
 
 @pytest.mark.parametrize("name", ["file", "file/state"])

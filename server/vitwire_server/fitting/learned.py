@@ -139,15 +139,18 @@ class _Document(Header, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class StateFile:
-    """The file of one model on one kind of device. Processes may share it: each write replaces it whole."""
+    """The file of one model on one kind of device, for one largest budget.
+
+    Processes may share it: each write replaces it whole.
+    """
 
     path: Path
     header: Header
 
     @classmethod
     def in_folder(cls, folder: Path, fingerprint: str, device: str, largest: int) -> "StateFile":
-        """The file in a folder that may have files of other models and devices."""
-        name = re.sub(r"[^a-z0-9]+", "-", f"{fingerprint[:16]}-{device}".lower()).strip("-")
+        """The file in a folder that may have files of other models, devices and largest budgets."""
+        name = re.sub(r"[^a-z0-9]+", "-", f"{fingerprint[:16]}-{device}-{largest}".lower()).strip("-")
         return cls(folder / f"vitwire-ladder-{name}.json", Header(_FORMAT, fingerprint, device, largest))
 
     def read(self) -> Learned | None:

@@ -165,7 +165,13 @@ def beginning(
         return None
     largest = default.largest.tokens
     device = torch.cuda.get_device_name(tower.device) if tower.device.type == "cuda" else "cpu"
-    file = StateFile.in_folder(settings.state_dir or _kernel_folder(), fingerprint, device, largest)
+    folder = settings.state_dir or _kernel_folder()
+    if not settings.state_dir:
+        try:
+            check_state_dir(folder)
+        except OSError as error:
+            _log.warning("learned budgets will not be kept over a restart, without --state-dir: %s", error)
+    file = StateFile.in_folder(folder, fingerprint, device, largest)
     learned = file.read()
     demands = Demands(tower.capacities, largest, max_items=bounds.items, max_frames=bounds.frames)
     sizes = learned.sizes if learned else [budget.tokens for budget in default]

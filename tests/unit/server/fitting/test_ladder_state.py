@@ -24,7 +24,7 @@ def test_what_is_written_is_read_back(file: StateFile, caplog: pytest.LogCapture
     assert not caplog.messages, "a first start is no news"
     file.write(LEARNED)
     assert file.read() == LEARNED
-    assert file.path.name == "vitwire-ladder-0123456789abcdef-nvidia-h200.json"
+    assert file.path.name == "vitwire-ladder-0123456789abcdef-nvidia-h200-256.json"
     assert [path.name for path in file.path.parent.iterdir()] == [file.path.name]
     assert f"beginning with the 3 budgets of {file.path}" in caplog.text
 
