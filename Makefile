@@ -26,6 +26,9 @@ $(DEMO): | $(DEMO_READY)
 # What computes on a CPU beside others sleeps at barriers, as servers do.
 export OMP_WAIT_POLICY ?= PASSIVE
 
+# Workers and servers import the same modules: what Python compiles is kept.
+unexport PYTHONDONTWRITEBYTECODE
+
 TIER := everyday
 KIND := cpu
 .PHONY: $(foreach tier,everyday matrix fault gpu kernel page watch engine example full image,tier-$(tier)) \

@@ -1,26 +1,18 @@
 """The parts of `make engine-bench --setups` that need no engine; tests/engines/vllm/test_bench.py has the others."""
 
 import os
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import psutil
 import pytest
-from bench.engine import seat, vllm_engine
+from bench.engine import vllm_engine
 from bench.engine.busy import Busy
 from bench.engine.encoders import _free_ports
 from bench.engine.equal_p99 import Point, Rate, compared, rate_within, turns
 from bench.engine.loads import Load
 from bench.engine.requests import Asked, patches_of, picture, renewed
-from bench.engine.seat import ClientPlace, Seat, SeatFailed, ask
-from bench.engine.seat import seated as seats_of
 from bench.engine.splits import Split, grouped, shares
 
 from client_models import described
@@ -186,75 +178,3 @@ def test_consecutive_ports() -> None:
     first = _free_ports(3)
     assert first > 1024
     assert first + 3 < 65536
-
-
-# -- processes ------------------------------------------------------------------------------------------
-
-
-def answering(pipe: Connection, place: Any) -> None:
-    """A process that answers what it is asked, until it is asked for something else."""
-    pipe.send({"index": place.index, "child": _sleeper(place)})
-    while True:
-        try:
-            message = pipe.recv()
-        except EOFError:
-            time.sleep(600 if place.index == 9 else 0)
-            return
-        if message == "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if message == "hang":
-            time.sleep(600)
-        pipe.send(seat.Failed("it did not work") if message == "fail" else message)
-
-
-def _sleeper(place: Any) -> int:
-    """A descendant of a process that does not end by itself."""
-    if place.index != 9:
-        return 0
-    return os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "600")
-
-
-@contextmanager
-def seated(*indices: int) -> Iterator[list[Seat]]:
-    with seats_of([ClientPlace(index, {}) for index in indices]) as seats:
-        assert [each.answer(60)["index"] for each in seats] == list(indices)
-        yield seats
-
-
-@pytest.fixture(autouse=True)
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seat, "serve", answering)
-
-
-def test_a_process_that_fails_can_be_asked_again_and_so_can_others() -> None:
-    with seated(0, 1) as seats:
-        assert ask(seats, [1, 2], 60) == [1, 2]
-        with pytest.raises(SeatFailed, match="it did not work"):
-            ask(seats, ["fail", 4], 60)
-        assert ask(seats, [5, 6], 60) == [5, 6]
-
-
-def test_a_process_that_ends_fails_and_others_go_on() -> None:
-    with seated(0, 1) as seats:
-        with pytest.raises(SeatFailed, match="has ended"):
-            ask(seats, [1, "die"], 60)
-        with pytest.raises(SeatFailed, match="has ended"):
-            ask(seats, [1, 2], 60)
-        assert ask(seats[:1], [3], 60) == [3]
-
-
-def test_a_process_that_does_not_answer_is_given_up() -> None:
-    """A late answer is not taken for the answer to the next question."""
-    with seated(0, 1) as seats:
-        with pytest.raises(SeatFailed, match="no answer after"):
-            ask(seats, ["hang", 2], 0.2)
-        with pytest.raises(SeatFailed, match="no answer after"):
-            ask(seats[:1], [3], 60)
-        assert ask(seats[1:], [4], 60) == [4]
-
-
-def test_a_process_that_does_not_end_is_killed_with_its_descendants() -> None:
-    stuck = Seat(ClientPlace(9, {}))
-    child = psutil.Process(stuck.answer(60)["child"])
-    stuck.close(0.2)
-    assert child.wait(60) is not None or not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

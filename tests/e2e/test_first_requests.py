@@ -30,15 +30,15 @@ def test_all_is_there_when_it_is_ready(
     name: str, checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = dict(os.environ)
-    with noted(tmp_path, environment) as events:
+    with noted(tmp_path, environment) as found:
         monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
         model = checkpoints("qwen2_vl")
         with serving(model, "--compile", "off", *FLAGS[name]) as server, Client(server.target) as client:
             client.model()
-            before = len(events)
-            photo = photograph(900, 800)
-            assert before > 1000, "imports of the server"
-            files = [saved(photo, kind) for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP")]
+            found.watch()
+            photo, large = photograph(), photograph(800, 660)
+            assert found.processes > 1, "the server and its decoders"
+            files = [saved(large, "JPEG"), *(saved(photo, kind) for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP"))]
             files += [saved(photo, "JPEG", progressive=True), turned("JPEG"), turned("PNG"), turned("WEBP")]
             for file in files:
                 client.encode_images([file])
@@ -48,4 +48,6 @@ def test_all_is_there_when_it_is_ready(
             client.encode_images([np.asarray(photo)])
             client.encode_clips([np.stack([np.asarray(photograph())] * 4)])
             client.encode([Item(np.ones((16, 3 * 2 * 14 * 14), np.float32), (1, 4, 4))])
-            assert events[before:] == []
+            assert found.events == []
+            on_device = server.metric("vitwire_prepare_seconds_count", where="device", stage="decode")
+            assert (on_device > 0) == (name == "on a device")

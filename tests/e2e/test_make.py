@@ -41,7 +41,7 @@ def test_the_demo_needs_a_part_of_what_the_tests_need() -> None:
     assert "demo" in extras["dev"][0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.matrix)])
 def test_make_serve_says_what_to_try_after_the_server_is_ready(
     number: signal.Signals, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:

@@ -58,7 +58,7 @@ def rows_of(server: ServerProcess, sent: list[pb.Item]) -> Rows:
     return [found[index] for index in range(len(sent))]
 
 
-@pytest.fixture(scope="module", params=MODEL_TYPES)
+@pytest.fixture(scope="module")
 def prepared_by_decoders(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> tuple[Path, list[pb.Item], Rows]:
     """A checkpoint, items, and their grids and rows by a server whose decoders prepare them."""
     folder = checkpoints(request.param)
@@ -75,7 +75,15 @@ def prepared_by_decoders(request: pytest.FixtureRequest, checkpoints: Checkpoint
     return folder, sent, expected
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("prepared_by_decoders", "shape"),
+    [
+        pytest.param(model_type, shape, marks=[pytest.mark.matrix] if (number + edges) % 2 else [])
+        for number, model_type in enumerate(MODEL_TYPES)
+        for edges, shape in enumerate(SHAPES)
+    ],
+    indirect=["prepared_by_decoders"],
+)
 def test_the_engine_prepares_as_decoders_do(prepared_by_decoders: tuple[Path, list[pb.Item], Rows], shape: str) -> None:
     folder, sent, expected = prepared_by_decoders
     with (

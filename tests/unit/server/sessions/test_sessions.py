@@ -65,6 +65,13 @@ BAD, BROKEN = 66, 77
 """Pixels that cannot be encoded, and that break the tower."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _only_new_garbage() -> None:
+    """These tests collect garbage often; what others left in this process would take half a second each time."""
+    gc.collect()
+    gc.freeze()
+
+
 def item(level: int = 1, tokens: int = 4, content_id: str = "") -> Item:
     """An item of one level of grey, whose rows have that level too."""
     pixels = Pixels(bytes([level]) * (16 * tokens), DType.UINT8, (4 * tokens, 4))
