@@ -8,7 +8,7 @@ from opentelemetry import context, trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from vitwire import __version__
-from vitwire.shared.telemetry import tracer_provider
+from vitwire.shared.telemetry import SpanClock, tracer_provider
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.spans import SPAN, Attributes, Ending, Note
 
@@ -18,24 +18,26 @@ _W3C = TraceContextTextMapPropagator()
 class _RequestSpan:
     """The span is also OpenTelemetry's current one, which Vitwire's client passes on to the encoder."""
 
-    def __init__(self, tracer: trace.Tracer, span: trace.Span) -> None:
+    def __init__(self, tracer: trace.Tracer, span: trace.Span, clock: SpanClock) -> None:
         self._tracer = tracer
         self._span = span
+        self._clock = clock
         self._token = context.attach(trace.set_span_in_context(span))
         self._outer = SPAN.set(self)
 
     @contextmanager
     def stage(self, name: str, attributes: Attributes, *, is_call: bool) -> Iterator[Note]:
         kind = trace.SpanKind.CLIENT if is_call else trace.SpanKind.INTERNAL
+        span = self._tracer.start_span(name, kind=kind, attributes=attributes, start_time=self._clock.now())
         # Messages of errors are not recorded: they may quote the request.
-        with self._tracer.start_as_current_span(
-            name, kind=kind, attributes=attributes, record_exception=False, set_status_on_exception=False
-        ) as span:
+        with trace.use_span(span, record_exception=False, set_status_on_exception=False):
             try:
                 yield span.set_attributes
             except BaseException as error:
                 _fail(span, _kind_of(error), is_fault=not isinstance(error, asyncio.CancelledError))
                 raise
+            finally:
+                span.end(self._clock.now())
 
     def headers(self) -> dict[str, str]:
         carrier: dict[str, str] = {}
@@ -47,7 +49,7 @@ class _RequestSpan:
         self._span.set_attributes(ending.attributes)
         if ending.error:
             _fail(self._span, ending.error, is_fault=ending.is_fault)
-        self._span.end()
+        self._span.end(self._clock.now())
         SPAN.reset(self._outer)
         context.detach(self._token)
 
@@ -76,9 +78,9 @@ class SpanExporter:
         self._tracer = self._provider.get_tracer("vitwire_gateway", __version__)
 
     def begin(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> _RequestSpan:
-        parent = _W3C.extract(headers)
-        span = self._tracer.start_span(name, parent, trace.SpanKind.SERVER, attributes)
-        return _RequestSpan(self._tracer, span)
+        parent, clock = _W3C.extract(headers), SpanClock()
+        span = self._tracer.start_span(name, parent, trace.SpanKind.SERVER, attributes, start_time=clock.now())
+        return _RequestSpan(self._tracer, span, clock)
 
     def shutdown(self) -> None:
         """Send remaining spans."""

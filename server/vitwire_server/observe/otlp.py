@@ -1,6 +1,5 @@
 """The server's traces and metrics, sent to a collector over OTLP."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -9,7 +8,7 @@ from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from prometheus_client import CollectorRegistry
 
-from vitwire.shared.telemetry import MetricsSender, in_time, sends, tracer_provider
+from vitwire.shared.telemetry import MetricsSender, SpanClock, in_time, sends, tracer_provider
 from vitwire_server.observe.tracing import REQUEST_ID, SPAN, Attributes, Span
 from vitwire_server.release import release
 
@@ -33,22 +32,22 @@ class OtlpTracer:
         attributes = {"rpc.system.name": "grpc", "rpc.method": f"{service}/{method}"}
         if name := REQUEST_ID.get():
             attributes["vitwire.request_id"] = name
-        parent = self._propagator.extract(headers)
-        span = self._tracer.start_span(f"{service}/{method}", parent, trace.SpanKind.SERVER, attributes)
-        recorded = self._recorded(span) if span.is_recording() else None
+        parent, clock = self._propagator.extract(headers), SpanClock()
+        kind = trace.SpanKind.SERVER
+        span = self._tracer.start_span(f"{service}/{method}", parent, kind, attributes, start_time=clock.now())
+        recorded = self._recorded(span, clock) if span.is_recording() else None
         token = SPAN.set(recorded)
         try:
             yield recorded
         finally:
             SPAN.reset(token)
-            span.end()
+            span.end(clock.now())
 
-    def _recorded(self, span: trace.Span) -> Span:
+    def _recorded(self, span: trace.Span, clock: SpanClock) -> Span:
         parent = trace.set_span_in_context(span)
-        epoch = time.time() - time.monotonic()
 
         def stage(name: str, start: float, seconds: float, attributes: Attributes) -> None:
-            began = round((epoch + start) * 1e9)
+            began = clock.at(start)
             child = self._tracer.start_span(name, parent, attributes=attributes, start_time=began)
             child.end(began + round(max(0.0, seconds) * 1e9))
 
