@@ -25,18 +25,8 @@ COLUMNS = 3 * 2 * 14 * 14
 ROWS = 16 * 64 * 4
 """Bytes of an embedding: a page of the store."""
 ROOM = 4
-FLAGS = (
-    "--nixl",
-    "--nixl-seconds",
-    "60",
-    "--graphs",
-    "off",
-    "--dtype",
-    "float32",
-    "--canary-seconds",
-    "0",
-    *PIXELS_ONLY,
-)
+NIXL = ("--nixl", "--nixl-seconds", "60")
+FLAGS = (*NIXL, "--graphs", "off", "--dtype", "float32", "--canary-seconds", "0", *PIXELS_ONLY)
 STORE = (*FLAGS, "--cache-bytes", str(1 << 20), "--store-bytes", str(ROOM * ROWS))
 
 

@@ -85,7 +85,7 @@ def test_a_default_state_directory_that_cannot_be_made_is_a_warning(
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
     learning = ("--graphs", "simulated", "--budgets", "learn", "--max-budget-tokens", "64", *PIXELS_ONLY)
     with serving(checkpoints("qwen2_vl"), *learning) as server:
-        server.wait_for("learned budgets will not be kept over a restart, without --state-dir: .*Not a directory")
+        server.wait_for("learned budgets will not be kept over a restart unless --state-dir is set: .*Not a directory")
 
 
 @pytest.mark.parametrize("name", ["file", "file/state"])

@@ -1,10 +1,12 @@
 """A server that is ready starts no process and imports no module for the first requests."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,3 +53,18 @@ def test_all_is_there_when_it_is_ready(
             assert found.events == []
             on_device = server.metric("vitwire_prepare_seconds_count", where="device", stage="decode")
             assert (on_device > 0) == (name == "on a device")
+
+
+def test_what_a_running_process_does_is_noted(tmp_path: Path) -> None:
+    """The test above would see what it looks for."""
+    environment = dict(os.environ)
+    with noted(tmp_path, environment) as found:
+        code = "import sys; print(); input(); import colorsys"
+        streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen([sys.executable, "-c", code], env=environment, **streams) as process:
+            assert process.stdout
+            assert process.stdout.readline()
+            assert found.events == []
+            found.watch()
+            process.communicate("\n")
+        assert f"{process.pid} import colorsys" in found.events

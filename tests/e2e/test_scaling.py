@@ -24,17 +24,8 @@ from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
 
 COLUMNS = 3 * 2 * 14 * 14
-FLAGS = (
-    "--max-connection-age-seconds",
-    "1",
-    "--cache-bytes",
-    "10000000",
-    "--graphs",
-    "simulated",
-    "--budgets",
-    "64",
-    *PIXELS_ONLY,
-)
+SIMULATED = ("--graphs", "simulated", "--budgets", "64")
+FLAGS = ("--max-connection-age-seconds", "1", "--cache-bytes", "10000000", *SIMULATED, *PIXELS_ONLY)
 
 
 @pytest.fixture(scope="module")

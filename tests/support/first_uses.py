@@ -29,11 +29,11 @@ class Noted:
 
     @property
     def processes(self) -> int:
-        return sum(message.endswith(_STARTED) for message in self.messages)
+        return len(self.messages) - len(self.events)
 
     @property
     def events(self) -> list[str]:
-        return [message for message in self.messages if not message.endswith(_STARTED)]
+        return [message for message in self.messages if message.split()[1] != _STARTED]
 
     def watch(self) -> None:
         with (self.folder / _WATCHED).open("r+b") as file:

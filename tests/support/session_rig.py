@@ -16,10 +16,7 @@ from vitwire_server.caching.cache import EmbeddingCache
 from vitwire_server.caching.keys import digest_of, parts_of
 from vitwire_server.caching.single_flight import SingleFlight
 from vitwire_server.core.budgets import Budget, Ladder
-from vitwire_server.core.errors import (
-    EncodeFailed,
-    InvalidTensors,
-)
+from vitwire_server.core.errors import EncodeFailed, InvalidTensors
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import CacheLookup, DType, Embedding, Item, Modality, Pixels
 from vitwire_server.core.models import Geometry, Limits, ModelCard
@@ -35,12 +32,7 @@ from vitwire_server.sessions.arena import Arena, ArenaMemory
 from vitwire_server.sessions.host import SessionHost
 from vitwire_server.sessions.link import Link
 from vitwire_server.sessions.local import LocalSessions
-from vitwire_server.sessions.messages import (
-    FROM_ENGINE,
-    FROM_RPC,
-    ToEngine,
-    ToRpc,
-)
+from vitwire_server.sessions.messages import FROM_ENGINE, FROM_RPC, ToEngine, ToRpc
 from vitwire_server.sessions.remote import RemoteSessions
 from vitwire_server.sessions.session import Opening, Session, Sessions
 
@@ -122,7 +114,7 @@ class Rig:
         self.thread.start()
 
     async def over_a_link(self, *, spares: bool = False) -> "Rig":
-        """Sessions over a link, with a mapping of the arena of their own; with `spares`, blocks are granted before."""
+        """Sessions over a link, with their own mapping of the arena; with `spares`, blocks are granted before."""
         arena = Arena(os.dup(self.memory.arena.descriptor))
         own, other = socket.socketpair()
 

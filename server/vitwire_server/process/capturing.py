@@ -170,7 +170,7 @@ def beginning(
         try:
             check_state_dir(folder)
         except OSError as error:
-            _log.warning("learned budgets will not be kept over a restart, without --state-dir: %s", error)
+            _log.warning("learned budgets will not be kept over a restart unless --state-dir is set: %s", error)
     file = StateFile.in_folder(folder, fingerprint, device, largest)
     learned = file.read()
     demands = Demands(tower.capacities, largest, max_items=bounds.items, max_frames=bounds.frames)

@@ -214,8 +214,9 @@ class SessionHost:
             done.fallback = delivery.reason if delivery else ""
         if key in opened.spares:  # the engine has read the item's bytes
             offset, block = opened.spares.pop(key)
-            is_low = offset + _SPARE_BYTES <= self.memory.kept  # others cost the engine a copy: they end with a burst
-            if is_low and (len(self._spares) < _SPARES or (len(self._spares) < _MOST_SPARES and self._room() > 0)):
+            # The engine copies bytes that are not pinned, so those blocks are used once.
+            is_pinned = self.memory.is_kept(self.memory.arena.address + offset, _SPARE_BYTES)
+            if is_pinned and (len(self._spares) < _SPARES or (len(self._spares) < _MOST_SPARES and self._room() > 0)):
                 self._spares[offset] = block
                 done.spare = offset
         return done

@@ -12,11 +12,7 @@ from vitwire_server.core.budgets import Budget
 from vitwire_server.core.items import Item
 from vitwire_server.core.runner import Running
 from vitwire_server.scheduling.admission import Admission
-from vitwire_server.sessions.messages import (
-    Done,
-    Reply,
-    ToRpc,
-)
+from vitwire_server.sessions.messages import Done, Reply, ToRpc
 from vitwire_server.sessions.remote import RemoteSessions
 
 
