@@ -116,12 +116,19 @@ tier-gpu:
 # In several processes where pytest-xdist is installed: most of the time goes into compiling kernels.
 GPU_WORKERS = $(shell $(GPU_PYTHON) -c 'import xdist' 2>/dev/null && echo --numprocesses logical --maxprocesses 12 --dist worksteal)
 
-# Interpreted, and compiled for each architecture. Installs Triton, 1 GB.
+# What the CuTe DSL and quack need without a GPU; packages of the DSL share a folder, so each is named.
+CUTE := $(foreach part,cutlass-dsl cutlass-dsl-libs-base cutlass-dsl-libs-core cutlass-dsl-libs-cu13,nvidia-$(part)==4.8.1) \
+	quack-kernels==0.6.5 apache-tvm-ffi==0.1.15.post2 torch-c-dlpack-ext==0.1.5 cuda-bindings==13.0.3 cuda-pathfinder==1.9.1
+
+# Interpreted, and compiled for each architecture. Installs Triton and the CuTe DSL, 1.4 GB.
 tier-kernel: $(READY)
 	test -d .tools/triton || $(BIN)/python -m pip install --quiet --no-deps --target .tools/triton triton==3.9.0
+	test -d .tools/cute || { $(BIN)/python -m venv .tools/cute && .tools/cute/bin/pip install --quiet --no-deps $(CUTE); }
 	TRITON_INTERPRET=1 VITWIRE_GPU_TEST_DEVICE=cpu PYTHONPATH=$(GPU_PATH):.tools/triton \
 		$(BIN)/python -m pytest -c tests/gpu/pytest.ini $(foreach name,kernels fusion fused_layers products float8 preparation,tests/gpu/test_$(name).py) $(FLAGS)
-	VITWIRE_GPU_TEST_DEVICE=cpu PYTHONPATH=$(GPU_PATH):.tools/triton TRITON_CACHE_DIR=.tools/triton-cache \
+	SITE=$$(echo .tools/cute/lib/python3*/site-packages) && \
+		VITWIRE_GPU_TEST_DEVICE=cpu TRITON_CACHE_DIR=.tools/triton-cache \
+		PYTHONPATH=$(GPU_PATH):.tools/triton:$$SITE:$$SITE/nvidia_cutlass_dsl/dsl_packages \
 		$(BIN)/python -m pytest -c tests/gpu/pytest.ini tests/gpu/test_architectures.py tests/gpu/test_launches.py $(FLAGS)
 
 kind-gpu:

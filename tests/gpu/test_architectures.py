@@ -3,8 +3,10 @@
 What is launched is compiled: the kernels' own callers run on CPU tensors, with a driver that only names a target.
 """
 
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from vitwire_server.runtime.kernels import attention, rotary
 from vitwire_server.runtime.kernels import norms as adding
 from vitwire_server.runtime.kernels import split_products as split
 from vitwire_server.runtime.kernels.norms import Norm, add_norm, add_norm_quantise
-from vitwire_server.runtime.kernels.operands import Segments, attention_division, attention_tile
+from vitwire_server.runtime.kernels.operands import Segments, attention_division, attention_tile, fitting_groups
 from vitwire_server.runtime.kernels.quantise import activate_quantise, quantise
 from vitwire_server.runtime.kernels.rotary import rotate
 from vitwire_server.runtime.kernels.rowwise import KINDS, activate, contain, copy_checked, interpolated
@@ -43,7 +45,9 @@ ARCHITECTURES = {
 """CUDA C Programming Guide, technical specifications per compute capability: shared memory per thread block."""
 MOST_SPILLED = 160
 """Bytes of a thread's registers in local memory: on Hopper 24 for heads of 72 columns and 152 for 128, as measured."""
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 HEADS = 16
+HOPPER = "vitwire_server.runtime.kernels.hopper_attention"
 
 
 class Target:
@@ -94,8 +98,7 @@ def check(kernel: Any, on: Architecture, folder: Path) -> None:
     assert kernel.metadata.shared <= on.block_bytes
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    said = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", said)
     assert found, said
     assert int(found[1]) * kernel.metadata.num_warps * 32 <= 65536, "registers of a multiprocessor"
@@ -114,12 +117,24 @@ def test_attention(head_dim: int, rows: int, on: Architecture, compiled: dict[st
     assert compiled["_attend"].metadata.shared <= tile.shared_bytes(2, on), "the rule counts all of it"
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "groups"), [(size, groups) for size in (64, 72, 96, 128) for groups in fitting_groups(size)]
+)
+def test_attention_for_hopper(head_dim: int, groups: int, tmp_path: Path) -> None:
+    """By NVIDIA's CuTe DSL, for Hopper only."""
+    pytest.importorskip("cutlass")
+    script = f"import {HOPPER} as found; found._compile({head_dim}, {groups}, True, 0)"
+    kept = {"CUTE_DSL_DUMP_DIR": str(tmp_path), "CUTE_DSL_KEEP_CUBIN": "1", "QUACK_CACHE_ENABLED": "0"}
+    environment = os.environ | kept | {"CUTE_DSL_ARCH": "sm_90a"}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=120)
+    (cubin,) = tmp_path.glob("*.cubin")
+    usage = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    (stack,) = re.findall(r"STACK:(\d+)", usage)
+    assert int(stack) <= MOST_SPILLED, usage
+
+
 def rotation() -> None:
     rotate(torch.zeros(64, 3, HEADS, 72, dtype=torch.bfloat16), *torch.zeros(2, 64, 72), contain=True)
-
-
-def rotation_apart() -> None:
-    rotate(torch.zeros(64, 3, HEADS, 72, dtype=torch.bfloat16), *torch.zeros(2, 64, 72), contain=True, apart=True)
 
 
 def norms() -> None:
@@ -170,7 +185,6 @@ def positions() -> None:
     "launch",
     [
         rotation,
-        rotation_apart,
         norms,
         norms_of_parts,
         rms_norms,

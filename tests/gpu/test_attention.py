@@ -1,7 +1,7 @@
 """Every attention backend that is installed, against float32 attention, and in a graph whose boundaries change."""
 
-from functools import wraps
-from typing import Any
+from importlib import import_module
+from types import ModuleType
 
 import pytest
 import torch
@@ -84,27 +84,52 @@ def test_no_segment_sees_another(attend: Attend, request: pytest.FixtureRequest,
         assert rows[bad].isnan().all()
 
 
-@torch.inference_mode()
-@pytest.mark.parametrize(
-    ("lengths", "tile"),
-    [([784], (128, 112)), ([1, 0, 1023], (128, 128)), ([1025], None), ([800, 800], (128, 128)), ([2049], None)],
-)
-def test_few_rows_take_small_tiles_of_flash_attention_4(
-    lengths: list[int], tile: tuple[int, int] | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its function that takes tiles is private: a release may rename it, and all rows would take the usual ones."""
-    interface = pytest.importorskip("flash_attn.cute.interface")
+@pytest.fixture
+def hopper(device: torch.device) -> ModuleType:
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        pytest.skip("small tiles are for Hopper")
-    forward, taken = interface._flash_attn_fwd, []
+        pytest.skip("the kernel is for Hopper")
+    pytest.importorskip("cutlass")
+    return import_module("vitwire_server.runtime.kernels.hopper_attention")
 
-    @wraps(forward)
-    def watched(*arguments: Tensor, **named: Any) -> Any:
-        taken.append(named.get("tile_mn"))
-        return forward(*arguments, **named)
 
-    monkeypatch.setattr(interface, "_flash_attn_fwd", watched)
+ODD = [1, 17, 129, 64, 0, 300, 5, 112, 113, 192, 193, 2100]
+"""With parts of blocks of keys and of tiles of queries, empty slots, and a segment that is not short."""
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 88, 96, 128])
+@pytest.mark.parametrize("longest", [1024, 4096])
+def test_every_tile_of_the_kernel_for_hopper(
+    head_dim: int, groups: int, longest: int, hopper: ModuleType, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`longest` decides whether programs take turns."""
+    if groups == 3 and head_dim > 96:
+        pytest.skip("registers do not hold it")
+    monkeypatch.setattr(hopper, "hopper_groups", lambda *_: groups)
+    boundaries = ends(ODD, device)
+    qkv = torch.randn(sum(ODD) + 7, 3, HEADS, head_dim, dtype=torch.bfloat16, device=device)
+    rows = hopper.hopper_attention(*qkv.unbind(1), Segments(boundaries, longest), 0.1)
+    check(rows[: sum(ODD)], qkv[: sum(ODD)], boundaries)
+
+
+@torch.inference_mode()
+def test_scores_beyond_the_range_of_the_first_block(hopper: ModuleType, device: torch.device) -> None:
+    """Its maximum stands in for the row's until a sum is out of range; then the tile is computed again.
+
+    Keys of later blocks have scores that are larger by hundreds, in some rows of some heads of several tiles.
+    """
+    lengths = [900, 300, 2500]
     boundaries = ends(lengths, device)
     qkv = torch.randn(sum(lengths), 3, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
-    check(BACKENDS["fa4"].load()(*qkv.unbind(1), Segments(boundaries, max(lengths)), 0.1), qkv, boundaries)
-    assert taken == [tile]
+    q, k, _ = qkv.unbind(1)
+    for query, key, factor in ((50, 700, 9), (51, 890, 30), (1000, 1150, 100), (1300, 3600, 12), (3500, 2000, 100)):
+        k[key, ::3] = q[query, ::3] * factor
+    expected = segment_sdpa(*qkv.float().unbind(1), Segments(boundaries, len(qkv)), 0.1)
+    scores = q[1000, 0].float() @ k[1150, 0].float() * 0.1
+    assert scores > 400, "far beyond what the first block's maximum allows"
+    for longest in (len(qkv), 1024):
+        rows = hopper.hopper_attention(*qkv.unbind(1), Segments(boundaries, longest), 0.1).float()
+        assert float((rows - expected).norm() / expected.norm()) <= torch.finfo(torch.bfloat16).eps
+        worst = (rows - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert float(worst.max()) <= 4 * torch.finfo(torch.bfloat16).eps, "no row is lost among the others"

@@ -13,15 +13,12 @@ from tests.gpu.test_kernels import distance, interpreted
 
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.grids import Grid
-from vitwire_server.runtime.attention.backends import segment_sdpa
 from vitwire_server.runtime.attention.selection import LoadedBackend, Selection, select
 from vitwire_server.runtime.engine import Engine
-from vitwire_server.runtime.fused import layers
 from vitwire_server.runtime.fused.fusing import fuse
 from vitwire_server.runtime.fused.layers import Block, Shared
 from vitwire_server.runtime.fused.surroundings import hasten_mergers, hasten_positions
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, SimulatedRecorder
-from vitwire_server.runtime.kernels import rotary
 from vitwire_server.runtime.memory.streams import CudaStreams, HostStreams
 from vitwire_server.runtime.products.tuned import Products
 from vitwire_server.runtime.staging import Stager
@@ -109,31 +106,6 @@ def test_a_fused_block_contains_what_its_backend_spreads(
         out = block(rows, ends, (angles.cos(), angles.sin()), 16)
         assert out[:16].isnan().all()
         assert bool(out[16:].isfinite().all()) is contained
-
-
-@torch.inference_mode()
-def test_heads_that_are_apart_change_nothing(
-    tower: PackedTower, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In long segments flash attention 4 gets queries and keys apart."""
-    stock: Any = tower.blocks[0]
-    strides, outs = [], []
-
-    def attending(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> torch.Tensor:
-        strides.append((q.stride(1), k.stride(1)))
-        return segment_sdpa(q.contiguous(), k.contiguous(), *rest)
-
-    ends = torch.tensor([0, 16, 32], dtype=torch.int32, device=device)
-    rows = torch.randn(32, stock.attn.qkv.in_features, dtype=tower.dtype, device=device)
-    angles = torch.randn(32, tower.attention_heads[1], device=device)
-    monkeypatch.setattr(rotary, "_SECTOR", 256)
-    for long in (16, 15):
-        monkeypatch.setattr(layers, "_LONG", long)
-        block = Block(stock, Selection.only(LoadedBackend("fa4", attending), ""), Shared(Products()), first=True)
-        outs.append(block(rows, ends, (angles.cos(), angles.sin()), 16))
-    (narrow, _), wide = strides
-    assert wide[0] == wide[1] > narrow
-    assert torch.equal(*outs)
 
 
 def test_blocks_of_another_form_are_left_alone(attention: Selection) -> None:

@@ -111,17 +111,6 @@ def test_rotation_in_place(head_dim: int, device: torch.device, dtype: torch.dty
     assert distance(qkv, expected) <= limit(dtype)
 
 
-@pytest.mark.parametrize(("head_dim", "width"), [(16, 16), (18, 32), (72, 80)])
-def test_rotation_to_heads_that_are_apart(head_dim: int, width: int, device: torch.device, dtype: torch.dtype) -> None:
-    qkv = torch.randn(37, 3, 5, head_dim, dtype=dtype, device=device)
-    qkv[3, 2, 1, 5] = torch.nan
-    cos, sin = torch.randn(2, 37, head_dim, device=device)
-    narrow, wide = (rotate(qkv.clone(), cos, sin, contain=True, apart=apart) for apart in (False, True))
-    for got, expected in zip(wide, narrow, strict=True):
-        assert torch.equal(got.nan_to_num(99), expected.nan_to_num(99))
-    assert {got.stride(1) for got in wide[:2]} == {width if dtype is BF16 else -(-head_dim // 8) * 8}
-
-
 @pytest.mark.parametrize("lost", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_is_contained(lost: float, device: torch.device, dtype: torch.dtype) -> None:
     """A key of NaN spoils what attends to it; a value of 0 spoils nothing that does not."""

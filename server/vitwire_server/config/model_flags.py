@@ -211,7 +211,8 @@ class GraphSettings(SourcedSettings):
     )
     attention_backend: str = Field(
         default="auto",
-        description="sdpa, triton, varlen, cudnn, fa3, fa4, or auto: the fastest that passes the accuracy check",
+        description="sdpa, triton, varlen, cudnn, hopper, fa3, fa4, or auto: "
+        "the fastest that passes the accuracy check",
     )
 
     @model_validator(mode="after")

@@ -4,24 +4,18 @@ A new backend is a function that returns it here, and an entry in `BACKENDS`.
 """
 
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from inspect import signature
 from itertools import groupby, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vitwire_server.runtime.devices import AMPERE, HOPPER, architecture
-from vitwire_server.runtime.kernels.operands import Attend, Segments
-
-_LARGE_TILED = range(72, 97, 8)
-"""Head sizes for which flash attention 4 takes tiles of `_LARGE_ROWS` queries on Hopper, and 144 keys."""
-_LARGE_ROWS, _SMALL_ROWS, _SMALL_KEYS = 192, 128, (128, 112)
+from vitwire_server.runtime.devices import AMPERE, architecture
+from vitwire_server.runtime.kernels.operands import Attend, Segments, Tiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +87,12 @@ def _lengths(boundaries: Tensor) -> list[int]:
 
 
 def _triton() -> Attend:
-    from vitwire_server.runtime.kernels.attention import segment_attention  # noqa: PLC0415 - triton comes with CUDA
+    from vitwire_server.runtime.kernels.attention import (  # noqa: PLC0415 - triton comes with CUDA
+        segment_attention,
+        segment_tiles,
+    )
 
-    return segment_attention
+    return Tiled(segment_tiles, segment_attention)
 
 
 def _varlen() -> Attend:
@@ -121,44 +118,32 @@ def _cudnn() -> Attend:
     return cudnn_attention
 
 
-def _flash(package: str, *, tiled: bool = False) -> Attend:
+def _hopper() -> Attend:
+    from vitwire_server.runtime.kernels.hopper_attention import (  # noqa: PLC0415 - an optional package
+        hopper_attention,
+        hopper_tiles,
+    )
+
+    return Tiled(hopper_tiles, hopper_attention)
+
+
+def _flash(package: str) -> Attend:
     """Flash attention 3 or 4, called as its package is installed. Raises ImportError if it is missing.
 
     torch's switch to them applies to the whole process, and in torch 2.11 to 2.13 expects two results where flash
-    attention 4 now returns five. `tiled` chooses tiles for few rows, by a private function that a release may lack.
+    attention 4 now returns five.
     """
-    varlen, private = import_module(package).flash_attn_varlen_func, None
-    if tiled:
-        with suppress(ImportError, AttributeError):
-            private = import_module(f"{package}.interface")._flash_attn_fwd  # noqa: SLF001 - varlen has no tiles
-    if private and not {"tile_mn", "mma_pv_is_rs"} <= signature(private).parameters.keys():
-        private = None
+    varlen = import_module(package).flash_attn_varlen_func
 
     def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
         ends, most = segments.keys()
         bounds = {"cu_seqlens_q": segments.boundaries, "cu_seqlens_k": ends}
         lengths = {"max_seqlen_q": segments.longest, "max_seqlen_k": most}
-        tiles = _small_tiles(q, most) if private else {}
-        function = private if private and tiles else varlen
-        out = function(q, k, v, **bounds, **lengths, **tiles, softmax_scale=scale)
+        out = varlen(q, k, v, **bounds, **lengths, softmax_scale=scale)
         rows: Tensor = out[0] if isinstance(out, tuple) else out
         return rows
 
     return attend
-
-
-def _small_tiles(q: Tensor, most: int) -> dict[str, Any]:
-    """Arguments of flash attention 4 for tiles with fewer rows, if they take no more rounds; else empty.
-
-    They have the number of keys that fills up a segment of `most` keys with the fewest.
-    """
-    rows, heads, head_dim = q.shape
-    on = architecture(q.device)
-    if on.capability != HOPPER.capability or head_dim not in _LARGE_TILED:
-        return {}
-    small, large = (-(-(-(-rows // tile) * heads) // on.processors) for tile in (_SMALL_ROWS, _LARGE_ROWS))
-    keys = min(_SMALL_KEYS, key=lambda each: -most % each)
-    return {"tile_mn": (_SMALL_ROWS, keys), "mma_pv_is_rs": True} if small <= large else {}
 
 
 def _opaque(name: str, attend: Attend) -> Attend:
@@ -179,18 +164,23 @@ def _opaque(name: str, attend: Attend) -> Attend:
     operator = torch.library.custom_op(f"vitwire::{name}", flat, mutates_args=())
     operator.register_fake(lambda q, *_: torch.empty_like(q, memory_format=torch.contiguous_format))
 
-    def attended(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
-        if not torch.compiler.is_compiling():
-            return attend(q, k, v, segments, scale)
-        out: Tensor = operator(q, k, v, scale, *segments)
-        return out
+    def attended(
+        q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, tiles: Tensor | None = None
+    ) -> Tensor:
+        if torch.compiler.is_compiling():
+            out: Tensor = operator(q, k, v, scale, *segments)
+            return out
+        if isinstance(attend, Tiled):
+            return attend.attend(q, k, v, segments, scale, tiles)
+        return attend(q, k, v, segments, scale)
 
-    return attended
+    return replace(attend, attend=attended) if isinstance(attend, Tiled) else attended
 
 
 _HALF = (torch.bfloat16, torch.float16)
 _TRITON_HEADS = frozenset({16, 32, 64, 72, 80, 88, 96, 128})
-_FA3, _FA4 = partial(_flash, "flash_attn_interface"), partial(_flash, "flash_attn.cute", tiled=True)
+_HOPPER_HEADS = frozenset({64, 72, 80, 88, 96, 128})
+_FA3, _FA4 = partial(_flash, "flash_attn_interface"), partial(_flash, "flash_attn.cute")
 BACKENDS = {
     backend.name: backend
     for backend in (
@@ -198,6 +188,7 @@ BACKENDS = {
         Backend("triton", _triton, ("cuda",), _HALF, _TRITON_HEADS, capability=AMPERE),
         Backend("varlen", _varlen, ("cuda", "meta"), _HALF, traceable=True, capability=AMPERE),
         Backend("cudnn", _cudnn, ("cuda",), _HALF, isolates=False, capability=AMPERE),
+        Backend("hopper", _hopper, ("cuda",), _HALF[:1], _HOPPER_HEADS, generations=frozenset({9})),
         Backend("fa3", _FA3, ("cuda",), _HALF, isolates=False, generations=frozenset({9})),
         Backend("fa4", _FA4, ("cuda",), _HALF, isolates=False, capability=AMPERE),
     )

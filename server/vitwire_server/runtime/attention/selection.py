@@ -22,7 +22,7 @@ from transformers import AttentionInterface
 from vitwire_server.core.budgets import Ladder, with_longer, with_shorter
 from vitwire_server.runtime.attention.backends import BACKENDS, segment_sdpa
 from vitwire_server.runtime.graphs import CudaRecorder
-from vitwire_server.runtime.kernels.operands import Attend, Segments
+from vitwire_server.runtime.kernels.operands import Attend, Segments, Tiled
 
 _log = logging.getLogger(__name__)
 _BANDS = (
@@ -52,6 +52,30 @@ class LoadedBackend:
     def isolates(self) -> bool:
         """Whether NaN and infinity stay in their segment."""
         return BACKENDS[self.name].isolates
+
+    def tiles(self, segments: Segments, shape: tuple[int, ...]) -> Tensor | None:
+        """What may be kept for all layers of a forward, for queries of this shape; None if it has no tiles."""
+        return self.attend.tiles(segments, *shape) if isinstance(self.attend, Tiled) else None
+
+    def attended(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        segments: Segments,
+        scale: float,
+        *,
+        tiles: Tensor | None = None,
+        contained: bool = False,
+    ) -> Tensor:
+        """As `Attend`; NaN and infinity stay in their segment, which they do by themselves if they are `contained`."""
+        if not self.isolates and not contained:
+            from vitwire_server.runtime.kernels.rowwise import contain  # noqa: PLC0415 - triton comes with CUDA
+
+            k, v = contain(k, v)
+        if isinstance(self.attend, Tiled):
+            return self.attend.attend(q, k, v, segments, scale, tiles)
+        return self.attend(q, k, v, segments, scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +133,7 @@ class Selection:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
         """As `Attend`; NaN and infinity stay in their segment."""
-        one = self.at(max(segments.longest, segments.most_keys))
-        if not one.isolates:
-            from vitwire_server.runtime.kernels.rowwise import contain  # noqa: PLC0415 - triton comes with CUDA
-
-            k, v = contain(k, v)
-        return one.attend(q, k, v, segments, scale)
+        return self.at(max(segments.longest, segments.most_keys)).attended(q, k, v, segments, scale)
 
 
 def select(
@@ -223,8 +242,9 @@ class _Sample:
     def seconds(self, one: LoadedBackend, faults: dict[str, str]) -> float | None:
         """Seconds per call; None, with a log line and an entry in `faults`, if the backend fails or is inaccurate."""
         q = self.rows[0]
-        run = partial(Selection.only(one, "").attend, *self.rows, self.segments, q.shape[-1] ** -0.5)
         try:
+            tiles = one.tiles(self.segments, q.shape)
+            run = partial(one.attended, *self.rows, self.segments, q.shape[-1] ** -0.5, tiles=tiles)
             error = float((run().float() - self.expected).norm() / self.expected.norm())
             if error <= 4 * torch.finfo(q.dtype).eps:
                 return _seconds(run, q.device, syncs=BACKENDS[one.name].syncs)

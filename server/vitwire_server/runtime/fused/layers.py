@@ -28,8 +28,6 @@ _LEADING = 5
 """Tokens of a tile that are not rotated when layers are compared."""
 _FEW_TOKENS = 320
 """Tiles of up to this size are faster by our kernel than by torch's attention."""
-_LONG = 8192
-"""Longer segments gain if flash attention 4 finds the heads of queries and keys at multiples of 32 bytes."""
 _KNOWN = {PLAIN: frozenset[str](), ROTARY: frozenset({"position_embeddings"})}
 """See `Layer.known_arguments`: of packed layers, but for Qwen's blocks."""
 Made = TypeVar("Made")
@@ -221,7 +219,7 @@ class PackedLayer(Layer):
         units, tokens = rows.shape[:2]
         ends = torch.arange(0, (units + 1) * tokens, tokens, dtype=torch.int32, device=rows.device)
         packed, rotary, pairs = rows.flatten(0, 1), self._rotary(units * tokens, rows), []
-        for longest in (*self._attention.lengths, *filter(self._is_apart, [_LONG + 1])):
+        for longest in self._attention.lengths:
             self._shared.clear()
             expected, got = self._both(stock, packed, ends, longest, rotary)
             pairs.append((expected.view(rows.shape), got.view(rows.shape)))
@@ -243,22 +241,14 @@ class PackedLayer(Layer):
     def _packed(self, rows: Tensor, ends: Tensor, longest: int, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """The forward on `rows (patches, hidden)` of segments with these boundaries."""
         chosen, segments = self._attention.at(longest), Segments(ends, longest)
-        attending = chosen if rotary else self._attention  # as `rotate` or the selection contains NaN
-        apart = self._is_apart(longest)
 
         def attend(qkv: Tensor) -> Tensor:
-            heads = rotate(qkv, *rotary, contain=not chosen.isolates, apart=apart) if rotary else qkv.unbind(1)
+            heads = rotate(qkv, *rotary, contain=not chosen.isolates) if rotary else qkv.unbind(1)
             q, k, v = self._normed(*heads)
-            if chosen.name != "triton":
-                return attending.attend(q, k, v, segments, self._scale)
-            tiles = self._shared.of(ends, lambda: segment_tiles(segments, len(q), self._heads))
-            return segment_attention(q, k, v, segments, self._scale, tiles)
+            tiles = self._shared.of(ends, lambda: chosen.tiles(segments, q.shape))
+            return chosen.attended(q, k, v, segments, self._scale, tiles=tiles, contained=rotary is not None)
 
         return self._computed(rows, attend)
-
-    def _is_apart(self, longest: int) -> bool:
-        """Whether heads of queries and keys begin at multiples of 32 bytes."""
-        return longest > _LONG and self._attention.at(longest).name == "fa4"
 
 
 class Block(PackedLayer):

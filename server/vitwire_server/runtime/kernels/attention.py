@@ -20,7 +20,6 @@ from vitwire_server.runtime.kernels.dependent import begin, constants_of, end, i
 from vitwire_server.runtime.kernels.launching import Bound, Kernel
 from vitwire_server.runtime.kernels.operands import (
     AttentionTile,
-    Division,
     Segments,
     attention_division,
     attention_tile,
@@ -35,16 +34,20 @@ _DENSE = 8192
 """Segment length in patches above which cuDNN is used if possible."""
 
 
-def segment_tiles(segments: Segments, rows: int, heads: int) -> Tensor:
+def segment_tiles(segments: Segments, rows: int, heads: int, _head_dim: int = 0) -> Tensor:
     """The tiles for `segment_attention`, `(tiles, 4)` int32, the same for every layer of a forward.
 
     Each is its first row, the end of its segment's rows, and where the segment's keys begin and end; unused tiles are
     zero, and last.
     """
-    boundaries, device = segments.boundaries, segments.boundaries.device
+    on = architecture(segments.boundaries.device)
+    return tiles_of(segments, rows, attention_division(rows, heads, segments.longest, on).rows)
+
+
+def tiles_of(segments: Segments, rows: int, size: int) -> Tensor:
+    """As `segment_tiles`, of `size` rows each."""
     keys, _ = segments.keys()
-    division = attention_division(rows, heads, segments.longest, architecture(device))
-    return _tiles(boundaries, keys, keys[1:], rows, division)
+    return _tiles(segments.boundaries, keys, keys[1:], rows, size)
 
 
 def padded_tiles(held: Tensor, rows: int, heads: int) -> tuple[Segments, Tensor]:
@@ -58,14 +61,14 @@ def padded_tiles(held: Tensor, rows: int, heads: int) -> tuple[Segments, Tensor]
     boundaries = torch.cat([torch.stack([first, padding], 1).flatten(), last[-1:]])
     keys = first.repeat_interleave(2), torch.stack([last, padding], 1).flatten()
     division = attention_division(len(held) * rows, heads, rows, architecture(held.device))
-    return Segments(boundaries, rows), _tiles(boundaries, *keys, len(held) * rows, division)
+    return Segments(boundaries, rows), _tiles(boundaries, *keys, len(held) * rows, division.rows)
 
 
-def _tiles(boundaries: Tensor, first_keys: Tensor, last_keys: Tensor, rows: int, division: Division) -> Tensor:
+def _tiles(boundaries: Tensor, first_keys: Tensor, last_keys: Tensor, rows: int, size: int) -> Tensor:
     """Tiles of segments, whose keys begin at `first_keys` and end at `last_keys`, of each segment."""
     slots = len(boundaries) - 1
-    tiles = torch.empty((triton.cdiv(rows, division.rows) + slots, 4), dtype=torch.int32, device=boundaries.device)
-    _map[(len(tiles),)](boundaries, first_keys, last_keys, slots, tiles, ROWS=division.rows, CHUNK=256, num_warps=4)
+    tiles = torch.empty((triton.cdiv(rows, size) + slots, 4), dtype=torch.int32, device=boundaries.device)
+    _map[(len(tiles),)](boundaries, first_keys, last_keys, slots, tiles, ROWS=size, CHUNK=256, num_warps=4)
     return tiles
 
 

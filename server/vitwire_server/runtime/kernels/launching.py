@@ -1,10 +1,12 @@
-"""Launches of Triton kernels that cost the host little.
+"""Launches of Triton kernels that cost the host little, and where compiled kernels are kept.
 
 Triton binds and classifies the arguments of each launch and formats them as the key of a compiled kernel, which takes
 several times as long as the launch: eager forwards of one image are bound by that. Here the key is looked up as it is.
 """
 
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,13 @@ _IS_KNOWN = Version("3.6") <= Version(triton.__version__) < Version("3.10")
 """True for releases of Triton whose compiled kernels take the arguments that are passed here."""
 _ALIGNMENT = 16
 """Triton compiles pointers and integers that are multiples of it separately."""
+
+
+def cute_cache() -> Any:  # noqa: ANN401 - a module of a package without types
+    """quack's cache of kernels in the CuTe DSL, on disk beside Triton's. Raises ImportError without quack."""
+    cache: Any = import_module("quack.cache")
+    cache.CACHE_DIR = cache.CACHE_DIR or str(Path(triton.knobs.cache.dir) / "quack")
+    return cache
 
 
 class Kernel:

@@ -1,6 +1,7 @@
 """Operands of kernels: packed segments, rows in float8, and the tiles of attention. Imports no Triton."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
@@ -21,6 +22,10 @@ _STAGES_AND_KEYS = ((3, 64), (2, 64), (2, 32))
 """Of an attention program, the fastest first."""
 _BARRIER_BYTES = 1024
 _HOPPER = 9
+_GROUP_ROWS = 64
+_MOST_COLUMNS = 96
+_ROUNDS = {3: 1.0, 2: 0.9, 1: 0.82}
+"""How long a tile of that many groups takes, relative to the largest, on an H200."""
 _NARROWEST = 16
 """Columns of a matrix product at least."""
 
@@ -60,9 +65,42 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]
 Returns rows like `q`; those behind the last boundary are undefined."""
 
 
+@dataclass(frozen=True, slots=True)
+class Tiled:
+    """Attention, as `Attend`, by a kernel whose tiles may be kept for all layers of a forward."""
+
+    tiles: Callable[[Segments, int, int, int], Tensor]
+    """Of segments, and of rows of this many heads of this many columns."""
+    attend: Callable[[Tensor, Tensor, Tensor, Segments, float, Tensor | None], Tensor]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+        """As `Attend`, with tiles of its own."""
+        return self.attend(q, k, v, segments, scale, None)
+
+
 def power_of_two(least: int) -> int:
     """The smallest power of two from `least` on; Triton's function takes microseconds."""
     return 1 << (least - 1).bit_length()
+
+
+def fitting_groups(head_dim: int) -> list[int]:
+    """Numbers of groups in whose registers heads of this many columns fit."""
+    return [groups for groups in _ROUNDS if groups < max(_ROUNDS) or head_dim <= _MOST_COLUMNS]
+
+
+@lru_cache
+def hopper_groups(rows: int, heads: int, head_dim: int, longest: int, on: Architecture) -> int:
+    """Groups of warps, with 64 queries each, that compute a tile of `hopper_attention`.
+
+    Their rounds take the least time if all segments are as long as the longest.
+    """
+    segments = -(-rows // max(longest, 1))
+
+    def seconds(groups: int) -> float:
+        tiles = segments * -(-longest // (groups * _GROUP_ROWS)) * heads
+        return -(-tiles // on.processors) * _ROUNDS[groups]
+
+    return min(fitting_groups(head_dim), key=seconds)
 
 
 class AttentionTile(NamedTuple):

@@ -15,36 +15,27 @@ _VECTORS, _WARPS = 256, 8
 """Of a program: each thread has one vector of queries, of keys and of values."""
 _WIDEST = 8
 """Numbers of a vector, at most."""
-_SECTOR = 32
-"""Bytes that memory moves at once."""
 
 
-def rotate(
-    qkv: Tensor, cos: Tensor, sin: Tensor, *, contain: bool = False, apart: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, *, contain: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of `qkv (rows, 3, heads, head_dim)`, the first two rotated in float32 and rounded once.
 
     `cos` and `sin (rows, head_dim)` are float32; column `i` of a head is paired with `i + head_dim / 2` (Su et al.,
     arXiv 2104.09864, in the layout of GPT-NeoX). `qkv` must be contiguous, and is overwritten. `contain` keeps NaN and
-    infinity in their segment, as `rowwise.contain` does. `apart` writes queries and keys to a new tensor if their heads
-    do not begin at multiples of 32 bytes: there they do, and what is between them is undefined.
+    infinity in their segment, as `rowwise.contain` does.
     """
     rows, _, heads, head_dim = qkv.shape
-    vector, whole = gcd(head_dim // 2, _WIDEST), _SECTOR // qkv.element_size()
-    width = -(-head_dim // whole) * whole if apart else head_dim
-    in_place = width == head_dim
-    out = qkv if in_place else qkv.new_empty((rows, 2, heads, width))
-    launch = _bound(heads, head_dim, width, vector, contain, is_dependent(qkv.device))
-    launch((triton.cdiv(rows * heads, _VECTORS * vector // head_dim),), qkv, cos, sin, out, rows * heads)
-    return out[:, 0, :, :head_dim], out[:, 1, :, :head_dim], qkv[:, 2]
+    vector = gcd(head_dim // 2, _WIDEST)
+    launch = _bound(heads, head_dim, vector, contain, is_dependent(qkv.device))
+    launch((triton.cdiv(rows * heads, _VECTORS * vector // head_dim),), qkv, cos, sin, rows * heads)
+    return qkv[:, 0], qkv[:, 1], qkv[:, 2]
 
 
 @lru_cache
-def _bound(heads: int, head_dim: int, width: int, vector: int, contain: bool, dependent: bool) -> Bound:
+def _bound(heads: int, head_dim: int, vector: int, contain: bool, dependent: bool) -> Bound:
     return _rotate.bound(
         HEADS=heads,
         HEAD_DIM=head_dim,
-        WIDTH=width,
         VECTORS=_VECTORS,
         VECTOR=vector,
         CONTAIN=contain,
@@ -68,18 +59,15 @@ def _rotate(
     qkv_ptr,
     cos_ptr,
     sin_ptr,
-    out_ptr,
     heads,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
     VECTORS: tl.constexpr,
     VECTOR: tl.constexpr,
     CONTAIN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The whole heads, of any rows, that `VECTORS` vectors hold; in place unless they come apart."""
-    in_place = WIDTH == HEAD_DIM
+    """The whole heads, of any rows, that `VECTORS` vectors hold."""
     plane = HEADS * HEAD_DIM
     each = HEAD_DIM // VECTOR
     vector = tl.arange(0, VECTORS)[:, None]
@@ -92,7 +80,6 @@ def _rotate(
     at = qkv_ptr + row * (3 * plane) + head % HEADS * HEAD_DIM
     paired = at + (place + each // 2) % each * VECTOR + number
     at += column
-    out = out_ptr + row * (3 * plane if in_place else 2 * HEADS * WIDTH) + head % HEADS * WIDTH + column
     begin(DEPENDENT)
     q = tl.load(at, mask=there).to(tl.float32)
     k = tl.load(at + plane, mask=there).to(tl.float32)
@@ -103,8 +90,7 @@ def _rotate(
     if CONTAIN:
         v = tl.load(at + 2 * plane, mask=there, other=0.0)
     end(DEPENDENT)
-    if in_place:
-        tl.debug_barrier()  # other threads have read what this one overwrites
+    tl.debug_barrier()  # other threads have read what this one overwrites
     sin = tl.where(place < each // 2, -sin, sin)
     q = q * cos + q_paired * sin
     k = k * cos + k_paired * sin
@@ -113,5 +99,5 @@ def _rotate(
         lost = tl.max((finite == 0).to(tl.int32), 1, keep_dims=True) > 0
         tl.store(at + 2 * plane, tl.where(finite, v, 0.0).to(qkv_ptr.dtype.element_ty), mask=there & lost)
         k = tl.where(lost, float("nan"), k)
-    tl.store(out, q.to(out_ptr.dtype.element_ty), mask=there)
-    tl.store(out + HEADS * WIDTH, k.to(out_ptr.dtype.element_ty), mask=there)
+    tl.store(at, q.to(qkv_ptr.dtype.element_ty), mask=there)
+    tl.store(at + plane, k.to(qkv_ptr.dtype.element_ty), mask=there)

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import torch
-import triton
 from torch import Tensor
 
 from vitwire_server.runtime.devices import architecture
+from vitwire_server.runtime.kernels.launching import cute_cache
 from vitwire_server.runtime.products.cublaslt import Epilogue
 
 _log = logging.getLogger(__name__)
@@ -96,8 +95,7 @@ class Quack:
     def __init__(self) -> None:
         """Raises whatever a release that differs raises."""
         frontend = import_module("quack.epilogue.frontend")
-        cache: Any = import_module("quack.cache")
-        cache.CACHE_DIR = cache.CACHE_DIR or str(Path(triton.knobs.cache.dir) / "quack")
+        cute_cache()
         bias = import_module("quack.epilogue.ops").RowVecLoad
         release = version("quack-kernels")
         self.version = f"{release}-{crc32(repr(TILES).encode()):08x}"

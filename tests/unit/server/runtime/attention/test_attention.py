@@ -1,9 +1,6 @@
 """Packed attention against dense attention under a block mask, in float64; and the choice among backends."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -16,13 +13,15 @@ from vitwire_server.runtime import devices
 from vitwire_server.runtime.attention import backends as known
 from vitwire_server.runtime.attention.backends import BACKENDS, segment_sdpa
 from vitwire_server.runtime.attention.selection import LoadedBackend, Selection, _fastest, select
-from vitwire_server.runtime.devices import Architecture
+from vitwire_server.runtime.devices import HOPPER, Architecture
 from vitwire_server.runtime.kernels.operands import (
     AttentionTile,
     Division,
     Segments,
+    Tiled,
     attention_division,
     attention_tile,
+    hopper_groups,
 )
 
 HEADS, DIM = 2, 8
@@ -66,53 +65,48 @@ def refusing(*_: object) -> Tensor:
     raise AssertionError("only on a device of another kind")
 
 
-FLASH = {
-    "__init__": "",
-    "cute/__init__": "def flash_attn_varlen_func(q, k, v, **others): return q, None",
-    "cute/interface": """
-def _flash_attn_fwd(q, k, v, *, tile_mn=None, mma_pv_is_rs=None, **others): return k * tile_mn[1], None
-""",
-}
-"""As much of flash attention 4 as is used: the public function returns queries, the private one its tile's keys."""
-
-
 @pytest.mark.parametrize(
-    ("changed", "rows", "heads", "head_dim", "keys"),
+    ("rows", "head_dim", "longest", "groups"),
     [
-        ({}, 784, 16, 72, 112),
-        ({}, 1024, 16, 72, 128),
-        ({}, 1025, 16, 72, None),
-        ({}, 1537, 16, 80, 112),
-        ({}, 2049, 16, 80, None),
-        ({}, 4096, 16, 72, None),
-        ({}, 1408, 12, 96, 128),
-        ({}, 1024, 16, 64, None),
-        ({"cute/interface": "def _flash_attn_fwd(q, k, v, **others): pass"}, 1024, 16, 72, None),
-        ({"cute/interface": ""}, 1024, 16, 72, None),
-        ({"cute/interface": None}, 1024, 16, 72, None),
+        (196, 72, 256, 1),
+        (784, 72, 1024, 2),
+        (784, 72, 784, 2),
+        (3136, 72, 256, 2),
+        (1600, 72, 1600, 2),
+        (4096, 72, 4096, 3),
+        (6272, 72, 1024, 3),
+        (16384, 80, 16384, 3),
+        (4096, 128, 4096, 2),
+        (1, 64, 1, 1),
     ],
 )
-def test_few_rows_take_small_tiles_of_flash_attention_if_it_has_them(
-    changed: dict[str, str | None],
-    rows: int,
-    heads: int,
-    head_dim: int,
-    keys: int | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_the_kernel_for_hopper_takes_tiles_that_fill_the_device(
+    rows: int, head_dim: int, longest: int, groups: int
 ) -> None:
-    for module, source in (FLASH | changed).items():
-        path = tmp_path / "flash_attn" / f"{module}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if source is not None:
-            path.write_text(source)
-    for module in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
-        monkeypatch.setitem(sys.modules, module, ModuleType(module))  # put back afterwards
-        del sys.modules[module]
-    monkeypatch.syspath_prepend(str(tmp_path))
-    q, (k, v) = torch.zeros(rows, heads, head_dim), torch.ones(2, rows, heads, head_dim)
-    attended = BACKENDS["fa4"].load()(q, k, v, Segments(torch.tensor([0, rows], dtype=torch.int32), rows), 0.1)
-    assert float(attended[0, 0, 0]) == (keys or 0)
+    """The fastest of those measured on an H200, with 16 heads."""
+    assert hopper_groups(rows, 16, head_dim, longest, HOPPER) == groups
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_tiles_are_kept_if_a_backend_has_them(kept: bool) -> None:
+    made: list[tuple[int, ...]] = []
+
+    def tiles(_: Segments, *shape: int) -> Tensor:
+        made.append(shape)
+        return torch.tensor(len(made))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, own: Tensor | None) -> Tensor:
+        return segment_sdpa(q, k, v, segments, scale) * float(tiles(segments) if own is None else own)
+
+    one = LoadedBackend("triton", Tiled(tiles, attend))
+    q, k, v = torch.randn(3, 5, HEADS, DIM)
+    segments = Segments(torch.tensor([0, 2, 5], dtype=torch.int32), 3)
+    given = one.tiles(segments, q.shape) if kept else None
+    rows = one.attended(q, k, v, segments, 0.3, tiles=given)
+    torch.testing.assert_close(rows, segment_sdpa(q, k, v, segments, 0.3))
+    torch.testing.assert_close(one.attend(q, k, v, segments, 0.3), 2 * rows)
+    assert made == [(5, HEADS, DIM) if kept else (), ()]
+    assert LoadedBackend("sdpa", segment_sdpa).tiles(segments, q.shape) is None
 
 
 def test_each_band_has_its_own() -> None:
@@ -209,9 +203,13 @@ class TestDevices:
         faults = {name: backend.fault(cuda, torch.float16, 72, captured=True) for name, backend in BACKENDS.items()}
         assert faults.pop("sdpa") == "CUDA graphs cannot capture it"
         assert not BACKENDS["sdpa"].fault(cuda, torch.float32, 72, captured=False)
-        hopper = device.capability == (9, 0)
-        assert faults.pop("fa3") == (
-            "" if hopper else f"it has kernels for compute capability 9.x, the device has {device.name}"
+        other = f"it has kernels for compute capability 9.x, the device has {device.name}"
+        other *= device.capability != (9, 0)
+        assert faults.pop("fa3") == other
+        assert faults.pop("hopper") == "it does not compute float16"
+        assert BACKENDS["hopper"].fault(cuda, torch.bfloat16, 72, captured=True) == other
+        assert (
+            BACKENDS["hopper"].fault(cuda, torch.bfloat16, 104, captured=True).startswith("it does not support heads")
         )
         turing = device.capability < (8, 0)
         assert set(faults.values()) == ({"it needs compute capability 8.0, the device has 7.5"} if turing else {""})
