@@ -92,7 +92,7 @@ def _triton() -> Attend:
         segment_tiles,
     )
 
-    return Tiled(segment_tiles, segment_attention)
+    return Tiled(lambda segments, rows, heads, _: segment_tiles(segments, rows, heads), segment_attention)
 
 
 def _varlen() -> Attend:

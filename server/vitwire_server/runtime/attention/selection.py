@@ -68,7 +68,7 @@ class LoadedBackend:
         tiles: Tensor | None = None,
         contained: bool = False,
     ) -> Tensor:
-        """As `Attend`; NaN and infinity stay in their segment, which they do by themselves if they are `contained`."""
+        """As `Attend`; NaN and infinity stay in their segment. `contained` keys and values are so already."""
         if not self.isolates and not contained:
             from vitwire_server.runtime.kernels.rowwise import contain  # noqa: PLC0415 - triton comes with CUDA
 
@@ -240,7 +240,10 @@ class _Sample:
         return self._exact((q[: int(ends[-1])], k, v), Segments(ends, _QUERIES, boundaries, longest))
 
     def seconds(self, one: LoadedBackend, faults: dict[str, str]) -> float | None:
-        """Seconds per call; None, with a log line and an entry in `faults`, if the backend fails or is inaccurate."""
+        """Seconds per call; None, with a log line and an entry in `faults`, if the backend fails or is inaccurate.
+
+        To find tiles is not counted, as fused layers share them.
+        """
         q = self.rows[0]
         try:
             tiles = one.tiles(self.segments, q.shape)

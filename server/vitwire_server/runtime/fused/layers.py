@@ -245,7 +245,7 @@ class PackedLayer(Layer):
         def attend(qkv: Tensor) -> Tensor:
             heads = rotate(qkv, *rotary, contain=not chosen.isolates) if rotary else qkv.unbind(1)
             q, k, v = self._normed(*heads)
-            tiles = self._shared.of(ends, lambda: chosen.tiles(segments, q.shape))
+            tiles = self._shared.of((id(ends), longest), lambda: chosen.tiles(segments, q.shape))
             return chosen.attended(q, k, v, segments, self._scale, tiles=tiles, contained=rotary is not None)
 
         return self._computed(rows, attend)

@@ -34,7 +34,7 @@ _DENSE = 8192
 """Segment length in patches above which cuDNN is used if possible."""
 
 
-def segment_tiles(segments: Segments, rows: int, heads: int, _head_dim: int = 0) -> Tensor:
+def segment_tiles(segments: Segments, rows: int, heads: int) -> Tensor:
     """The tiles for `segment_attention`, `(tiles, 4)` int32, the same for every layer of a forward.
 
     Each is its first row, the end of its segment's rows, and where the segment's keys begin and end; unused tiles are

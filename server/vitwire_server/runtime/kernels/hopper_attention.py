@@ -190,24 +190,24 @@ class Attention:
     @cute.kernel
     def kernel(
         self,
-        copy_q: cute.CopyAtom,
-        copy_k: cute.CopyAtom,
-        copy_v: cute.CopyAtom,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        out: cute.Tensor,
-        tiles: cute.Tensor,
-        scale: Float32,
-        together: Int32,
-        queries: cute.ComposedLayout,
-        blocks: cute.ComposedLayout,
-        scoring: cute.TiledMma,
-        adding: cute.TiledMma,
-        stored: cute.TiledMma,
+        copy_q,
+        copy_k,
+        copy_v,
+        q,
+        k,
+        v,
+        out,
+        tiles,
+        scale,
+        together,
+        queries,
+        blocks,
+        scoring,
+        adding,
+        stored,
         shared: cutlass.Constexpr,
     ) -> None:
-        """Tiles of heads, in turns. The first warp loads, all groups but the first compute."""
+        """Tiles of heads, in turns. The first warp loads, and the groups behind the first four warps compute."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         thread, _, _ = cute.arch.thread_idx()
         storage = SmemAllocator().allocate(shared)
@@ -233,42 +233,27 @@ class Attention:
         cute.arch.sync_threads()
         if cutlass.const_expr(self.dependent):
             cute.arch.griddepcontrol_wait()
-        waits = storage.full_q.data_ptr(), storage.empty_q.data_ptr(), *self._barriers(storage), again
+        places, waits = (
+            (in_q, in_k, in_v),
+            (storage.full_q.data_ptr(), storage.empty_q.data_ptr(), *self._barriers(storage)),
+        )
         if warp < _WARPS:
             cute.arch.setmaxregister_decrease(_REGISTERS[self.groups][1])
             if warp == 0:
-                self._load(copy_q, copy_k, copy_v, q, k, v, tiles, together, in_q, in_k, in_v, *waits)
+                self._load((copy_q, copy_k, copy_v), (q, k, v), tiles, together, places, waits, again)
         else:
             cute.arch.setmaxregister_increase(_REGISTERS[self.groups][0])
             words = cute.recast_ptr(storage.v.data_ptr(), dtype=Int32)
             shape = (self.keys * _CHUNK // 2, self.stored // _CHUNK, _STAGES)
             lines = cute.make_tensor(words, cute.make_layout(shape))
-            given = scoring, adding, stored, in_q, in_k, in_v, lines, out, tiles, together, scale
-            self._compute(thread - _GROUP, *given, *waits)
+            products = scoring, adding, stored
+            self._compute(thread - _GROUP, products, places, lines, out, tiles, together, scale, waits, again)
 
     @cute.jit
-    def _load(
-        self,
-        copy_q: cute.CopyAtom,
-        copy_k: cute.CopyAtom,
-        copy_v: cute.CopyAtom,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        tiles: cute.Tensor,
-        together: Int32,
-        in_q: cute.Tensor,
-        in_k: cute.Tensor,
-        in_v: cute.Tensor,
-        full_q: cute.Pointer,
-        empty_q: cute.Pointer,
-        full_k: cute.Pointer,
-        empty_k: cute.Pointer,
-        full_v: cute.Pointer,
-        empty_v: cute.Pointer,
-        again: cute.Tensor,
-    ):
+    def _load(self, copies, sources, tiles, together, places, waits, again):
         """What the program's tiles need, in the order in which it is used; then for those to be computed again."""
+        (copy_q, copy_k, copy_v), (q, k, v), (in_q, in_k, in_v) = copies, sources, places
+        full_q, empty_q, *of_blocks = waits
         heads = cute.size(q, mode=[2])
         programs, _, _ = cute.arch.grid_dim()
         turn, done = Int32(0), Int32(0)
@@ -279,8 +264,8 @@ class Attention:
                 head, first, end, key, length = self._tile(number, tiles, heads, together)
                 if first < end and (not repeated or again[place] != 0):
                     count = (length + self.keys - 1) // self.keys
-                    of_k = copy_k, *self._parts(copy_k, k, key, head, in_k), full_k, empty_k
-                    of_v = copy_v, *self._parts(copy_v, v, key, head, in_v), full_v, empty_v
+                    of_k = copy_k, *self._parts(copy_k, k, key, head, in_k), *of_blocks[:2]
+                    of_v = copy_v, *self._parts(copy_v, v, key, head, in_v), *of_blocks[2:]
                     self._fetch(*of_k, Int32(0), count, done)
                     cute.arch.mbarrier_wait(empty_q, turn % 2 ^ 1)
                     self._load_queries(copy_q, q, first, head, in_q, full_q)
@@ -296,29 +281,9 @@ class Attention:
                 cute.arch.barrier(barrier_id=_VERDICT, number_of_threads=self.members)
 
     @cute.jit
-    def _compute(
-        self,
-        thread: Int32,
-        scoring: cute.TiledMma,
-        adding: cute.TiledMma,
-        stored: cute.TiledMma,
-        in_q: cute.Tensor,
-        in_k: cute.Tensor,
-        in_v: cute.Tensor,
-        lines: cute.Tensor,
-        out: cute.Tensor,
-        tiles: cute.Tensor,
-        together: Int32,
-        scale: Float32,
-        full_q: cute.Pointer,
-        empty_q: cute.Pointer,
-        full_k: cute.Pointer,
-        empty_k: cute.Pointer,
-        full_v: cute.Pointer,
-        empty_v: cute.Pointer,
-        again: cute.Tensor,
-    ):
+    def _compute(self, thread, products, places, lines, out, tiles, together, scale, waits, again):
         """A group's rows of the program's tiles; then of those to be computed again."""
+        (in_q, in_k, in_v), (scoring, adding, stored) = places, products
         group = cute.arch.make_warp_uniform(thread // _GROUP)
         leader = cute.make_layout(self.groups, stride=_GROUP)(group)
         score, add = scoring.get_slice(leader), stored.get_slice(leader)
@@ -340,10 +305,9 @@ class Attention:
                 head, first, end, _, length = self._tile(number, tiles, heads, together)
                 if first < end and (not repeated or again[place] != 0):
                     count = (length + self.keys - 1) // self.keys
-                    cute.arch.mbarrier_wait(full_q, turn % 2)
-                    given = thread, group, scoring, adding, *operands, lines, length, count, scale
-                    waits = empty_q, full_k, empty_k, full_v, empty_v
-                    result, total = self._attend(*given, *waits, done, repeated)
+                    cute.arch.mbarrier_wait(waits[0], turn % 2)
+                    given = (thread, group), products, operands, lines, length, count, scale, waits
+                    result, total = self._attend(*given, done, repeated)
                     if not (total[0] < _LARGEST_SUM and total[1] < _LARGEST_SUM):
                         again[place] = 1
                     to = cute.domain_offset((first, 0), out[None, None, head])
@@ -358,7 +322,7 @@ class Attention:
                 cute.arch.barrier(barrier_id=_VERDICT, number_of_threads=self.members)
 
     @cute.jit
-    def _tile(self, number: Int32, tiles: cute.Tensor, heads: Int32, together: Int32):
+    def _tile(self, number, tiles, heads, together):
         """Of a turn: the head, the tile's first row, the end of its segment, the first key, and the number of keys."""
         some = together * heads
         before, number = number // some * together, number % some
@@ -368,7 +332,7 @@ class Attention:
         return number // together, first, end, key, length
 
     @cute.jit
-    def _load_queries(self, copy: cute.CopyAtom, q: cute.Tensor, first: Int32, head: Int32, place: cute.Tensor, full):
+    def _load_queries(self, copy, q, first, head, place, full):
         rows = cute.domain_offset((first, 0), q[None, None, head])
         tile = cute.group_modes(cute.local_tile(rows, (self.rows, self.stored), (0, 0)), 0, 2)
         here, there = cpasync.tma_partition(copy, 0, cute.make_layout(1), cute.group_modes(place, 0, 2), tile)
@@ -383,17 +347,7 @@ class Attention:
         return cpasync.tma_partition(copy, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), tiles)
 
     @cute.jit
-    def _fetch(
-        self,
-        copy: cute.CopyAtom,
-        place: cute.Tensor,
-        source: cute.Tensor,
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        each: Int32,
-        count: Int32,
-        done: Int32,
-    ):
+    def _fetch(self, copy, place, source, full, empty, each, count, done):
         """One block: the first, then from the last, which may be a part of one, down to the second."""
         stage, phase = (done + each) % _STAGES, (done + each) // _STAGES % 2
         block = Int32(0)
@@ -405,28 +359,10 @@ class Attention:
         cute.copy(copy, source[None, block], place[None, stage], tma_bar_ptr=full + stage)
 
     @cute.jit
-    def _attend(
-        self,
-        thread: Int32,
-        group: Int32,
-        scoring: cute.TiledMma,
-        adding: cute.TiledMma,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        lines: cute.Tensor,
-        length: Int32,
-        count: Int32,
-        scale: Float32,
-        empty_q: cute.Pointer,
-        full_k: cute.Pointer,
-        empty_k: cute.Pointer,
-        full_v: cute.Pointer,
-        empty_v: cute.Pointer,
-        done: Int32,
-        running: cutlass.Constexpr[bool],
-    ):
+    def _attend(self, own, products, operands, lines, length, count, scale, waits, done, running: cutlass.Constexpr):
         """A group's rows of a tile, and the sums to divide them by; with a running maximum, or the first block's."""
+        (thread, group), (scoring, adding, _), (q, k, v) = own, products, operands
+        _, empty_q, full_k, empty_k, full_v, empty_v = waits
         whole = adding.get_slice(0)
         result = cute.make_rmem_tensor(whole.partition_shape_C((self.rows, self.columns)), Float32)
         weights = whole.make_fragment_A(whole.partition_shape_A((self.rows, self.keys)))
@@ -512,7 +448,7 @@ class Attention:
         return cute.make_tensor(values.iterator, layout)
 
     @cute.jit
-    def _mask(self, thread: Int32, scores: cute.Tensor, length: Int32):
+    def _mask(self, thread, scores, length):
         """Keys behind the segment get no weight."""
         by_row, column = self._by_row(scores), thread % 4 * 2
         for row in cutlass.range_constexpr(2):
@@ -521,7 +457,7 @@ class Attention:
                     by_row[row, each] = -Float32.inf
 
     @cute.jit
-    def _clear(self, thread: Int32, lines: cute.Tensor, full: cute.Pointer, at: Int32, left: Int32):
+    def _clear(self, thread, lines, full, at, left):
         """Values behind the segment become zeros, as NaN and infinity times a weight of zero are NaN.
 
         All groups take part. A row's columns are in any order within a line of 128 bytes of each chunk.
@@ -539,14 +475,7 @@ class Attention:
 
     @cute.jit
     def _weigh(
-        self,
-        scores: cute.Tensor,
-        shift: cute.Tensor,
-        total: cute.Tensor,
-        factor: cute.Tensor,
-        scale: Float32,
-        opening: cutlass.Constexpr[bool],
-        running: cutlass.Constexpr[bool],
+        self, scores, shift, total, factor, scale, opening: cutlass.Constexpr[bool], running: cutlass.Constexpr[bool]
     ):
         """Exponentials of scores, in place, and their sums; `factor` is for what was added up before."""
         by_row = self._by_row(scores)
@@ -569,7 +498,7 @@ class Attention:
             by_row[row, None].store(values)
 
     @cute.jit
-    def _scale(self, result: cute.Tensor, factor: cute.Tensor):
+    def _scale(self, result, factor):
         by_row = self._by_row(result)
         for row in cutlass.range_constexpr(2):
             by_row[row, None].store(by_row[row, None].load() * factor[row])
@@ -583,15 +512,7 @@ class Attention:
             pairs[each] = _pair(source[2 * each], source[2 * each + 1])
 
     @cute.jit
-    def _store(
-        self,
-        thread: Int32,
-        product: cute.TiledMma,
-        result: cute.Tensor,
-        total: cute.Tensor,
-        place: cute.Tensor,
-        rows: Int32,
-    ):
+    def _store(self, thread, product, result, total, place, rows):
         """Divide by the sums, and store the tile's first `rows` rows."""
         for row in cutlass.range_constexpr(2):
             total[row] = cute.arch.rcp_approx(total[row])
