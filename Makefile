@@ -123,7 +123,7 @@ CUTE := $(foreach part,cutlass-dsl cutlass-dsl-libs-base cutlass-dsl-libs-core c
 # Interpreted, and compiled for each architecture. Installs Triton and the CuTe DSL, 1.4 GB.
 tier-kernel: $(READY)
 	test -d .tools/triton || $(BIN)/python -m pip install --quiet --no-deps --target .tools/triton triton==3.9.0
-	test -d .tools/cute || { $(BIN)/python -m venv .tools/cute && .tools/cute/bin/pip install --quiet --no-deps $(CUTE); }
+	ls -d .tools/cute/lib/python3*/site-packages/quack > /dev/null 2>&1 || { $(BIN)/python -m venv .tools/cute && .tools/cute/bin/pip install --quiet --no-deps $(CUTE); }
 	TRITON_INTERPRET=1 VITWIRE_GPU_TEST_DEVICE=cpu PYTHONPATH=$(GPU_PATH):.tools/triton \
 		$(BIN)/python -m pytest -c tests/gpu/pytest.ini $(foreach name,kernels fusion fused_layers products float8 preparation,tests/gpu/test_$(name).py) $(FLAGS)
 	SITE=$$(echo .tools/cute/lib/python3*/site-packages) && \

@@ -8,7 +8,7 @@ values of the block before, while the others compute exponentials. Three things 
   scores; its exponentials must only stay in range. So later blocks are neither searched for their maximum nor rescaled.
   A tile with a row whose sum is out of range is computed again, with a running maximum. FlashDecoding++ (Hong et al.,
   arXiv 2311.01282) does the same with one constant for all rows.
-- **Rows lie in shared memory in lines of 64 columns**, with the widest swizzle, though products read at most 15 columns
+- **Rows lie in shared memory in lines of 64 columns**, with the widest swizzle, though products read at most 8 columns
   beyond a head. Stored densely, rows of 72 or 80 columns are loaded in five pieces of 32 bytes.
 - **Values behind a segment are cleared**, so NaN and infinity stay in their segment.
 
@@ -33,11 +33,10 @@ from vitwire_server.runtime.devices import architecture
 from vitwire_server.runtime.kernels.attention import tiles_of
 from vitwire_server.runtime.kernels.dependent import is_dependent
 from vitwire_server.runtime.kernels.launching import cute_cache
-from vitwire_server.runtime.kernels.operands import Segments, fitting_groups, hopper_groups
+from vitwire_server.runtime.kernels.operands import GROUP_ROWS, Segments, fitting_groups, hopper_groups
 
 _GROUP, _WARPS, _WARP = 128, 4, 32
 """Threads and warps of a group, threads of a warp."""
-_GROUP_ROWS = 64
 _CHUNK = 64
 """Columns of the widest swizzle: 128 bytes."""
 _DEPTH = 16
@@ -46,7 +45,7 @@ _REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 24)}
 """Of a thread that computes and one that loads, by the number of groups."""
 _STAGES = 2
 _SHORT = 1024
-"""Up to this segment length, programs take turns with tiles, and skip those of empty slots, which come last, at once.
+"""Up to this segment length, programs take turns with tiles; tiles of empty slots come last and are skipped at once.
 Tiles of longer segments differ more, and the device gives each to the multiprocessor that is free first."""
 _MOST_TURNS = 64
 """Of a program."""
@@ -64,7 +63,7 @@ _LARGEST_SUM = 2.0**64
 
 def hopper_tiles(segments: Segments, rows: int, heads: int, head_dim: int) -> Tensor:
     """The tiles for `hopper_attention`, as `segment_tiles` returns them."""
-    return tiles_of(segments, rows, _GROUP_ROWS * _groups(segments, rows, heads, head_dim))
+    return tiles_of(segments, rows, GROUP_ROWS * _groups(segments, rows, heads, head_dim))
 
 
 def hopper_attention(
@@ -121,7 +120,7 @@ class Attention:
         self.stored = -(-head_dim // _CHUNK) * _CHUNK
         """Columns in shared memory; those behind the head are zeros."""
         self.steps = -(-head_dim // _DEPTH)
-        self.rows = groups * _GROUP_ROWS
+        self.rows = groups * GROUP_ROWS
         self.keys = 96 if (head_dim, groups) == (96, 3) else 112  # as registers allow
         self.members = groups * _GROUP + _WARP
         """Threads of the barrier `_VERDICT`."""
@@ -159,7 +158,7 @@ class Attention:
         return hopper_helpers.make_trivial_tiled_mma(
             BFloat16, BFloat16, OperandMajorMode.K, major, Float32,
             atom_layout_mnk=(self.groups, 1, 1),
-            tiler_mn=(_GROUP_ROWS, columns),
+            tiler_mn=(GROUP_ROWS, columns),
             a_source=warpgroup.OperandSource.RMEM if of_values else warpgroup.OperandSource.SMEM,
         )  # fmt: skip
 
@@ -183,7 +182,7 @@ class Attention:
         return Shared
 
     def _barriers(self, storage):
-        """Those of keys, full and empty, then those of values, each the first of its stages."""
+        """The first stage's barriers: keys are full and empty, then values are."""
         names = ("full_k", "empty_k", "full_v", "empty_v")
         return [getattr(storage, name).data_ptr() for name in names]
 
@@ -443,7 +442,7 @@ class Attention:
             cute.arch.mbarrier_arrive(empty + at % _STAGES)
 
     def _by_row(self, values):
-        """A thread's values of a product as `(2, columns)`: those of its two rows."""
+        """A thread's values of a product, `(2, columns)`: it has two rows."""
         layout = cute.make_layout((2, (2, cute.size(values) // 4)), stride=(2, (1, 4)))
         return cute.make_tensor(values.iterator, layout)
 
@@ -520,7 +519,7 @@ class Attention:
         rounded = cute.make_rmem_tensor(result.shape, BFloat16)
         self._round(result, rounded)
         to = product.get_slice(thread).partition_C(cute.local_tile(place, (self.rows, self.columns), (0, 0)))
-        first = thread // _GROUP * _GROUP_ROWS + thread % _GROUP // _WARP * 16 + thread % _WARP // 4
+        first = thread // _GROUP * GROUP_ROWS + thread % _GROUP // _WARP * 16 + thread % _WARP // 4
         for row in cutlass.range_constexpr(2):
             if first + row * 8 < rows:
                 for each in cutlass.range_constexpr(self.columns // 8):

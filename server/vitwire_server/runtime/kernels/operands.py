@@ -22,10 +22,12 @@ _STAGES_AND_KEYS = ((3, 64), (2, 64), (2, 32))
 """Of an attention program, the fastest first."""
 _BARRIER_BYTES = 1024
 _HOPPER = 9
-_GROUP_ROWS = 64
+GROUP_ROWS = 64
+"""Queries of a group of four warps on Hopper."""
 _MOST_COLUMNS = 96
+"""Of heads that fit in the registers of three groups."""
 _ROUNDS = {3: 1.0, 2: 0.9, 1: 0.82}
-"""How long a tile of that many groups takes, relative to the largest, on an H200."""
+"""How long a tile of this many groups takes, relative to the largest: 4096 patches on an H200."""
 _NARROWEST = 16
 """Columns of a matrix product at least."""
 
@@ -74,7 +76,7 @@ class Tiled:
     attend: Callable[[Tensor, Tensor, Tensor, Segments, float, Tensor | None], Tensor]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
-        """As `Attend`, with tiles of its own."""
+        """As `Attend`; finds the tiles itself."""
         return self.attend(q, k, v, segments, scale, None)
 
 
@@ -97,7 +99,7 @@ def hopper_groups(rows: int, heads: int, head_dim: int, longest: int, on: Archit
     segments = -(-rows // max(longest, 1))
 
     def seconds(groups: int) -> float:
-        tiles = segments * -(-longest // (groups * _GROUP_ROWS)) * heads
+        tiles = segments * -(-longest // (groups * GROUP_ROWS)) * heads
         return -(-tiles // on.processors) * _ROUNDS[groups]
 
     return min(fitting_groups(head_dim), key=seconds)

@@ -83,7 +83,7 @@ def refusing(*_: object) -> Tensor:
 def test_the_kernel_for_hopper_takes_tiles_that_fill_the_device(
     rows: int, head_dim: int, longest: int, groups: int
 ) -> None:
-    """The fastest of those measured on an H200, with 16 heads."""
+    """With 16 heads on an H200, where heads of 72 columns were measured."""
     assert hopper_groups(rows, 16, head_dim, longest, HOPPER) == groups
 
 
