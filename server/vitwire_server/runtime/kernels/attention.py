@@ -68,7 +68,7 @@ def _tiles(boundaries: Tensor, first_keys: Tensor, last_keys: Tensor, rows: int,
     """Tiles of segments, whose keys begin at `first_keys` and end at `last_keys`, of each segment."""
     slots = len(boundaries) - 1
     tiles = torch.empty((triton.cdiv(rows, size) + slots, 4), dtype=torch.int32, device=boundaries.device)
-    _map[(len(tiles),)](boundaries, first_keys, last_keys, slots, tiles, ROWS=size, CHUNK=256, num_warps=4)
+    _map[(len(tiles),)](boundaries, first_keys, last_keys, slots, size, tiles, CHUNK=256, num_warps=4)
     return tiles
 
 
@@ -121,8 +121,8 @@ def _bound(tile: AttentionTile, head_dim: int, heads: int, few: bool, turns: boo
 
 
 @Kernel
-@triton.jit(do_not_specialize=["slots"])
-def _map(ends_ptr, first_keys_ptr, last_keys_ptr, slots, tiles_ptr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+@triton.jit(do_not_specialize=["slots", "rows"])
+def _map(ends_ptr, first_keys_ptr, last_keys_ptr, slots, rows, tiles_ptr, CHUNK: tl.constexpr):
     tile = tl.program_id(0)
     first = 0
     last = 0
@@ -134,10 +134,10 @@ def _map(ends_ptr, first_keys_ptr, last_keys_ptr, slots, tiles_ptr, ROWS: tl.con
         there = slot < slots
         left = tl.load(ends_ptr + slot, mask=there, other=0)
         right = tl.load(ends_ptr + slot + 1, mask=there, other=0)
-        tiles = (right - left + ROWS - 1) // ROWS
+        tiles = (right - left + rows - 1) // rows
         after = before + tl.cumsum(tiles, 0)
         own = (after > tile) & (after - tiles <= tile)
-        first += tl.sum(tl.where(own, left + (tile - after + tiles) * ROWS, 0), 0)
+        first += tl.sum(tl.where(own, left + (tile - after + tiles) * rows, 0), 0)
         last += tl.sum(tl.where(own, right, 0), 0)
         begin += tl.sum(tl.load(first_keys_ptr + slot, mask=own, other=0), 0)
         end += tl.sum(tl.load(last_keys_ptr + slot, mask=own, other=0), 0)
