@@ -1,7 +1,7 @@
 """Attention chosen for each budget: two of as many tokens, of which one holds short segments only."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -15,6 +15,7 @@ from rigs import Rig
 from vitwire_server.core.budgets import Budget, Ladder, budget, with_shorter
 from vitwire_server.core.costs import ASSUMED
 from vitwire_server.core.grids import Footprint, Grid
+from vitwire_server.core.items import total
 from vitwire_server.core.plans import Fallback
 from vitwire_server.core.runner import Collected, Timings
 from vitwire_server.runtime.attention.backends import segment_sdpa
@@ -106,12 +107,31 @@ def test_the_planner_takes_the_one_for_short_segments_where_it_is_cheaper(rig: R
 
 def test_samples_fill_a_budget_that_holds_them(rig: Rig) -> None:
     for each in rig.graphs.ladder:
-        footprints = [rig.tower.footprint(grid) for grid in rig.tower.samples_for(each)]
-        load = Footprint(*(sum(column) for column in zip(*footprints, strict=True)))._replace(
-            longest=max(footprint.longest for footprint in footprints)
-        )
-        assert each.fits(load, len(footprints))
+        load, items = summed(rig, rig.tower.samples_for(each))
+        assert each.fits(load, items)
         assert load.tokens >= each.tokens / 2
+
+
+@pytest.mark.parametrize("lengths", [(128,), (256,), (1024,), (128, 256), (256, 1024), (128, 256, 1024)])
+def test_short_segments_are_timed_on_what_the_budget_for_longer_ones_holds_too(
+    rig: Rig, lengths: tuple[int, ...]
+) -> None:
+    """Each further length leaves the budget for longer segments fewer slots."""
+    budgets = (rig.tower.budget(tokens, max_items=64, max_frames=512) for tokens in rig.tower.sizes(4096))
+    ladder = with_shorter(Ladder(tuple(budgets)), lambda most: [each for each in lengths if each < most], merge=2)
+    largest = {each.tokens: each for each in ladder}
+    short = [each for each in ladder if each != largest[each.tokens]]
+    assert short
+    for each in short:
+        longer = largest[each.tokens]
+        load, items = summed(rig, rig.tower.samples_for(each.within(longer)))
+        assert longer.fits(load, items)
+        assert each.fits(load, items)
+
+
+def summed(rig: Rig, grids: Sequence[Grid]) -> tuple[Footprint, int]:
+    """What images of these grids take together, and their number."""
+    return total([rig.tower.footprint(grid) for grid in grids]), len(grids)
 
 
 class Timed:

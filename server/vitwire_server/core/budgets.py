@@ -39,6 +39,11 @@ class Budget:
             and load.crops <= self.max_crops
         )
 
+    def within(self, other: "Budget") -> "Budget":
+        """This budget with at most the items and segments of another."""
+        items, segments = min(self.max_items, other.max_items), min(self.max_segments, other.max_segments)
+        return replace(self, max_items=items, max_segments=segments)
+
 
 @dataclass(frozen=True)
 class Ladder:

@@ -9,7 +9,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -190,18 +190,30 @@ def _fastest(
     head_dim: int,
     faults: dict[str, str],
 ) -> Selection:
-    """The fastest backend of each band; the reason lists the times, and `faults` are added to."""
-    bands: list[dict[str, float]] = []
-    for _, segments in _BANDS:
-        sample = _Sample.of(segments, device, dtype, heads, head_dim)
-        bands.append({one.name: each for one in loaded if (each := sample.seconds(one, faults)) is not None})
-        loaded = [one for one in loaded if one.name in bands[-1]]
+    """The fastest backend of each band; the reason lists the times, and `faults` are added to.
+
+    Where it also attends to longer segments, both share a graph, so it is timed with their tiles.
+    """
+    samples = [_Sample.of(segments, device, dtype, heads, head_dim) for _, segments in _BANDS]
+    bands: list[tuple[dict[str, float], dict[str, float]]] = []
+    for sample, longer in zip(samples, [*samples[1:], samples[-1]], strict=True):
+        alone, shared = (
+            {one.name: each for one in loaded if (each := among.seconds(one, faults)) is not None}
+            for among in (sample, sample.of_longest(longer.segments.longest))
+        )
+        loaded = [one for one in loaded if one.name in alone and one.name in shared]
+        bands.append((alone, shared))
     if not loaded:
         raise ValueError(f"no attention backend passed the accuracy check on {device}; see the log for the errors")
-    times = "; ".join(f"{max(of)} patches: {_times(band)}" for (_, of), band in zip(_BANDS, bands, strict=True))
-    fastest = tuple(min(loaded, key=lambda one: band[one.name]) for band in bands)
+    fastest: list[LoadedBackend] = []
+    times: list[str] = []
+    for (_, of), (alone, shared) in zip(reversed(_BANDS), reversed(bands), strict=True):
+        after = fastest[0].name if fastest else ""
+        band = {name: shared[name] if name == after else taken for name, taken in alone.items() if name in shared}
+        fastest.insert(0, min(loaded, key=lambda one: band[one.name]))
+        times.insert(0, f"{max(of)} patches: {_times(band)}")
     unused = {name: why for name, why in faults.items() if why and device.type in BACKENDS[name].devices}
-    return Selection(fastest, f"at {times}", unused)
+    return Selection(tuple(fastest), f"at {'; '.join(times)}", unused)
 
 
 def _times(seconds: Mapping[str, float]) -> str:
@@ -231,6 +243,10 @@ class _Sample:
     def _exact(cls, rows: tuple[Tensor, ...], segments: Segments) -> "_Sample":
         q, k, v = rows
         return cls((q, k, v), segments, segment_sdpa(q.float(), k.float(), v.float(), segments, q.shape[-1] ** -0.5))
+
+    def of_longest(self, longest: int) -> "_Sample":
+        """The same in a graph that may hold a longer segment."""
+        return replace(self, segments=self.segments._replace(longest=longest))
 
     def resampled(self) -> "_Sample":
         """A few queries for each segment, rather than one for each key."""

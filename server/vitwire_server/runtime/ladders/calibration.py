@@ -110,11 +110,11 @@ def _lag(engine: Engine, batch: Sequence[Item], ladder: Ladder, eagerly: float) 
 
 
 def _saved(engine: Engine, tower: Tower, largest: Mapping[Budget, Budget]) -> dict[Budget, float]:
-    """Device seconds that each budget for short segments saves against `largest` of as many tokens, on its samples."""
+    """Device seconds that budgets for short segments save against `largest` of as many tokens, on what both hold."""
     saved = {}
     for budget, all_segments in largest.items():
         if budget != all_segments:
-            items = sample_items(tower, tower.samples_for(budget))
+            items = sample_items(tower, tower.samples_for(budget.within(all_segments)))
             own, others = (timed(engine, items, each).device for each in (budget, all_segments))
             saved[budget] = max(0.0, others - own)
     return saved

@@ -189,13 +189,15 @@ class LadderLearner:
             yield from self._capture.capture(budget, planner.costs.eager_work(budget.tokens).device)
             change.captured += 1
             replay = predicted.replay_work(budget.tokens).device
-            seconds = yield from self._capture.timed(budget, budget, replay)
+            longest = all_segments[budget.tokens]
+            held = budget.within(longest)
+            seconds = yield from self._capture.timed(held, budget, replay)
             if seconds is None:
                 continue
-            if budget == all_segments[budget.tokens]:
+            if budget == longest:
                 measured[budget.tokens] = seconds + beside
             else:
-                others = yield from self._capture.timed(budget, all_segments[budget.tokens], replay)
+                others = yield from self._capture.timed(held, longest, replay)
                 saved[budget] = max(0.0, (others or 0.0) - seconds)
         costs = replace(planner.costs, measured=MappingProxyType(measured), saved=MappingProxyType(saved))
         judged = self._worker.submit(gain, self._histogram.loads, sorted(known), proposal.sizes, costs)

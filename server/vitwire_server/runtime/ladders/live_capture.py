@@ -119,7 +119,7 @@ class LiveCapture:
         try:
             with torch.inference_mode(), self.streams.computing():
                 yield
-        except RuntimeError as error:  # a lost device shows in the next batch as well
+        except (RuntimeError, ValueError) as error:  # a lost device shows in the next batch as well
             raise CaptureFailed(f"budget of {budget.tokens} tokens: {str(error).partition(chr(10))[0]}") from error
 
     def reserved(self) -> int:

@@ -1,6 +1,7 @@
 """Packed attention against dense attention under a block mask, in float64; and the choice among backends."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from vitwire_server.core.budgets import Ladder, budget
 from vitwire_server.runtime import devices
 from vitwire_server.runtime.attention import backends as known
+from vitwire_server.runtime.attention import selection
 from vitwire_server.runtime.attention.backends import BACKENDS, segment_sdpa
 from vitwire_server.runtime.attention.selection import LoadedBackend, Selection, _fastest, select
 from vitwire_server.runtime.devices import HOPPER, Architecture
@@ -136,6 +138,27 @@ def test_what_is_wrong_or_refuses_is_not_chosen(caplog: pytest.LogCaptureFixture
     assert "varlen is not used: it failed: only on a device of another kind" in caplog.text
     with pytest.raises(ValueError, match="no attention backend passed"):
         _fastest(backends[:2], torch.device("cpu"), torch.float32, 2, 8, {})
+
+
+def test_a_backend_is_timed_in_the_graph_that_it_shares_with_longer_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles for longer segments may fit short ones badly."""
+    microseconds = {"varlen": {64: 9, 196: 9, 1024: 9, 4096: 9}, "triton": {64: 6, 196: 6, 1024: 6, 4096: 8}}
+
+    def seconds(run: Any, *_: object, **__: object) -> float:
+        return microseconds[run.func.__self__.name][run.args[3].longest] * 1e-6
+
+    monkeypatch.setattr(selection, "_seconds", seconds)
+
+    def chosen() -> Selection:
+        backends = [LoadedBackend(name, segment_sdpa) for name in microseconds]
+        return _fastest(backends, torch.device("cpu"), torch.float32, 2, 8, {})
+
+    assert [one.name for one in chosen().bands] == ["triton"] * 4
+    microseconds["varlen"][196] = 7
+    microseconds["triton"][1024] = 8
+    choice = chosen()
+    assert [one.name for one in choice.bands] == ["triton", "varlen", "triton", "triton"]
+    assert "196 patches: varlen 7 us, triton 8 us; 1024 patches: triton 8 us" in choice.reason
 
 
 def test_a_name_that_cannot_serve_is_reported() -> None:
