@@ -47,7 +47,7 @@ MOST_SPILLED = 160
 """Bytes of a thread's registers in local memory: on Hopper 24 for heads of 72 columns and 152 for 128, as measured."""
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 HEADS = 16
-HOPPER = "vitwire_server.runtime.kernels.hopper_kernel"
+HOPPER = "vitwire_server.runtime.kernels.hopper_attention"
 
 
 class Target:

@@ -15,20 +15,16 @@ values of the block before, while the others compute exponentials. Three things 
 `docs/performance/attention.md` has what was measured.
 """
 
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
-from zlib import crc32
 
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, cute
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.utils import LayoutEnum, SmemAllocator, hopper_helpers
 
-from vitwire_server.runtime.kernels.launching import cute_cache
-from vitwire_server.runtime.kernels.operands import GROUP_ROWS, fitting_groups
+from vitwire_server.runtime.kernels.hopper_softmax import mask, rescale, round_off, weigh_scores
+from vitwire_server.runtime.kernels.operands import GROUP_ROWS
 
 _GROUP, _WARPS, _WARP = 128, 4, 32
 """Threads and warps of a group, threads of a warp."""
@@ -47,33 +43,8 @@ _TURNS, _VERDICT, _CLEARED = 1, 8, 9
 """Numbers of named barriers: the first group's turn with the matrix units, the point at which all learn what to compute
 again, and values that were cleared."""
 _LOG2_E = 1.4426950408889634
-_HEADROOM = 32.0
-"""The first block's largest exponential is 2 ** -32, so later ones may be 2 ** 96 times as large."""
 _LARGEST_SUM = 2.0**64
 """Of exponentials; weighted by large values, their sums must not overflow either."""
-
-
-@lru_cache
-def compiled(head_dim: int, dependent: bool) -> dict[int, Any]:
-    """The kernels, by their groups of warps. All at once: a compiler would stop the engine while it serves."""
-    source = crc32(Path(__file__).read_bytes())
-    return {groups: _compile(head_dim, groups, dependent, source) for groups in fitting_groups(head_dim)}
-
-
-@cute_cache().jit_cache
-def _compile(head_dim: int, groups: int, dependent: bool, source: int) -> Any:  # noqa: ANN401 - of the compiler
-    """The kernel for any number of rows, heads and segments, from disk if it is there; `source` is for its name."""
-    del source
-
-    def rows() -> Any:  # noqa: ANN401 - as above
-        stride = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
-        shape = (cute.sym_int(), cute.sym_int(), head_dim)
-        return cute.runtime.make_fake_tensor(BFloat16, shape, stride=stride, assumed_align=16)
-
-    tiles = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), 4), stride=(4, 1), assumed_align=16)
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    samples = (*(rows() for _ in range(4)), tiles, Float32(1), Int32(1), Int32(1), stream)
-    return cute.compile(Attention(head_dim, groups, dependent=dependent), *samples, options="--enable-tvm-ffi")
 
 
 class Attention:
@@ -352,17 +323,17 @@ class Attention:
         result = cute.make_rmem_tensor(whole.partition_shape_C((self.rows, self.columns)), Float32)
         weights = whole.make_fragment_A(whole.partition_shape_A((self.rows, self.keys)))
         shift, total, factor = [cute.make_rmem_tensor(2, Float32) for _ in range(3)]
-        weigh = partial(self._weigh, shift=shift, total=total, factor=factor, scale=scale, running=running)
+        weigh = partial(weigh_scores, shift=shift, total=total, factor=factor, scale=scale, running=running)
         score = partial(self._score, scoring, q, k, full_k)
         add = partial(self._add, adding, result, weights, v, full_v)
 
         scores = score(done)
         warpgroup.wait_group(0)
         self._release(empty_k, done)
-        self._mask(thread, scores, length)
+        mask(thread, scores, length)
         self._clear(thread, lines, full_v, done, length)
         weigh(scores, opening=True)
-        self._round(scores, weights)
+        round_off(scores, weights)
         result.fill(0.0)
         for kind in cutlass.range_constexpr(2):  # the last block, then those between
             for each in cutlass.range(1 + kind, count if kind else cutlass.min(count, 2), unroll=1):
@@ -374,14 +345,14 @@ class Attention:
                 self._release(empty_k, at)
                 if cutlass.const_expr(kind == 0):
                     left = length - (count - 1) * self.keys
-                    self._mask(thread, scores, left)
+                    mask(thread, scores, left)
                     self._clear(thread, lines, full_v, at, left)
                 weigh(scores, opening=False)
                 warpgroup.wait_group(0)
                 self._release(empty_v, at - 1)
                 if cutlass.const_expr(running):
-                    self._scale(result, factor)
-                self._round(scores, weights)
+                    rescale(result, factor)
+                round_off(scores, weights)
         self._release(empty_q)
         add(done + count - 1)
         warpgroup.wait_group(0)
@@ -427,20 +398,6 @@ class Attention:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(empty + at % _STAGES)
 
-    def _by_row(self, values):
-        """A thread's values of a product, `(2, columns)`: it has two rows."""
-        layout = cute.make_layout((2, (2, cute.size(values) // 4)), stride=(2, (1, 4)))
-        return cute.make_tensor(values.iterator, layout)
-
-    @cute.jit
-    def _mask(self, thread, scores, length):
-        """Keys behind the segment get no weight."""
-        by_row, column = self._by_row(scores), thread % 4 * 2
-        for row in cutlass.range_constexpr(2):
-            for each in cutlass.range_constexpr(self.keys // 4):
-                if column + (each // 2 * 8 + each % 2) >= length:
-                    by_row[row, each] = -Float32.inf
-
     @cute.jit
     def _clear(self, thread, lines, full, at, left):
         """Values behind the segment become zeros, as NaN and infinity times a weight of zero are NaN.
@@ -459,71 +416,15 @@ class Attention:
             cute.arch.barrier(barrier_id=_CLEARED, number_of_threads=self.groups * _GROUP)
 
     @cute.jit
-    def _weigh(
-        self, scores, shift, total, factor, scale, opening: cutlass.Constexpr[bool], running: cutlass.Constexpr[bool]
-    ):
-        """Exponentials of scores, in place, and their sums; `factor` is for what was added up before."""
-        by_row = self._by_row(scores)
-        for row in cutlass.range_constexpr(2):
-            values = by_row[row, None].load()
-            if cutlass.const_expr(opening or running):
-                top = values.reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
-                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1))
-                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=2)) * scale
-                if cutlass.const_expr(opening):
-                    shift[row] = top + (0.0 if running else _HEADROOM)
-                    total[row] = 0.0
-                else:
-                    top = cute.arch.fmax(top, shift[row])
-                    factor[row] = cute.math.exp2(shift[row] - top, fastmath=True)
-                    total[row] *= factor[row]
-                    shift[row] = top
-            values = cute.math.exp2(values * scale - shift[row], fastmath=True)
-            total[row] = values.reduce(cute.ReductionOp.ADD, total[row], 0)
-            by_row[row, None].store(values)
-
-    @cute.jit
-    def _scale(self, result, factor):
-        by_row = self._by_row(result)
-        for row in cutlass.range_constexpr(2):
-            by_row[row, None].store(by_row[row, None].load() * factor[row])
-
-    def _round(self, values, rounded):
-        """Values in bfloat16. A thread's results of one product are in the order in which the next takes them."""
-        source = cute.make_tensor(values.iterator, cute.make_layout(cute.size(values)))
-        pairs = cute.recast_tensor(rounded, Int32)
-        pairs = cute.make_tensor(pairs.iterator, cute.make_layout(cute.size(pairs)))
-        for each in range(cute.size(pairs)):
-            pairs[each] = _pair(source[2 * each], source[2 * each + 1])
-
-    @cute.jit
     def _store(self, thread, product, result, total, place, left):
         """Divide by the sums, and store the thread's two rows, eight apart, which are among the tile's next `left`."""
         for row in cutlass.range_constexpr(2):
             total[row] = cute.arch.rcp_approx(total[row])
-        self._scale(result, total)
+        rescale(result, total)
         rounded = cute.make_rmem_tensor(result.shape, BFloat16)
-        self._round(result, rounded)
+        round_off(result, rounded)
         to = product.get_slice(thread).partition_C(cute.local_tile(place, (self.rows, self.columns), (0, 0)))
         for own in cutlass.range_constexpr(2):
             if own * 8 < left:
                 for each in cutlass.range_constexpr(self.columns // 8):
                     cute.autovec_copy(rounded[(None, own, each), 0, 0], to[(None, own, each), 0, 0])
-
-
-@dsl_user_op
-def _pair(low: Float32, high: Float32, *, loc=None, ip=None) -> Int32:
-    """Two values as bfloat16 in one register."""
-    values = [Float32(value).ir_value(loc=loc, ip=ip) for value in (high, low)]
-    convert = "cvt.rn.bf16x2.f32 $0, $1, $2;"
-    return Int32(
-        llvm.inline_asm(
-            T.i32(),
-            values,
-            convert,
-            "=r,f,f",
-            has_side_effects=False,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-        )
-    )
