@@ -28,7 +28,7 @@ from vitwire_server.towers.registry import FAMILIES
 Rigs = Callable[..., Rig]
 References = Callable[[str, torch.dtype], Reference | TileReference]
 CPU = torch.device("cpu")
-IN_PARTS = ("idefics2", "minicpmv", "siglip2")
+IN_PARTS = ("idefics2", "lfm2_vl", "minicpmo", "minicpmv", "siglip2")
 """Their layers are called part by part, unless they are fused."""
 _EXPECTED: dict[tuple[Any, ...], list[Array]] = {}
 
