@@ -195,25 +195,24 @@ def _fastest(
     Where it also attends to longer segments, both share a graph, so it is timed with their tiles.
     """
     samples = [_Sample.of(segments, device, dtype, heads, head_dim) for _, segments in _BANDS]
-    bands: list[tuple[dict[str, float], dict[str, float]]] = []
-    for sample, longer in zip(samples, [*samples[1:], samples[-1]], strict=True):
-        alone, shared = (
-            {one.name: each for one in loaded if (each := among.seconds(one, faults)) is not None}
-            for among in (sample, sample.of_longest(longer.segments.longest))
-        )
-        loaded = [one for one in loaded if one.name in alone and one.name in shared]
-        bands.append((alone, shared))
+    bands: list[dict[str, float]] = []
+    for sample in samples:
+        bands.append({one.name: each for one in loaded if (each := sample.seconds(one, faults)) is not None})
+        loaded = [one for one in loaded if one.name in bands[-1]]
     if not loaded:
         raise ValueError(f"no attention backend passed the accuracy check on {device}; see the log for the errors")
     fastest: list[LoadedBackend] = []
-    times: list[str] = []
-    for (_, of), (alone, shared) in zip(reversed(_BANDS), reversed(bands), strict=True):
-        after = fastest[0].name if fastest else ""
-        band = {name: shared[name] if name == after else taken for name, taken in alone.items() if name in shared}
-        fastest.insert(0, min(loaded, key=lambda one: band[one.name]))
-        times.insert(0, f"{max(of)} patches: {_times(band)}")
+    for index in reversed(range(len(bands))):
+        if fastest:
+            longer = samples[index].of_longest(samples[index + 1].segments.longest)
+            if (shared := longer.seconds(fastest[0], faults)) is None:
+                others = [one for one in loaded if one is not fastest[0]]
+                return _fastest(others, device, dtype, heads, head_dim, faults)
+            bands[index][fastest[0].name] = shared
+        fastest.insert(0, min(loaded, key=lambda one: bands[index][one.name]))
+    times = "; ".join(f"{max(of)} patches: {_times(band)}" for (_, of), band in zip(_BANDS, bands, strict=True))
     unused = {name: why for name, why in faults.items() if why and device.type in BACKENDS[name].devices}
-    return Selection(tuple(fastest), f"at {'; '.join(times)}", unused)
+    return Selection(tuple(fastest), f"at {times}", unused)
 
 
 def _times(seconds: Mapping[str, float]) -> str:

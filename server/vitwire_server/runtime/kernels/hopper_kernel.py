@@ -1,8 +1,8 @@
 """Attention within packed segments for Hopper, in NVIDIA's CuTe DSL, which comes with flash attention 4.
 
-As in FlashAttention-3 (Shah et al., arXiv 2407.08608), one warp loads blocks of keys and values, and groups of four
-warps, with 64 queries each, take turns with the matrix units: a group computes the scores of one block and adds the
-values of the block before, while the others compute exponentials. Three things differ:
+As in FlashAttention-3 (Shah et al., arXiv 2407.08608), one warp announces tiles of queries and loads blocks of keys and
+values, and groups of four warps, with 64 queries each, take turns with the matrix units: a group computes the scores of
+one block and adds the values of the block before, while the others compute exponentials. Three things differ:
 
 - **The first block's largest score stands in for the row's.** Softmax does not depend on what is subtracted from the
   scores; its exponentials must only stay in range. So later blocks are neither searched for their maximum nor rescaled.
@@ -173,10 +173,8 @@ class Attention:
         cute.arch.sync_threads()
         if cutlass.const_expr(self.dependent):
             cute.arch.griddepcontrol_wait()
-        places, waits = (
-            (in_q, in_k, in_v),
-            (storage.full_q.data_ptr(), storage.empty_q.data_ptr(), *self._barriers(storage)),
-        )
+        places = in_q, in_k, in_v
+        waits = storage.full_q.data_ptr(), storage.empty_q.data_ptr(), *self._barriers(storage)
         if warp < _WARPS:
             cute.arch.setmaxregister_decrease(_REGISTERS[self.groups][1])
             if warp == 0:

@@ -161,6 +161,19 @@ def test_a_backend_is_timed_in_the_graph_that_it_shares_with_longer_segments(mon
     assert "196 patches: varlen 7 us, triton 8 us; 1024 patches: triton 8 us" in choice.reason
 
 
+def test_what_fails_in_a_graph_for_longer_segments_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def alone(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+        if segments.longest != int(segments.boundaries.diff().max()):
+            raise RuntimeError("tiles do not fit")
+        return segment_sdpa(q, k, v, segments, scale)
+
+    monkeypatch.setattr(selection, "_seconds", lambda run, *_, **__: run.func.__self__.name == "triton")
+    faults: dict[str, str] = {}
+    backends = [LoadedBackend("varlen", alone), LoadedBackend("triton", segment_sdpa)]
+    assert _fastest(backends, torch.device("cpu"), torch.float32, 2, 8, faults).name == "triton"
+    assert faults == {"varlen": "it failed: tiles do not fit"}
+
+
 def test_a_name_that_cannot_serve_is_reported() -> None:
     for name, why in (("triton", "triton: it does not run on cpu"), ("fast", "there is no such backend")):
         with pytest.raises(
