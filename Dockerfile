@@ -49,16 +49,15 @@ RUN groupadd --gid 10001 vitwire \
     && useradd --uid 10001 --gid 10001 --no-log-init --no-create-home --home-dir /tmp \
         --shell /usr/sbin/nologin vitwire
 COPY --from=builder /opt/vitwire /opt/vitwire
-# The one compiler that is needed at run time: Triton compiles a C file when its first kernel is launched (gcc, 200 MB),
-# torch.compile C++ on the CPU (g++, 255 MB). tini is PID 1: it forwards signals and reaps orphaned processes.
-# hadolint ignore=DL3008
-RUN compiler=g++ \
-    && if ls -d /opt/vitwire/lib/python3*/site-packages/triton; then compiler=gcc; fi \
+# Triton compiles a C file when its first kernel is launched (gcc, 200 MB). tini is PID 1: it forwards signals and reaps
+# orphaned processes.
+# hadolint ignore=DL3008,SC2086
+RUN if ls -d /opt/vitwire/lib/python3*/site-packages/triton; then compiler="gcc libc6-dev"; fi \
     && apt-get update \
-    && apt-get install --yes --no-install-recommends "$compiler" libc6-dev tini \
+    && apt-get install --yes --no-install-recommends $compiler tini \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt /var/log/apt /var/log/dpkg.log
 COPY --from=builder /project /opt/vitwire
-# Fails the build where fused blocks or compiled shapes would be lost, and names what is missing.
+# Fails the build if Triton is there and cannot compile, and names what is missing.
 RUN /opt/vitwire/bin/python3 -m vitwire_server.runtime.toolchain
 # The root may be read-only: everything that is written goes below /tmp.
 ENV PATH=/opt/vitwire/bin:$PATH \

@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TIER := everyday
 KIND := cpu
 .PHONY: $(foreach tier,everyday matrix fault gpu kernel page watch engine example full image,tier-$(tier)) \
-	$(foreach kind,cpu wire gpu service engine fleet,kind-$(kind))
+	$(foreach kind,cpu wire gpu service engine,kind-$(kind))
 
 # TIER= one of: everyday; matrix (all combinations of what the everyday suite samples); fault (load, faults and bad
 # input); gpu; kernel (the Triton kernels on the CPU); page (the status page in Chromium); watch (rules, alerts and
@@ -42,13 +42,12 @@ test: tier-$(TIER) ## the everyday suite, or TIER=matrix|fault|gpu|kernel|page|w
 
 # KIND= one of: cpu (planner, eager forward, codec); wire (the service beside bare gRPC, on a CPU); gpu (published
 # towers beside plain transformers); service (servers under load, on GPUs); engine (vLLM with a language model, with its
-# tower and with a server, on GPUs); fleet (a simulated fleet). FLAGS are the program's: FLAGS=--help lists them.
-bench: kind-$(KIND) ## planner and codec on the CPU, or KIND=wire|gpu|service|engine|fleet
+# tower and with a server, on GPUs). FLAGS are the program's: FLAGS=--help lists them.
+bench: kind-$(KIND) ## planner and codec on the CPU, or KIND=wire|gpu|service|engine
 
 # `make gpu-test` is short for `make test TIER=gpu`, `make gpu-bench` for `make bench KIND=gpu`.
 %-test: tier-% ;
 %-bench: kind-% ;
-fleet-study: kind-fleet ;
 
 # Tiny models are not faster with more threads.
 $(foreach tier,everyday matrix watch fault gpu kernel,tier-$(tier)): export OMP_NUM_THREADS ?= 1
@@ -94,9 +93,6 @@ kind-cpu: $(READY)
 kind-wire: $(READY)
 	PYTHONPATH=tests/support:. $(BIN)/python bench/wire.py $(FLAGS)
 
-kind-fleet: $(READY)
-	$(BIN)/python -m bench.simulation.study $(FLAGS)
-
 # A server of one process, and one of an engine with two edges.
 SHAPES := 1 2
 
@@ -125,7 +121,7 @@ tier-kernel: $(READY)
 	test -d .tools/triton || $(BIN)/python -m pip install --quiet --no-deps --target .tools/triton triton==3.9.0
 	ls -d .tools/cute/lib/python3*/site-packages/quack > /dev/null 2>&1 || { $(BIN)/python -m venv .tools/cute && .tools/cute/bin/pip install --quiet --no-deps $(CUTE); }
 	TRITON_INTERPRET=1 VITWIRE_GPU_TEST_DEVICE=cpu PYTHONPATH=$(GPU_PATH):.tools/triton \
-		$(BIN)/python -m pytest -c tests/gpu/pytest.ini $(foreach name,kernels fusion fused_layers products float8 preparation,tests/gpu/test_$(name).py) $(FLAGS)
+		$(BIN)/python -m pytest -c tests/gpu/pytest.ini $(foreach name,kernels fusion fused_layers products preparation,tests/gpu/test_$(name).py) $(FLAGS)
 	SITE=$$(echo .tools/cute/lib/python3*/site-packages) && \
 		VITWIRE_GPU_TEST_DEVICE=cpu TRITON_CACHE_DIR=.tools/triton-cache \
 		PYTHONPATH=$(GPU_PATH):.tools/triton:$$SITE:$$SITE/nvidia_cutlass_dsl/dsl_packages \

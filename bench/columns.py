@@ -2,10 +2,9 @@
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from bench.models import preprocessing
@@ -92,13 +91,7 @@ class Columns:
     def _captured(self, column: str, ladder: Ladder) -> GraphSet:
         streams = self.streams
         recorder: Recorder = CudaRecorder(streams.compute) if isinstance(streams, CudaStreams) else SimulatedRecorder()
-        compiled: Any = nullcontext()
-        if column == "graph_compiled":
-            from vitwire_server.runtime.compiler.hot_shapes import compiled_blocks  # noqa: PLC0415 - triton, only if asked for
-
-            compiled = compiled_blocks(self._tower)
-        with compiled:
-            graphs = GraphSet(self._tower, ladder, recorder, lambda budgets: self._watched(column, budgets))
+        graphs = GraphSet(self._tower, ladder, recorder, lambda budgets: self._watched(column, budgets))
         self._stopwatch.left_out += [
             f"{self._name} {each.tokens} tokens {column}: {why}" for each, why in graphs.dropped.items()
         ]

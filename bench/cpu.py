@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from bench.models import PUBLISHED, Load, build, draw, factory, items, plain, preprocessing, shrunk, square
+from bench.models import PUBLISHED, Load, build, draw, items, plain, preprocessing, shrunk, square
 from bench.report import environment, show
 from bench.sizes import MERGE, footprints
 from rich.console import Console
@@ -31,7 +31,6 @@ from vitwire_server.fitting.ladders import held_loads, optimal_ladder, powers_of
 from vitwire_server.fitting.scores import Score, plan_ascending
 from vitwire_server.fitting.traces import queues, read_trace
 from vitwire_server.runtime.attention.selection import select
-from vitwire_server.runtime.compiler.hot_shapes import HotShapes
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import GraphSet, SimulatedRecorder
 from vitwire_server.runtime.memory.streams import HostStreams
@@ -41,9 +40,6 @@ from vitwire_server.towers.layouts.packed import PackedTower
 
 LARGEST, RUNGS, ITEMS, FRAMES = 4096, 24, 64, 512
 DEPTHS = (1, 4, 16, 64)
-HOT = ("224^2", "448^2")
-"""Loads that are frequent enough for a server to compile them."""
-COMPILE_SECONDS = 240
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Row = dict[str, Any]
@@ -128,14 +124,9 @@ def towers(*, quick: bool, repeats: int) -> list[Row]:
             theirs, ours = (build(model_type, small, dtype, CPU) for _ in range(2))
             ours.rewrite()
             ours.use_attention(select("sdpa", CPU, dtype, *ours.attention_heads, captured=False).implementation)
-            hot = None
-            if dtype is torch.bfloat16 and not quick:
-                hot = HotShapes(ours, factory(model_type, small, dtype, "sdpa"), hits=1)
             for load in _loads(ours, quick=quick):
-                compared = _compared(ours, theirs, load, hot if load.name in HOT else None, 1 if quick else repeats)
+                compared = _compared(ours, theirs, load, 1 if quick else repeats)
                 rows.append({"tower": model_type, "dtype": label, **compared})
-            if hot:
-                hot.close()
     return rows
 
 
@@ -151,43 +142,30 @@ def _stager(tower: PackedTower) -> Stager:
     return Stager(tower.geometry, preprocessing(), tower.device)
 
 
-def _engine(tower: PackedTower, hot: HotShapes | None = None) -> Engine:
-    graphs = GraphSet(tower, Ladder(), SimulatedRecorder())
-    return Engine(tower, graphs, _stager(tower), HostStreams(), hot.forward if hot else None)
+def _engine(tower: PackedTower) -> Engine:
+    return Engine(tower, GraphSet(tower, Ladder(), SimulatedRecorder()), _stager(tower), HostStreams())
 
 
-def _compared(ours: PackedTower, theirs: PackedTower, load: Load, hot: HotShapes | None, repeats: int) -> Row:
-    """All paths alternately, so that a slow phase of the machine affects all of them."""
+def _compared(ours: PackedTower, theirs: PackedTower, load: Load, repeats: int) -> Row:
+    """Both paths alternately, so that a slow phase of the machine affects both."""
     pixels = draw(theirs, load.grids)
     batch = items(ours, load.grids, pixels)
     runs: list[Callable[[], Any]] = [
         lambda: plain(theirs, pixels, load.grids),
         partial(_encode, _engine(ours), batch),
     ]
-    if hot and _compiled(hot, _engine(ours, hot), batch):
-        runs.append(partial(_encode, _engine(ours, hot), batch))
-    stock, eager, *compiled = _in_turns(runs, repeats)
+    stock, eager = _in_turns(runs, repeats)
     return {
         "load": load.name,
         "patches": len(pixels),
         "ours_over_plain_median": round(median(eager) / median(stock), 3),
         "ours_over_plain_fastest": round(min(eager) / min(stock), 3),
-        "compiled_over_plain_median": round(median(compiled[0]) / median(stock), 3) if compiled else None,
         "spread_plain": round(max(stock) / min(stock), 3),
     }
 
 
 def _encode(engine: Engine, batch: Sequence[Item]) -> None:
     engine.launch(batch, None).collect()
-
-
-def _compiled(hot: HotShapes, engine: Engine, batch: Sequence[Item]) -> bool:
-    """Wait for the compilation of this batch's shape; returns whether it is used."""
-    before, until = len(hot.ready), time.monotonic() + COMPILE_SECONDS
-    while len(hot.ready) == before and time.monotonic() < until:
-        _encode(engine, batch)
-        time.sleep(0.5)
-    return len(hot.ready) > before
 
 
 def _in_turns(runs: Sequence[Callable[[], Any]], repeats: int) -> list[list[float]]:

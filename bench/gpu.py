@@ -24,7 +24,6 @@ from bench.engine.loads import Size
 from bench.engine.towers.ours import Loaded
 from bench.engine.towers.sides import SideEnded
 from bench.figures import plot
-from bench.float8 import Float8
 from bench.floor import Ceilings, floor_seconds
 from bench.kernels import by_group, kernel_times
 from bench.models import PUBLISHED, Load, build, draw, items, plain, preprocessing, shrunk, square, stock
@@ -34,7 +33,6 @@ from bench.stopwatch import FAILURES, Row, Stopwatch
 from rich.console import Console
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from vitwire_server.config.settings import UsageError
 from vitwire_server.core.items import DType
 from vitwire_server.runtime.attention.selection import select
 from vitwire_server.towers.layouts.packed import PackedTower
@@ -43,9 +41,7 @@ SIZES = (224, 448, 1024, 2048)
 CLIP_FRAMES = 8
 PACKED = {224: 16, 448: 8}
 """Images of a packed batch, by their side."""
-_FLOAT8 = {"graph_fp8": "all", "graph_fp8_part": "auto"}
-"""Columns by their --precision-blocks."""
-TIMES = ("plain_sdpa", "plain_flash", "eager", "graph_stock", "graph_compiled", "graph", *_FLOAT8, "floor")
+TIMES = ("plain_sdpa", "plain_flash", "eager", "graph_stock", "graph", "floor")
 WARM_UPS = 3
 SECONDS_EACH = 1.5
 """A measurement ends after this many seconds or after --repeats, but not before three repeats."""
@@ -93,7 +89,6 @@ class Bench:
         self._device = device
         self._options = options
         self._attention: dict[str, str] = {}
-        self._float8: dict[str, dict[str, Row]] = {column: {} for column in _FLOAT8}
         self._ceilings = Ceilings(options.tflops * 1e12, options.terabytes * 1e12)
         self._stopwatch = Stopwatch(
             device,
@@ -155,8 +150,6 @@ class Bench:
             "cuda": torch.version.cuda,
             "ceilings": {"tflops": self._options.tflops, "terabytes_per_s": self._options.terabytes},
             "attention": self._attention,
-            "fp8_similarity": self._float8["graph_fp8"],
-            "fp8_part": self._float8["graph_fp8_part"],
             "left_out": self._stopwatch.left_out,
             "rows": self.rows,
             "others": self.others,
@@ -195,9 +188,7 @@ class Bench:
         columns = Columns(tower, name, self._stopwatch, self.captures, SECONDS_EACH)
         batches = {load.name: items(tower, load.grids, draw(tower, load.grids)) for load in loads}
         ladder = ladder_of(tower, batches.values(), choice)
-        ways = ("graph_stock", "graph_compiled") if self._options.compile else ("graph_stock",)
-        for column in ways:
-            columns.measure(column, ladder, batches, rows)
+        columns.measure("graph_stock", ladder, batches, rows)
         sys.stderr.write(f"{name}: {fused(tower, choice)} blocks fused\n")
         columns.measure("eager", ladder, batches, rows)
         ran = columns.measure("graph", ladder, batches, rows)
@@ -206,16 +197,6 @@ class Bench:
             self._vllm(name, Loaded(tower, ran.engine, plan, preprocessing(), dtype, checkpoint))
         if self._options.profile:
             self._profile(name, ran, batches)
-        if self._options.fp8:
-            float8 = Float8(tower, choice, columns)
-            for column, blocks in _FLOAT8.items():
-                if self._has_time(f"{name} {column}"):
-                    try:
-                        self._float8[column][name] = float8.reduce(blocks)
-                    except UsageError as error:  # the server would not start
-                        self._stopwatch.failed(f"{name} {column}", error)
-                    else:
-                        columns.measure(column, ladder, batches, rows)
 
     def _has_time(self, what: str) -> bool:
         if self._stopwatch.is_over:
@@ -274,16 +255,6 @@ def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--sizes", type=_sizes, default=list(SIZES), help="sides of images in pixels, as 224,448; of the Qwen towers")
     add("--eager", action="store_true", help="instead, one image eagerly and in turns with plain transformers")
     add("--attention", default="auto", help="the server's --attention-backend")
-    add(
-        "--compile",
-        action="store_true",
-        help="also capture compiled blocks, as serve --compile on does; of the Qwen towers",
-    )
-    add(
-        "--fp8",
-        action="store_true",
-        help="also reduce the towers to float8, all blocks and those that serve --precision fp8 chooses; of Qwen's",
-    )
     vllm = "also vLLM's tower, of Qwen3-VL: the interpreter that has vLLM (default: this one) or a folder of packages"
     add("--vllm", nargs="?", const=sys.executable, metavar="PYTHON", help=vllm)
     add("--profile", action="store_true", help="also the time of each kernel of one replay; of the Qwen towers")

@@ -1,6 +1,5 @@
 """Vision towers of published and of bench sizes, with random weights, built on a device without a checkpoint."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ from vitwire_server.core.items import DType, Item, Modality, Pixels
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.demo.saving import write_json
 from vitwire_server.demo.shrinking import CLIP, STEPS
-from vitwire_server.runtime.compiler.messages import Factory
-from vitwire_server.runtime.compiler.worker import attend
 from vitwire_server.towers.layouts.packed import PackedTower
 from vitwire_server.towers.registry import FAMILIES
 
@@ -71,21 +68,6 @@ def build(model_type: str, fields: Mapping[str, Any], dtype: torch.dtype, device
     assert all(buffer.dtype is torch.float32 for _, buffer in model.named_buffers()), "rotary frequencies"
     tower = family.build({"tower": model}, SimpleNamespace(vision_config=model.config))
     assert isinstance(tower, PackedTower)
-    return tower
-
-
-def factory(model_type: str, fields: Mapping[str, Any], dtype: torch.dtype, attention: str) -> Factory:
-    """How a compiler makes the same tower, rewritten and with this attention."""
-    label = str(dtype).removeprefix("torch.")
-    arguments = {"model_type": model_type, "fields": json.dumps(dict(fields)), "dtype": label, "attention": attention}
-    return Factory(f"{unfilled.__module__}:{unfilled.__name__}", arguments)
-
-
-def unfilled(model_type: str, fields: str, dtype: str, attention: str) -> PackedTower:
-    """See factory. Called in the compiler's process."""
-    tower = build(model_type, json.loads(fields), getattr(torch, dtype), torch.device("cpu"))
-    tower.rewrite()
-    attend(tower, attention)
     return tower
 
 

@@ -1,14 +1,11 @@
-"""A server on a CPU beside busy cores, and beside its own compiler: what `make wire-bench` says of neighbours."""
+"""A server on a CPU beside busy cores: what `make wire-bench` says of neighbours."""
 
 import subprocess
 import sys
-import tempfile
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from bench.fleet import Client, prepared
@@ -22,9 +19,6 @@ WORK = {"side": 224}
 SPINNING = {"GOMP_SPINCOUNT": "300000"}
 """What libgomp does by default: its threads spin for milliseconds at each barrier."""
 FLAGS = ("--canary-seconds", "0")
-_BEFORE = 24
-"""Calls before a shape counts as frequent."""
-_COMPILED = "compiled "
 _FOREVER = "while True: pass"
 
 
@@ -47,10 +41,7 @@ def waiting(model: Path, options: Namespace) -> Iterator[Row]:
     """Milliseconds a call of a server as it is, whose threads sleep at barriers, and of one whose threads spin."""
     with ExitStack() as stack:
         policies: Mapping[str, Mapping[str, str]] = {"sleeping": {}, "spinning": SPINNING}
-        servers = {
-            name: stack.enter_context(_server(model, environment, "--compile", "off"))
-            for name, environment in policies.items()
-        }
+        servers = {name: stack.enter_context(_server(model, environment)) for name, environment in policies.items()}
         clients = {name: stack.enter_context(Client("client", target=each.target)) for name, each in servers.items()}
         prepared(list(clients.values()), WORK)
         pids = {name: [server.process.pid] for name, server in servers.items()}
@@ -67,35 +58,10 @@ def waiting(model: Path, options: Namespace) -> Iterator[Row]:
             }
 
 
-def compiling(model: Path, options: Namespace) -> Iterator[Row]:
-    """Milliseconds a call before and while a frequent shape is compiled, for `--compile-seconds` at most."""
-    for state, neighbours in CORES.items():
-        with tempfile.TemporaryDirectory(prefix="vitwire-") as cache, ExitStack() as stack:
-            flags = ("--compile", "on", "--dtype", "bfloat16")
-            server = stack.enter_context(_server(model, {"TORCHINDUCTOR_CACHE_DIR": cache}, *flags))
-            client = stack.enter_context(Client("client", target=server.target))
-            prepared([client], WORK)
-            with neighbours():
-                before = client.ask(run={"in_flight": 1, "calls": _BEFORE})["seconds"]
-                client.ask(run={"in_flight": 1, "calls": _BEFORE})
-                beside: list[float] = []
-                end = time.monotonic() + options.compile_seconds
-                while not beside or (_COMPILED not in server.log() and time.monotonic() < end):
-                    beside += client.ask(run={"in_flight": 1, "calls": _BEFORE})["seconds"]
-            before_ms, beside_ms = (1e3 * median(each) for each in (before, beside))
-            yield {
-                "cores": state,
-                "before_ms": round(before_ms, 2),
-                "beside_compiler_ms": round(beside_ms, 2),
-                "beside_over_before": round(beside_ms / before_ms, 2),
-                "compiled": _COMPILED in server.log(),
-            }
-
-
 @contextmanager
-def _server(model: Path, environment: Mapping[str, str], *flags: str) -> Iterator[ServerProcess]:
+def _server(model: Path, environment: Mapping[str, str]) -> Iterator[ServerProcess]:
     """A server with the threads that it chooses by itself."""
     unset = ("-u", "OMP_NUM_THREADS", "-u", "OMP_WAIT_POLICY")
     wrapper = ("env", *unset, *(f"{key}={value}" for key, value in environment.items()))
-    with serving(model, *FLAGS, *flags, wrapper=wrapper) as server:
+    with serving(model, *FLAGS, wrapper=wrapper) as server:
         yield server

@@ -28,12 +28,10 @@ NOOP = (str(Path(__file__).with_name("noop_server.py")),)
 STAND_INS = {"narrow": "wide", "half": "wide", "real": "small"}
 """What `--quick` uses instead."""
 REAL = ("-m", "vitwire_server")
-QUIET = ("--canary-seconds", "0", "--compile", "off", "--log-level", "warning")
+QUIET = ("--canary-seconds", "0", "--log-level", "warning")
 """Nothing runs but what is measured."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """Small towers are not faster with more, and threads that spin would disturb what is measured."""
-NEIGHBOURS = (neighbours.waiting, neighbours.compiling)
-"""Parts that are measured with one RPC process."""
 TITLES = {
     "trips": "round trips: milliseconds a call, over a bare gRPC server and through the service with a no-op tower",
     "cpu": "seconds of processors for each GB that went up and down",
@@ -42,7 +40,6 @@ TITLES = {
     "small": "one small item at a time: p50 in milliseconds, through the service and of the bare tower",
     "beside": "small items and health checks, alone and beside large items (milliseconds)",
     "waiting": "threads that sleep at barriers, and that spin, on idle and busy cores (milliseconds)",
-    "compiling": "calls before and while their shape is compiled, on idle and busy cores (milliseconds)",
     "batches": "a real tower: seconds in process over seconds through the service (1 is as fast)",
 }
 Row = dict[str, Any]
@@ -83,7 +80,7 @@ class Bench:
 
     def run(self, processes: int) -> None:
         """All sections with this many RPC processes."""
-        if set(self._options.parts) <= {each.__name__ for each in NEIGHBOURS}:
+        if self._options.parts == ["waiting"]:
             return
         shape = {"rpc_processes": processes}
         measured: dict[str, Callable[[dict[str, ServerProcess]], Iterable[Row]]] = {
@@ -102,11 +99,10 @@ class Bench:
                     self._report.add(part, shape | row)
 
     def neighbours(self) -> None:
-        """One process beside busy cores, and beside its compiler."""
-        for part in NEIGHBOURS:
-            if part.__name__ in self._options.parts:
-                for row in part(self._models["small"], self._options):
-                    self._report.add(part.__name__, row)
+        """One process beside busy cores."""
+        if "waiting" in self._options.parts:
+            for row in neighbours.waiting(self._models["small"], self._options):
+                self._report.add("waiting", row)
 
     @contextmanager
     def _serving(self, flags: Sequence[str]) -> Iterator[dict[str, ServerProcess]]:
@@ -141,7 +137,7 @@ class Bench:
     def _tower(self, name: str) -> Client:
         """A process that has the engine of this server, and no service."""
         name = name if name in self._models else STAND_INS[name]
-        settings: Row = {"model": str(self._models[name]), "device": "cpu", "compile": "off"}
+        settings: Row = {"model": str(self._models[name]), "device": "cpu"}
         if name not in self._towers:
             client = Client("tower", {} if name == "real" else ONE_THREAD, **settings)
             self._towers[name] = self._stack.enter_context(client)
@@ -237,11 +233,10 @@ def _batch_items(server: ServerProcess) -> tuple[float, float]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("wire-bench", description=__doc__)
     parser.add_argument("--rpc-processes", nargs="+", type=int, default=[1, 2], help="RPC processes of the servers")
-    parts = ["trips", "inline", "small", "beside", "batches", "waiting", "compiling"]
+    parts = ["trips", "inline", "small", "beside", "batches", "waiting"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--server-flags", default="", help="more flags of vitwire-server serve, in one argument")
     parser.add_argument("--seconds", type=float, default=2.0, help="time for each path of a row, in all its turns")
-    parser.add_argument("--compile-seconds", type=float, default=20.0, help="most time to measure beside a compiler")
     parser.add_argument("--turns", type=int, default=5, help="turns of each path of a row")
     parser.add_argument("--layers", type=int, default=2, help="blocks of the real tower")
     parser.add_argument("--quick", action="store_true", help="small and few: shows that it runs, measures nothing")

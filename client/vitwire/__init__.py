@@ -26,7 +26,7 @@ from vitwire.errors import (
     VitwireError,
 )
 from vitwire.items import Item, Modality, Priority
-from vitwire.model import Budget, Limits, Model, Precision, TileShapes
+from vitwire.model import Budget, Limits, Model, TileShapes
 
 __all__ = [
     "Accepted",
@@ -44,7 +44,6 @@ __all__ = [
     "Model",
     "NotCached",
     "Overloaded",
-    "Precision",
     "Priority",
     "Report",
     "Result",

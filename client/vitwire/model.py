@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from vitwire.v1 import encoder_pb2 as pb
 
-R = TypeVar("R", "Budget", "Limits", "Precision", "Model")
+R = TypeVar("R", "Budget", "Limits", "Model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +44,6 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Precision:
-    """Linear layers that are computed in less than the model's dtype, and how similar that leaves the rows."""
-
-    type: str
-    """Type of their weights and inputs: float8_e4m3fn."""
-    layers: int
-    similarity: float
-    """Lowest cosine similarity of the server's test pictures' vectors to those computed without it."""
-    median_similarity: float
-
-
-@dataclass(frozen=True, slots=True)
 class TileShapes:
     """Format of a processor's output for a model that takes tiles."""
 
@@ -79,7 +67,7 @@ class Model:
     model_type: str
     """`model_type` of the checkpoint's config.json."""
     weights_fingerprint: str
-    """SHA-256 over the names and bytes of the tower's weights, their precision and the pooling, in hex."""
+    """SHA-256 over the names and bytes of the tower's weights and the pooling, in hex."""
     dtype: str
     """Type that the tower computes in and, by default, returns: float32, float16 or bfloat16."""
     embedding_width: int
@@ -101,8 +89,6 @@ class Model:
     """Supported deliveries of embeddings: stream, nixl."""
     encodings: tuple[str, ...] = ()
     """Files that the server decodes: jpeg, png, webp, mp4, webm."""
-    precision: Precision | None = None
-    """None if all layers are computed in `dtype`."""
     pooling: str = "none"
     """none: one vector per token; cls, mean or attention: one vector per image, or per frame of a clip."""
     available_poolings: tuple[str, ...] = ("none",)
@@ -137,7 +123,6 @@ class Model:
             dtype=_name(pb.DataType.DESCRIPTOR, message.data_type),
             budgets=tuple(_same(Budget, each) for each in message.budgets),
             limits=_same(Limits, message.limits),
-            precision=_same(Precision, message.precision) if message.HasField("precision") else None,
             available_poolings=poolings or ("none",),
             tiles=_tile_shapes(message.tiles) if message.HasField("tiles") else None,
             matryoshka=tuple(message.matryoshka.dimensions) if message.HasField("matryoshka") else None,

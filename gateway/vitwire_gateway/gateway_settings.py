@@ -65,7 +65,7 @@ class GatewaySettings:
     ] = 60.0
     otlp_endpoint: Annotated[
         str | None,
-        Flag("OpenTelemetry collector to send traces and metrics to: host:4317, or https://host:4317 for TLS"),
+        Flag("OpenTelemetry collector to send traces to: host:4317, or https://host:4317 for TLS"),
     ] = None
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Flag("lowest level that is logged")] = "info"
 

@@ -20,7 +20,6 @@ usage: vitwire-server [serve] [FLAGS]          serve a model's vision tower (the
        vitwire-server download MODEL --to DIR  fetch what serve reads of a model on the Hugging Face Hub
        vitwire-server demo-checkpoint [FLAGS]  write a tiny VLM with random weights
        vitwire-server budgets [FLAGS]          fit budgets to a trace of item sizes
-       vitwire-server precision [FLAGS]        compare float8 with bfloat16 on a folder of photographs
        vitwire-server completion SHELL         completion of flags: eval "$(vitwire-server completion bash)"
        vitwire-server COMMAND --help           flags of a command
 """
@@ -182,40 +181,6 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _precision(words: list[str]) -> int:
-    import argparse  # noqa: PLC0415 - as above
-    from pathlib import Path  # noqa: PLC0415 - as above
-
-    from vitwire_server.config.resolving import resolve  # noqa: PLC0415 - each command loads only what it needs
-    from vitwire_server.config.settings import UsageError  # noqa: PLC0415 - as above
-    from vitwire_server.core.errors import DeviceLost  # noqa: PLC0415 - as above
-    from vitwire_server.observe.logs import configure_logs  # noqa: PLC0415 - as above
-    from vitwire_server.towers.files import CheckpointError  # noqa: PLC0415 - as above
-
-    parser = argparse.ArgumentParser(
-        "vitwire-server precision",
-        usage="vitwire-server precision --model MODEL --images DIR [--float32] [--json] [FLAGS OF serve]",
-        description="Compare float8 with bfloat16 on photographs. Exits with 0 if all rows reach --precision-floor.",
-        epilog="Flags of serve that matter: --precision-floor, --precision-blocks, --lora, --device, --pooling.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--images", type=Path, required=True, metavar="DIR", help="directory with photographs")
-    parser.add_argument("--float32", action="store_true", help="also show what bfloat16 loses, compared with float32")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
-    options, flags = parser.parse_known_args(words)
-    try:
-        settings = resolve([*flags, "--precision", "fp8"])
-        configure_logs(settings.log_format, settings.log_level)
-        _import_torch(settings.device)
-        from vitwire_server.process.judging import judge  # noqa: PLC0415 - loads torch
-
-        return judge(settings, options)
-    except UsageError as error:
-        return _fail(error, 2)
-    except (CheckpointError, DeviceLost, OSError) as error:
-        return _fail(error, 1)
-
-
 def _download(words: list[str]) -> int:
     import argparse  # noqa: PLC0415 - as above
     from pathlib import Path  # noqa: PLC0415 - as above
@@ -272,7 +237,6 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": _serve,
     "download": _download,
     "demo-checkpoint": _demo_checkpoint,
-    "precision": _precision,
     "budgets": lambda words: int(resolve_name("vitwire_server.fitting.command:main")(words)),
     "completion": lambda words: int(resolve_name("vitwire_server.config.command_line:complete")(words)),
 }

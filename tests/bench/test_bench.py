@@ -9,14 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from bench.beside_vllm import MISSING, compared
-from bench.columns import Columns
-from bench.float8 import Float8
 from bench.kernels import group_of
-from bench.models import PUBLISHED, build, shrunk
-from bench.stopwatch import Stopwatch
 
 from benches import ROOT, last_line
-from vitwire_server.runtime.attention.selection import select
 
 
 def test_bench(tmp_path: Path) -> None:
@@ -42,36 +37,20 @@ def test_gpu_bench_on_simulated_graphs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot, out = tmp_path / "plot.png", tmp_path / "bench.json"
     flags = ("--device", "cpu", "--tiny", "--towers", "Qwen2.5-VL-7B", "--sizes", "112,224", "--repeats", "3")
-    document = last_line("bench/gpu.py", *flags, "--fp8", "--profile", "--plot", str(plot), "--out", str(out))
+    document = last_line("bench/gpu.py", *flags, "--profile", "--plot", str(plot), "--out", str(out))
     assert document == json.loads(out.read_text())
     assert (document["device"], document["graphs"], document["left_out"]) == ("cpu", "simulated", [])
     assert len(document["rows"]) == 4
     for row in document["rows"]:
-        assert min(row[name] for name in ("plain_sdpa", "eager", "graph", "graph_fp8", "graph_fp8_part")) > 0
-        assert row["plain_flash"] is row["graph_compiled"] is None
+        assert min(row[name] for name in ("plain_sdpa", "eager", "graph")) > 0
+        assert row["plain_flash"] is None
         assert row["graph_stock"] > 0
     assert {row["tower"] for row in document["captures"]} == {"Qwen2.5-VL-7B"}
-    whole, part = (document[name]["Qwen2.5-VL-7B"] for name in ("fp8_similarity", "fp8_part"))
-    assert (whole["blocks"], whole["share_of_weights"]) == ("all", 1)
-    assert 0.999 < whole["least"] < 1
-    assert part == whole, "all blocks of so small a tower reach the floor"
     assert len(document["profiles"]) == 4
     for kernels in document["profiles"].values():
         assert {"attention", "products", "norms and rest"} == {row["group"] for row in kernels}
         assert sum(row["share"] for row in kernels) == pytest.approx(1, abs=0.05)
     assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-def test_each_reduction_to_float8_starts_from_bfloat16() -> None:
-    model_type, fields = PUBLISHED["Qwen3-VL-8B"]
-    tower = build(model_type, shrunk(fields, 2, 128), torch.bfloat16, torch.device("cpu"))
-    stopwatch = Stopwatch(tower.device, seconds=60, repeats=1, warm_ups=0)
-    choice = select("auto", tower.device, tower.dtype, *tower.attention_heads, captured=True)
-    float8 = Float8(tower, choice, Columns(tower, "tiny", stopwatch, [], 0.1))
-    whole, part, again = (float8.reduce(blocks) for blocks in ("all", "attn:1", "all"))
-    assert (part["blocks"], part["share_of_weights"]) == ("attn:1", 0.5)
-    assert whole["least"] < part["least"] < 1
-    assert again == whole
 
 
 @pytest.mark.matrix
@@ -117,9 +96,9 @@ def test_kernels_are_grouped_by_name(kernel: str, group: str) -> None:
 @pytest.mark.matrix
 def test_gpu_bench_leaves_out_what_there_is_no_time_for() -> None:
     flags = ("--device", "cpu", "--tiny", "--sizes", "112", "--towers", "Qwen3-VL-8B", "--seconds", "0")
-    document = last_line("bench/gpu.py", *flags, "--fp8", "--vllm")
+    document = last_line("bench/gpu.py", *flags, "--vllm")
     assert [row["graph"] for row in document["rows"]] == [None]
-    for what in ("112^2 plain_sdpa", "graph_fp8", "graph_fp8_part", "vllm"):
+    for what in ("112^2 plain_sdpa", "vllm"):
         assert f"Qwen3-VL-8B {what}: no time" in document["left_out"]
 
 

@@ -38,7 +38,7 @@ def numbers(value: Any) -> Iterator[float]:
 @pytest.mark.matrix
 def test_wire_bench(tmp_path: Path) -> None:
     out = tmp_path / "wire.json"
-    flags = ("--quick", "--seconds", "0.2", "--turns", "1", "--rpc-processes", "1", "--compile-seconds", "0.1")
+    flags = ("--quick", "--seconds", "0.2", "--turns", "1", "--rpc-processes", "1")
     document = last_line("bench/wire.py", *flags, "--out", str(out))
     assert document == json.loads(out.read_text())
     assert all(isfinite(number) and number >= 0 for number in numbers(document["trips"] + document["cpu"]))
@@ -60,9 +60,8 @@ def test_wire_bench(tmp_path: Path) -> None:
     (batches,) = document["batches"]
     assert isfinite(batches["in_process_over_service"])
     assert batches["lowest"] <= batches["in_process_over_service"] <= batches["highest"]
-    for part in ("waiting", "compiling"):
-        assert [row["cores"] for row in document[part]] == ["idle", "busy"]
-        assert all(isfinite(number) and number >= 0 for number in numbers(document[part]))
+    assert [row["cores"] for row in document["waiting"]] == ["idle", "busy"]
+    assert all(isfinite(number) and number >= 0 for number in numbers(document["waiting"]))
     assert [row["errors"] for row in document["waiting"]] == [0, 0]
 
 
@@ -74,7 +73,7 @@ PREPARED = ("picture:112:2", "float32:112:2", "jpeg:1080p:2")
 def test_service_bench(tmp_path: Path) -> None:
     out = tmp_path / "service.json"
     flags = ("--tiny", "--devices", "cpu", "--loads", "112:1", "112:4", *PREPARED, "--seconds", "2", "--clients", "2")
-    tiny = ("--flags", "--graphs simulated --budgets 16,64 --compile off", "--delivery", "stream", "nixl")
+    tiny = ("--flags", "--graphs simulated --budgets 16,64", "--delivery", "stream", "nixl")
     kinds = ("--drivers", "client", "--bare", "1")
     document = last_line("bench/service.py", *flags, *tiny, *kinds, "--out", str(out))
     assert document == json.loads(out.read_text())
@@ -98,7 +97,7 @@ def test_service_bench(tmp_path: Path) -> None:
 def test_service_bench_on_four_devices(tmp_path: Path) -> None:
     """A load of each device, against one of the devices, and one of the processes killed."""
     flags = ("--tiny", "--devices", "cpu,cpu,cpu,cpu", "--rpc-processes", "2", "--loads", "112:2")
-    tiny = ("--flags", "--graphs simulated --budgets 16,64 --compile off --decode-processes 0", "--bare", "--kill")
+    tiny = ("--flags", "--graphs simulated --budgets 16,64 --decode-processes 0", "--bare", "--kill")
     document = last_line("bench/service.py", *flags, *tiny, "--each-device", "--seconds", "2", "--clients", "4")
     assert document["skipped"] == []
     assert [(row["devices"], row["in_flight"]) for row in document["rows"]] == [("cpu", 2), ("cpu,cpu,cpu,cpu", 8)]
@@ -166,7 +165,7 @@ def test_service_bench_without_a_package_only_skips_its_timeline(
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     report = Report("service", None, {})
-    flags = "--graphs simulated --budgets 16,64 --compile off"
+    flags = "--graphs simulated --budgets 16,64"
     options = Namespace(
         flags=flags,
         delivery=["stream"],

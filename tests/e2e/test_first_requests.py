@@ -35,7 +35,7 @@ def test_all_is_there_when_it_is_ready(
     with noted(tmp_path, environment) as found:
         monkeypatch.setenv("PYTHONPATH", environment["PYTHONPATH"])
         model = checkpoints("qwen2_vl")
-        with serving(model, "--compile", "off", *FLAGS[name]) as server, Client(server.target) as client:
+        with serving(model, *FLAGS[name]) as server, Client(server.target) as client:
             client.model()
             found.watch()
             photo, large = photograph(), photograph(800, 660)

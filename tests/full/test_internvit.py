@@ -41,7 +41,7 @@ def test_it_is_served_within_memory(tmp_path: Path) -> None:
     tower, projector, nbytes = write(tmp_path)
     assert nbytes == pytest.approx(2 * 308e6, rel=0.03)
     tiles = np.random.default_rng(0).standard_normal((3, 3, 448, 448), dtype=np.float32)
-    with serving(tmp_path, "--dtype", "bfloat16", "--compile", "off") as process:
+    with serving(tmp_path, "--dtype", "bfloat16") as process:
         with Client(process.target, timeout=600) as client:
             model = client.model()
             (embedding,) = client.encode([Item(tiles, (3, 1, 2))])

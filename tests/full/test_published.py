@@ -23,7 +23,7 @@ def test_a_published_tower_is_served_within_memory(name: str, parameters: float,
     assert nbytes == pytest.approx(2 * parameters, rel=0.03)
     grid = (1, 16, 24)
     pixels = np.random.default_rng(0).standard_normal((grid[1] * grid[2], 3 * 2 * 14 * 14), dtype=np.float32)
-    with serving(tmp_path, "--dtype", "bfloat16", "--compile", "off") as process:
+    with serving(tmp_path, "--dtype", "bfloat16") as process:
         with Client(process.target, timeout=600) as client:
             (embedding,) = client.encode([Item(pixels, grid)])
         status = Path(f"/proc/{process.process.pid}/status").read_text()

@@ -27,9 +27,8 @@ from vitwire_server.runtime.devices import Architecture
 from vitwire_server.runtime.kernels import attention, rotary
 from vitwire_server.runtime.kernels import norms as adding
 from vitwire_server.runtime.kernels import split_products as split
-from vitwire_server.runtime.kernels.norms import Norm, add_norm, add_norm_quantise
+from vitwire_server.runtime.kernels.norms import Norm, add_norm
 from vitwire_server.runtime.kernels.operands import Segments, attention_division, attention_tile, fitting_groups
-from vitwire_server.runtime.kernels.quantise import activate_quantise, quantise
 from vitwire_server.runtime.kernels.rotary import rotate
 from vitwire_server.runtime.kernels.rowwise import KINDS, activate, contain, copy_checked, interpolated
 from vitwire_server.runtime.kernels.split_products import TILES, Tile
@@ -210,38 +209,6 @@ def test_preparation(dtype: torch.dtype, on: Architecture, compiled: dict[str, A
     check(compiled["_follow"], on, tmp_path)
     assert "fma" not in compiled["_follow"].asm["ptx"]
     assert ("mul.rn.f32" in compiled["_follow"].asm["ptx"]) == (dtype is not torch.uint8)
-
-
-def rows_in_float8() -> None:
-    quantise(torch.zeros(64, 1152, dtype=torch.bfloat16))
-
-
-def norms_in_float8() -> None:
-    rows = torch.zeros(64, 1152, dtype=torch.bfloat16)
-    norm = nn.LayerNorm(1152, dtype=torch.bfloat16)
-    add_norm_quantise(rows, rows, Norm.of(norm), ahead=norm.bias.data)
-
-
-def rms_norms_in_float8() -> None:
-    rows = torch.zeros(1024, 1280, dtype=torch.bfloat16)
-    add_norm_quantise(rows, None, Norm.of(nn.RMSNorm(1280, eps=1e-6, dtype=torch.bfloat16)))
-
-
-def activations_in_float8() -> None:
-    for kind in KINDS:
-        activate_quantise(torch.zeros(64, 4304, dtype=torch.bfloat16), kind, gated=kind == "silu")
-
-
-@pytest.mark.parametrize("launch", [rows_in_float8, norms_in_float8, rms_norms_in_float8, activations_in_float8])
-def test_kernels_between_products_in_float8(
-    launch: Callable[[], None], on: Architecture, compiled: dict[str, Any], tmp_path: Path
-) -> None:
-    if on.capability < (8, 9):
-        pytest.skip("has no float8")
-    launch()
-    assert compiled
-    for kernel in compiled.values():
-        check(kernel, on, tmp_path)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)

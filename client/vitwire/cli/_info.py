@@ -55,10 +55,9 @@ def _lines(model: Model) -> Iterator[str]:
 
 def _sections(model: Model) -> dict[str, dict[str, object]]:
     limits = {name: value or None for name, value in asdict(model.limits).items()}
-    precision = asdict(model.precision) if model.precision else {}
     named = {title: {name: getattr(model, name) for name in names} for title, names in _SECTIONS.items()}
     tiles = {name: value or None for name, value in asdict(model.tiles).items()} if model.tiles else {}
-    return named | {"tiles": tiles, "precision": precision, "limits": limits}
+    return named | {"tiles": tiles, "limits": limits}
 
 
 def _text(value: object) -> str:

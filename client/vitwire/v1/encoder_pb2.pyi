@@ -902,7 +902,6 @@ class GetModelResponse(google.protobuf.message.Message):
     CHANNELS_LAST_FIELD_NUMBER: builtins.int
     DELIVERIES_FIELD_NUMBER: builtins.int
     ENCODINGS_FIELD_NUMBER: builtins.int
-    PRECISION_FIELD_NUMBER: builtins.int
     UNAVAILABLE_FIELD_NUMBER: builtins.int
     POOLING_FIELD_NUMBER: builtins.int
     AVAILABLE_POOLINGS_FIELD_NUMBER: builtins.int
@@ -918,8 +917,8 @@ class GetModelResponse(google.protobuf.message.Message):
     model_type: builtins.str
     """model_type of the checkpoint's config.json."""
     weights_fingerprint: builtins.str
-    """SHA-256 over the names and bytes of the tower's weights, over the type in
-    precision if that is present, and over pooling if there is one, in hex.
+    """SHA-256 over the names and bytes of the tower's weights, and over pooling if
+    there is one, in hex.
     """
     data_type: Global___DataType.ValueType
     """Type that the tower computes in and, by default, returns."""
@@ -967,10 +966,6 @@ class GetModelResponse(google.protobuf.message.Message):
         """Files that items may carry instead of pixels; empty if the server does not
         decode.
         """
-
-    @property
-    def precision(self) -> Global___Precision:
-        """Present if linear layers are computed in less than data_type."""
 
     @property
     def unavailable(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Unavailable]:
@@ -1032,7 +1027,6 @@ class GetModelResponse(google.protobuf.message.Message):
         channels_last: builtins.bool = ...,
         deliveries: collections.abc.Iterable[Global___DeliveryWay.ValueType] | None = ...,
         encodings: collections.abc.Iterable[Global___Encoding.ValueType] | None = ...,
-        precision: Global___Precision | None = ...,
         unavailable: collections.abc.Iterable[Global___Unavailable] | None = ...,
         pooling: Global___Pooling.ValueType = ...,
         available_poolings: collections.abc.Iterable[Global___Pooling.ValueType] | None = ...,
@@ -1044,8 +1038,8 @@ class GetModelResponse(google.protobuf.message.Message):
         decoding: Global___Preparation | None = ...,
         matryoshka: Global___Matryoshka | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["decoding", b"decoding", "limits", b"limits", "matryoshka", b"matryoshka", "precision", b"precision", "preparation", b"preparation", "tiles", b"tiles"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "available_poolings", b"available_poolings", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "decoding", b"decoding", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "limits", b"limits", "matryoshka", b"matryoshka", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "pooling", b"pooling", "precision", b"precision", "preparation", b"preparation", "preparation_fingerprint", b"preparation_fingerprint", "prepared", b"prepared", "raster_patches", b"raster_patches", "rows_by_grid", b"rows_by_grid", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "tiles", b"tiles", "unavailable", b"unavailable", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["decoding", b"decoding", "limits", b"limits", "matryoshka", b"matryoshka", "preparation", b"preparation", "tiles", b"tiles"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "available_poolings", b"available_poolings", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "decoding", b"decoding", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "limits", b"limits", "matryoshka", b"matryoshka", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "pooling", b"pooling", "preparation", b"preparation", "preparation_fingerprint", b"preparation_fingerprint", "prepared", b"prepared", "raster_patches", b"raster_patches", "rows_by_grid", b"rows_by_grid", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "tiles", b"tiles", "unavailable", b"unavailable", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
 
 Global___GetModelResponse: typing_extensions.TypeAlias = GetModelResponse
 
@@ -1163,39 +1157,6 @@ class Unavailable(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["feature", b"feature", "reason", b"reason"]) -> None: ...
 
 Global___Unavailable: typing_extensions.TypeAlias = Unavailable
-
-@typing.final
-class Precision(google.protobuf.message.Message):
-    """Linear layers that are computed in less than the tower's data type, and the
-    effect: cosine similarities of vectors to those in data_type, measured at
-    startup on generated pictures. Of a vector with deepstack levels, the least
-    similar level counts.
-    """
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    TYPE_FIELD_NUMBER: builtins.int
-    LAYERS_FIELD_NUMBER: builtins.int
-    SIMILARITY_FIELD_NUMBER: builtins.int
-    MEDIAN_SIMILARITY_FIELD_NUMBER: builtins.int
-    type: builtins.str
-    """Type of the weights and inputs: float8_e4m3fn."""
-    layers: builtins.int
-    """Number of layers."""
-    similarity: builtins.float
-    """Of the least similar vector."""
-    median_similarity: builtins.float
-    def __init__(
-        self,
-        *,
-        type: builtins.str = ...,
-        layers: builtins.int = ...,
-        similarity: builtins.float = ...,
-        median_similarity: builtins.float = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["layers", b"layers", "median_similarity", b"median_similarity", "similarity", b"similarity", "type", b"type"]) -> None: ...
-
-Global___Precision: typing_extensions.TypeAlias = Precision
 
 @typing.final
 class DroppedBudget(google.protobuf.message.Message):

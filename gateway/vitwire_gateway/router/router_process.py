@@ -191,7 +191,7 @@ def serve(settings: RouterSettings) -> None:
         engine = httpx2.URL(settings.engine_url).netloc.decode()  # without a password
         logger.info("encoder %s, engine %s at %s, mode %s", settings.target, settings.engine, engine, mode_of(settings))
     with ExitStack() as stack:
-        spans = stack.enter_context(collecting(settings.otlp_endpoint, "vitwire-router", metrics.registry))
+        spans = stack.enter_context(collecting(settings.otlp_endpoint, "vitwire-router"))
         config = configured(
             _application(settings, metrics, admission, spans),
             settings.stall_seconds,

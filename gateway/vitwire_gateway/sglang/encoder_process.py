@@ -64,7 +64,7 @@ async def _serve(settings: SglangSettings) -> None:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)  # there are no other metrics
     async with AsyncExitStack() as stack:
-        spans = stack.enter_context(collecting(settings.otlp_endpoint, "vitwire-sglang-encoder", registry))
+        spans = stack.enter_context(collecting(settings.otlp_endpoint, "vitwire-sglang-encoder"))
         stack.callback(pusher.close)
         client = AsyncClient(
             settings.target,

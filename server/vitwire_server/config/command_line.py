@@ -75,7 +75,7 @@ def complete(words: Sequence[str]) -> int:
     serving = source_of(ServeSettings).root_parser
     serving.prog, serving.usage = "vitwire-server", None
     serving.add_argument(
-        "command", nargs="?", choices=("serve", "download", "demo-checkpoint", "budgets", "precision", "completion")
+        "command", nargs="?", choices=("serve", "download", "demo-checkpoint", "budgets", "completion")
     )
     sys.stdout.write(shtab.complete(serving, shell) + "\n")
     return 0

@@ -25,8 +25,6 @@ MAX_BYTES = 1 << 44
 _MAX_RPC_PROCESSES = 64
 """Per device."""
 _MOST_BYTES_OF_A_LADDER = 1 << 20
-_BLOCKS = r"(attn:|mlp:)?\d{1,4}(-\d{1,4})?"
-"""Blocks of a tower, or halves of them."""
 Bytes: TypeAlias = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 
 
@@ -100,7 +98,7 @@ class ModelSettings(SourcedSettings):
 
 
 class DeviceSettings(SourcedSettings):
-    """device and precision"""
+    """device"""
 
     device: str = Field(
         default="auto", pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$", description="auto, cpu, cuda or cuda:N"
@@ -124,48 +122,6 @@ class DeviceSettings(SourcedSettings):
         description="one vector per image, or per frame of a clip, instead of one per patch: cls, the class token; "
         "mean, the mean over the patches; attention, the model's pooling head; docs/models.md lists what models offer",
     )
-    precision: Literal["auto", "fp8"] = Field(
-        default="auto",
-        description="fp8: compute linear layers in float8 (e4m3), everything else in bfloat16, on Ada, Hopper or newer "
-        "GPUs; auto: everything in --dtype",
-    )
-    precision_floor: float = Field(
-        default=0.999,
-        ge=0,
-        le=1,
-        description="with --precision fp8: minimum cosine similarity to bfloat16 of each vector of the test pictures; "
-        "below it the server does not start",
-    )
-    precision_blocks: List = Field(
-        default="auto",
-        pattern=rf"^(auto|all|{_BLOCKS}(,{_BLOCKS})*)$",
-        description="with --precision fp8: the tower's blocks to compute in float8, counted from 0, or only their "
-        "projections to queries, keys and values, or their MLPs (0-11,attn:12-26,mlp:14); all; or auto: as many as "
-        "reach --precision-floor, which each start measures",
-    )
-
-    @model_validator(mode="after")
-    def _ranges_ascend(self) -> Self:
-        if self.precision_parts == []:
-            raise ValueError(f"--precision-blocks {self.precision_blocks}: ranges must ascend")
-        return self
-
-    @property
-    def precision_parts(self) -> list[tuple[int, str]] | None:
-        """Number of each block to compute in float8, and which half, or `` for both.
-
-        None for `auto` and `all`; empty if a range descends.
-        """
-        if self.precision_blocks in ("auto", "all"):
-            return None
-        found = []
-        for run in self.precision_blocks.split(","):
-            half, _, numbers = run.rpartition(":")
-            first, last = (int(numbers.split("-")[at]) for at in (0, -1))
-            if first > last:
-                return []
-            found += [(number, half) for number in range(first, last + 1)]
-        return found
 
     @property
     def device_list(self) -> list[str]:
@@ -204,15 +160,9 @@ class GraphSettings(SourcedSettings):
     max_frames_per_batch: int = Field(
         default=512, ge=1, le=MAX_PATCHES, description="maximum attention segments (frames) per forward"
     )
-    compile: Literal["auto", "on", "off"] = Field(
-        default="auto",
-        description="auto: Vitwire's fused kernels on CUDA, frequent shapes compiled in bfloat16 on CPU; "
-        "on: torch.compile of the blocks in graphs on CUDA, frequent shapes compiled on CPU; off: plain PyTorch",
-    )
     attention_backend: str = Field(
         default="auto",
-        description="sdpa, triton, varlen, cudnn, hopper, fa3, fa4, or auto: "
-        "the fastest that passes the accuracy check",
+        description="sdpa, triton, varlen, hopper, fa3, fa4, or auto: the fastest that passes the accuracy check",
     )
 
     @model_validator(mode="after")

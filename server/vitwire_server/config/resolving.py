@@ -22,7 +22,6 @@ FORMS = {
     "lora": "NAME=DIR, with a name of up to 64 letters, digits, dots and hyphens",
     "device": "auto, cpu, cuda or cuda:N",
     "devices": "none, or devices such as cuda:0,cuda:1",
-    "precision_blocks": "auto, all, or blocks such as 0-11,attn:12-26,mlp:14",
     "otlp_endpoint": "host:port, http://host:port or https://host:port",
 }
 """Values of fields with a pattern."""

@@ -202,7 +202,7 @@ class DebugSettings(SourcedSettings):
     otlp_endpoint: str | None = Field(
         default=None,
         pattern=r"^(https?://)?[^/\s]+/?$",
-        description="OpenTelemetry collector to send traces and metrics to: host:4317, or https://host:4317 for TLS",
+        description="OpenTelemetry collector to send traces to: host:4317, or https://host:4317 for TLS",
     )
     record_trace: Path | None = Field(
         default=None,

@@ -44,17 +44,6 @@ class ServeSettings(  # pydantic takes the fields of the last class first
     """
 
     @model_validator(mode="after")
-    def _precision_fits(self) -> Self:
-        if self.precision == "fp8" and self.dtype not in {"auto", "bfloat16"}:
-            raise ValueError(f"--precision fp8 needs --dtype auto or bfloat16, not {self.dtype}")
-        if self.precision == "fp8" and self.compile == "on":
-            raise ValueError("--precision fp8 and --compile on cannot be used together")
-        for name in ("precision_floor", "precision_blocks"):
-            if self.precision != "fp8" and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"--{name.replace('_', '-')} needs --precision fp8")
-        return self
-
-    @model_validator(mode="after")
     def _devices_fit(self) -> Self:
         if self.device_list and self.device != "auto":
             raise ValueError(f"--device {self.device} and --devices {self.devices} cannot be used together")

@@ -287,20 +287,6 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Precision:
-    """Linear layers that are computed in less than the tower's dtype, and what that changes."""
-
-    type: str
-    """Of their weights and inputs: float8_e4m3fn."""
-    layers: int
-    similarity: float
-    """Least cosine similarity of a row of test pictures to the row without it."""
-    median_similarity: float
-    blocks: str = ""
-    """The blocks or halves of blocks with these layers, such as 0-3,attn:7; empty if all that can be reduced."""
-
-
-@dataclass(frozen=True, slots=True)
 class ModelCard:
     """The answer to `GetModel`."""
 
@@ -336,8 +322,6 @@ class ModelCard:
     """The attention backend of each budget's longest segments."""
     unavailable: Mapping[str, str] = field(default_factory=dict)
     """Attention backends, graphs or fused blocks that do not run on this device, and why."""
-    precision: Precision | None = None
-    """None if all layers are computed in `dtype`."""
     pooling: Pooling = Pooling.NONE
     poolings: tuple[Pooling, ...] = (Pooling.NONE,)
     """Poolings of the checkpoint."""

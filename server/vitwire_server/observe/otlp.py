@@ -1,14 +1,12 @@
-"""The server's traces and metrics, sent to a collector over OTLP."""
+"""The server's traces, sent to a collector over OTLP."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from prometheus_client import CollectorRegistry
 
-from vitwire.shared.telemetry import MetricsSender, SpanClock, in_time, sends, tracer_provider
+from vitwire.shared.telemetry import SpanClock, in_time, sends_traces, tracer_provider
 from vitwire_server.observe.tracing import REQUEST_ID, SPAN, Attributes, Span
 from vitwire_server.release import release
 
@@ -65,14 +63,4 @@ class OtlpTracer:
 
 def tracer(endpoint: str) -> OtlpTracer | None:
     """None if the SDK's variables turn traces off."""
-    return OtlpTracer(endpoint) if sends("traces") else None
-
-
-def send_metrics(endpoint: str, registry: CollectorRegistry) -> Callable[[], None]:
-    """Send the metrics of a registry in the background, until the result is called, which takes a few seconds at most.
-
-    Does nothing if the SDK's variables turn metrics off.
-    """
-    if not sends("metrics"):
-        return lambda: None
-    return partial(in_time, MetricsSender(endpoint, _SERVICE, release(), registry).shutdown)
+    return OtlpTracer(endpoint) if sends_traces() else None

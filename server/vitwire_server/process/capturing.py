@@ -154,11 +154,6 @@ def beginning(
     """The ladder learned before, or else `default`; None if nothing can be learned. Raises UsageError."""
     if not settings.learns or default.largest is None:
         return None
-    if settings.compile == "on" and tower.device.type == "cuda":
-        if settings.must_learn:
-            text = "--budgets learn and --compile on cannot be used together: batches would wait for a compiler"
-            raise UsageError(text)
-        return None
     if isinstance(tower.capacities, CropCapacities):
         if settings.must_learn:
             _log.warning("--budgets learn has no effect: the default ladder has all budgets that this model can have")

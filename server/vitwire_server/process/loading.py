@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,7 +13,7 @@ from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.costs import ASSUMED, ASSUMED_ON_HOST
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import DType, Item, Modality
-from vitwire_server.core.models import Limits, ModelCard, Precision, Preprocessing
+from vitwire_server.core.models import Limits, ModelCard, Preprocessing
 from vitwire_server.core.plans import Fallback
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.observe.metrics import Metrics
@@ -32,15 +31,11 @@ from vitwire_server.process.computing import (
     DENSE,
     backends_of,
     chosen_attention,
-    compute_dtype,
-    fingerprint,
-    fused_blocks,
-    hot_shapes,
+    fuse_blocks,
     preparation_of,
 )
 from vitwire_server.release import release
 from vitwire_server.runtime.attention.selection import Selection
-from vitwire_server.runtime.compiler.hot_shapes import HotShapes, compiled_blocks
 from vitwire_server.runtime.devices import dtype_fault, unavailable
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import GraphSet
@@ -83,8 +78,6 @@ class LoadedModel:
     """The attention backend of each budget of a ladder."""
     learner: LadderLearner | None
     """Fits the ladder to the loads."""
-    hot: HotShapes | None
-    """Compiles frequent shapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +93,6 @@ class Computing:
     attention: Selection | None
     stager: Stager
     streams: Streams
-    precision: Precision | None
 
 
 def load_model(
@@ -125,13 +117,10 @@ def load_model(
         return attention.completed(ladder, merge=tower.geometry.merge) if attention else ladder
 
     learning = beginning(settings, bounds, tower, computing.fingerprint, ladder)
-    with compiled_blocks(tower) if settings.compile == "on" and mode == "cuda" else nullcontext():
-        graphs, taken = capture_ladder(tower, completed(learning.ladder if learning else ladder), recorder, metrics)
-    hot = hot_shapes(settings, checkpoint, tower, attention)
+    graphs, taken = capture_ladder(tower, completed(learning.ladder if learning else ladder), recorder, metrics)
     outbox = _outbox(settings, device)
     recipes, preparation = preparation_of(settings, tower, computing.preprocessing)
-    forward = hot.forward if hot else None
-    engine = Engine(tower, graphs, computing.stager, streams, forward, outbox, recipes)
+    engine = Engine(tower, graphs, computing.stager, streams, outbox, recipes)
     canary = _warm_up(engine, tower)
     costs = ASSUMED if device.type == "cuda" else ASSUMED_ON_HOST
     if mode == "cuda":
@@ -149,7 +138,7 @@ def load_model(
         room = max(_LEAST_ROOM, settings.graph_memory - taken)
         capture = LiveCapture(tower, graphs, streams, recorder, completed, room)
         learner = learning.learner(capture, planner, metrics.ladder)
-    return LoadedModel(engine, planner, card, tower, canary, outbox, backends, learner, hot)
+    return LoadedModel(engine, planner, card, tower, canary, outbox, backends, learner)
 
 
 def placed_tower(
@@ -167,7 +156,7 @@ def placed_tower(
     except ValueError as error:
         raise UsageError(f"--pooling {settings.pooling}: {error}") from error
     preprocessing = checkpoint.preprocessing()
-    dtype = compute_dtype(settings, checkpoint.dtype, device)
+    dtype: torch.dtype = checkpoint.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
     if fault := dtype_fault(dtype, device):
         raise UsageError(f"--dtype {settings.dtype}: {fault}")
     _log.info("loading %s, with %d CPU threads for torch", checkpoint.folder, torch.get_num_threads())
@@ -181,11 +170,9 @@ def placed_tower(
         pin(memory.arena.view(0, memory.kept))
     streams: Streams = CudaStreams(device, memory) if device.type == "cuda" else HostStreams(memory)
     stager = Stager(tower.geometry, preprocessing, device)
-    precision = fused_blocks(settings, tower, attention, stager, streams)
+    fuse_blocks(tower, attention)
     model_id = f"{checkpoint.model_id}+{adapter.name}" if adapter else checkpoint.model_id
-    weights = fingerprint(loaded.fingerprint, precision)
-    computed = attention, stager, streams, precision
-    return Computing(checkpoint, model_id, preprocessing, tower, dtype, weights, *computed)
+    return Computing(checkpoint, model_id, preprocessing, tower, dtype, loaded.fingerprint, attention, stager, streams)
 
 
 def _card(settings: ServeSettings, computing: Computing, graphs: GraphSet, mode: str) -> ModelCard:
@@ -208,7 +195,6 @@ def _card(settings: ServeSettings, computing: Computing, graphs: GraphSet, mode:
         version=release(),
         backends=backends_of(attention, graphs.ladder),
         unavailable=unavailable(tower.device, attention.unused if attention else {}, graphs=mode != "off"),
-        precision=computing.precision,
         pooling=checkpoint.pooling,
         poolings=checkpoint.poolings,
         matryoshka=checkpoint.matryoshka if checkpoint.pooling is not Pooling.NONE else None,
@@ -278,7 +264,6 @@ def _announce(checkpoint: Checkpoint, card: ModelCard, metrics: Metrics) -> None
         device=card.device,
         graphs=card.graphs,
         attention=card.attention,
-        similarity=card.precision.similarity if card.precision else 1.0,
     )
     loaded = (checkpoint.folder, card.model_type, card.dtype.label, card.device, len(card.ladder))
     _log.info("loaded %s (%s) in %s on %s, %d graphs", *loaded)

@@ -87,10 +87,6 @@ async def serve(settings: ServeSettings) -> int:
             registry = edge_metrics.registry
         else:
             front = LocalFront(settings, metrics.rpc, health)
-        if settings.otlp_endpoint:
-            from vitwire_server.observe import otlp  # noqa: PLC0415 - slow import, needed only for a collector
-
-            stack.callback(otlp.send_metrics(settings.otlp_endpoint, registry))  # called after all else has ended
         stack.push_async_callback(front.stop)
         pages = None
         if settings.metrics:
@@ -146,8 +142,6 @@ class _Server:
         watching = asyncio.create_task(self.lifecycle.watch_engine(scheduler, settings.wedge_seconds))
         await _any_of(self.stopping.wait(), engine.ended.wait(), asyncio.shield(watching_front))
         watching.cancel()
-        if model.hot:
-            await asyncio.to_thread(model.hot.close)
         failed = await self._drain(engine, watching_front)
         if courier:
             await asyncio.to_thread(courier.close)

@@ -9,7 +9,7 @@ from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.delivery import Delivered, NotDelivered, Stored
 from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import Modality
-from vitwire_server.core.models import Encoding, ModelCard, Precision, Preparation
+from vitwire_server.core.models import Encoding, ModelCard, Preparation
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.core.reports import Accepted, Encoded, ItemReport, Outcome, Path
 from vitwire_server.core.tilings import TilingRule
@@ -101,11 +101,6 @@ def _report(outcome: Encoded, prepared: Prepared | None) -> pb.ItemReport:
     )
 
 
-def _precision(found: Precision) -> pb.Precision:
-    cosines = {"similarity": found.similarity, "median_similarity": found.median_similarity}
-    return pb.Precision(type=found.type, layers=found.layers, **cosines)
-
-
 def model_message(card: ModelCard) -> pb.GetModelResponse:
     """The response to GetModel."""
     geometry = card.geometry
@@ -141,7 +136,6 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         attention_backend=card.attention,
         device=card.device,
         server_version=card.version,
-        precision=_precision(card.precision) if card.precision else None,
         pooling=_POOLINGS[card.pooling],
         available_poolings=[_POOLINGS[pooling] for pooling in card.poolings],
         dropped_budgets=[pb.DroppedBudget(tokens=n, reason=why) for n, why in sorted(card.dropped.items())],

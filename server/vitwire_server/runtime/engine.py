@@ -1,7 +1,7 @@
 """The engine: runs batches on the device. Used on the engine thread only, once the model is loaded."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, repeat
 
@@ -18,7 +18,7 @@ from vitwire_server.runtime.graphs import GraphSet
 from vitwire_server.runtime.memory.outbox import DeviceRows, Outbox
 from vitwire_server.runtime.memory.streams import TORCH_TYPES, Download, Streams, flat
 from vitwire_server.runtime.staging import Stager, copied_and_checked, prune
-from vitwire_server.towers.tower import Metadata, Tower
+from vitwire_server.towers.tower import Tower
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +107,13 @@ class Engine:
         graphs: GraphSet,
         stager: Stager,
         streams: Streams,
-        forward: Callable[[Tensor, Metadata], Tensor] | None = None,
         outbox: Outbox | None = None,
         recipes: Mapping[Modality, Recipe] | None = None,
     ) -> None:
-        """`forward` replaces the tower's forward in eager batches; `outbox` is where rows are delivered from.
+        """`outbox` is where rows are delivered from.
 
         Pictures are prepared by `recipes`; without them, no item may be a picture.
         """
-        self._forward = forward or tower.forward
         self.depth = streams.depth
         self._tower = tower
         self._dtype = tower.dtype  # to ask for it takes a walk over the modules
@@ -207,7 +205,7 @@ class Engine:
         if tower.geometry.crop_row:
             metadata.crops = self._rows(metadata.capacity.crops, tower.geometry.crop_row)
         self._fill(staged, pixels, metadata.crops)
-        return self._forward(pixels, metadata)
+        return tower.forward(pixels, metadata)
 
     def _rows(self, rows: int, columns: int) -> Tensor:
         return torch.empty(rows, columns, dtype=self._dtype, device=self._tower.device)

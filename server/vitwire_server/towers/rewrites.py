@@ -14,8 +14,6 @@ _MLPS = (("gate_proj", "up_proj", "down_proj"), ("linear_fc1", "linear_fc2"), ("
 _ACTIVATIONS = frozenset({"act_fn", "act", "activation_fn", "activation"})
 Product: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Of rows, a weight and a bias."""
-STORED_SCALES = "stored_scales"
-"""Attribute of linear layers whose weight was stored in float8: the scales, `(channels, 1)` in float32."""
 
 
 class PatchProjection(nn.Module):
@@ -98,5 +96,3 @@ def _widen(linear: nn.Linear, weight: tuple[int, ...], bias: tuple[int, ...]) ->
     if linear.bias is not None:
         linear.bias = nn.Parameter(functional.pad(linear.bias, bias), requires_grad=False)
     linear.out_features, linear.in_features = linear.weight.shape
-    if (scales := getattr(linear, STORED_SCALES, None)) is not None:
-        setattr(linear, STORED_SCALES, functional.pad(scales, (0, 0, 0, linear.out_features - len(scales)), value=1.0))

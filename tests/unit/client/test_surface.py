@@ -29,7 +29,6 @@ SURFACE = [
     "Model",
     "NotCached",
     "Overloaded",
-    "Precision",
     "Priority",
     "Report",
     "Result",

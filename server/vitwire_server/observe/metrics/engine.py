@@ -186,10 +186,6 @@ class ModelMetrics:
         self._weights = series.gauge(
             "weights_info", "Fingerprint of the weights being served; always 1", fingerprint=()
         )
-        self._similarity = series.gauge(
-            "precision_similarity",
-            "With --precision fp8, lowest cosine similarity to bfloat16 of the test pictures' vectors; otherwise 1",
-        )
         self._preparation = series.gauge(
             "preparation_info",
             "Place where pictures are prepared and JPEG files decoded, and the reason if not on the device; always 1",
@@ -203,9 +199,8 @@ class ModelMetrics:
         self._capture_seconds = series.gauge("graph_capture_seconds", "Time it took to capture all graphs")
         self._pool_bytes = series.gauge("graph_pool_bytes", "Bytes of static buffers and graph memory")
 
-    def loaded(self, fingerprint: str, *, similarity: float, **labels: str) -> None:
+    def loaded(self, fingerprint: str, **labels: str) -> None:
         """Set the labels of the info metrics."""
-        self._similarity.set(similarity)
         self._weights.labels(fingerprint).set(1)
         self._model.labels(**labels).set(1)
 

@@ -4,7 +4,7 @@ A new backend is a function that returns it here, and an entry in `BACKENDS`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from inspect import signature
@@ -32,8 +32,6 @@ class Backend:
     """Whether it reads the boundaries on the host, so that CUDA graphs cannot capture it."""
     isolates: bool = True
     """Whether NaN and infinity stay in their segment; else `rowwise.contain` is applied before."""
-    traceable: bool = False
-    """Whether torch.compile can trace it; else it becomes a custom operator."""
     capability: tuple[int, int] = (0, 0)
     """The least compute capability of a CUDA device."""
     generations: frozenset[int] = frozenset()
@@ -41,8 +39,7 @@ class Backend:
 
     def load(self) -> Attend:
         """Import the backend. Raises ImportError, ValueError or RuntimeError if it is not available."""
-        attend = self.find()
-        return attend if self.traceable else _opaque(self.name, attend)
+        return self.find()
 
     def fault(self, device: torch.device, dtype: torch.dtype, head_dim: int, *, captured: bool) -> str:
         """Why it does not support this device, dtype or head size, `captured` by CUDA graphs; empty if it does."""
@@ -112,12 +109,6 @@ def _varlen() -> Attend:
     return attend
 
 
-def _cudnn() -> Attend:
-    from vitwire_server.runtime.attention.cudnn_plans import cudnn_attention  # noqa: PLC0415 - an optional package
-
-    return cudnn_attention
-
-
 def _hopper() -> Attend:
     from vitwire_server.runtime.kernels.hopper_attention import (  # noqa: PLC0415 - an optional package
         hopper_attention,
@@ -146,37 +137,6 @@ def _flash(package: str) -> Attend:
     return attend
 
 
-def _opaque(name: str, attend: Attend) -> Attend:
-    """`attend` as a custom operator under torch.compile, which cannot trace loops over boundaries."""
-
-    def flat(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        boundaries: Tensor,
-        longest: int,
-        key_boundaries: Tensor | None,
-        most_keys: int,
-    ) -> Tensor:
-        return attend(q, k, v, Segments(boundaries, longest, key_boundaries, most_keys), scale)
-
-    operator = torch.library.custom_op(f"vitwire::{name}", flat, mutates_args=())
-    operator.register_fake(lambda q, *_: torch.empty_like(q, memory_format=torch.contiguous_format))
-
-    def attended(
-        q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, tiles: Tensor | None = None
-    ) -> Tensor:
-        if torch.compiler.is_compiling():
-            out: Tensor = operator(q, k, v, scale, *segments)
-            return out
-        if isinstance(attend, Tiled):
-            return attend.attend(q, k, v, segments, scale, tiles)
-        return attend(q, k, v, segments, scale)
-
-    return replace(attend, attend=attended) if isinstance(attend, Tiled) else attended
-
-
 _HALF = (torch.bfloat16, torch.float16)
 _TRITON_HEADS = frozenset({16, 32, 64, 72, 80, 88, 96, 128})
 _HOPPER_HEADS = frozenset({64, 72, 80, 88, 96, 128})
@@ -186,8 +146,7 @@ BACKENDS = {
     for backend in (
         Backend("sdpa", lambda: segment_sdpa, ("cpu", "cuda"), (*_HALF, torch.float32), syncs=True),
         Backend("triton", _triton, ("cuda",), _HALF, _TRITON_HEADS, capability=AMPERE),
-        Backend("varlen", _varlen, ("cuda", "meta"), _HALF, traceable=True, capability=AMPERE),
-        Backend("cudnn", _cudnn, ("cuda",), _HALF, isolates=False, capability=AMPERE),
+        Backend("varlen", _varlen, ("cuda", "meta"), _HALF, capability=AMPERE),
         Backend("hopper", _hopper, ("cuda",), _HALF[:1], _HOPPER_HEADS, generations=frozenset({9})),
         Backend("fa3", _FA3, ("cuda",), _HALF, isolates=False, generations=frozenset({9})),
         Backend("fa4", _FA4, ("cuda",), _HALF, isolates=False, capability=AMPERE),

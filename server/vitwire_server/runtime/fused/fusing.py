@@ -11,7 +11,6 @@ from triton import TritonError
 from vitwire_server.runtime.attention.selection import Selection
 from vitwire_server.runtime.fused.layers import Block, Layer, NotFusable, PackedLayer, Shared, TileLayer
 from vitwire_server.runtime.fused.surroundings import hasten_mergers, hasten_positions
-from vitwire_server.runtime.precision.float8 import is_reduced
 from vitwire_server.runtime.products.tuned import Products
 from vitwire_server.towers.tower import Tower
 
@@ -24,9 +23,6 @@ _TOLERANCE_ULPS = 4
 """Accepted relative difference to the stock layer, in units in the last place."""
 _FLOAT32_TOLERANCE = 1e-5
 """Accepted relative difference from summing in another order in float32."""
-_FLOAT8_TOLERANCE = 2**-3
-"""Accepted relative difference to unfused layers in float8: that of a value which is rounded to the neighbouring one.
-Fused layers round to bfloat16 in other places, and each product in float8 enlarges such differences."""
 
 
 class KernelFailed(NotFusable):
@@ -44,18 +40,13 @@ def fuse_tower(tower: Tower, attention: Selection | None) -> int:
 
 @torch.inference_mode()
 def fuse(layers: Sequence[nn.Module], attention: Selection | None) -> int:
-    """Replace the forward of layers that can be fused; returns their number. Without `attention`, they are of tiles.
-
-    Of layers that `float8` has reduced, only Qwen's blocks can be fused.
-    """
+    """Replace the forward of layers that can be fused; returns their number. Without `attention`, they are of tiles."""
     shared, reasons = Shared(Products()), set()
     fused: list[TileLayer | PackedLayer | None] = []
     blocks = attention is not None and all(hasattr(layer, "attn") for layer in layers)
     for stock in layers:
-        first, reduced = not any(fused), is_reduced(stock)
+        first = not any(fused)
         fused.append(None)
-        if reduced and not blocks:
-            continue
         try:
             layer: TileLayer | PackedLayer = (
                 (Block if blocks else PackedLayer)(stock, attention, shared, first=first)
@@ -70,7 +61,7 @@ def fuse(layers: Sequence[nn.Module], attention: Selection | None) -> int:
             reasons.add(reason)
             continue
         tolerance = max(_FLOAT32_TOLERANCE, _TOLERANCE_ULPS * torch.finfo(next(stock.parameters()).dtype).eps)
-        if not all(each <= (_FLOAT8_TOLERANCE if reduced else tolerance) for each in errors):  # False for NaN
+        if not all(each <= tolerance for each in errors):  # False for NaN
             _log.warning("fused %s is not used: relative errors %s", type(stock).__name__, errors)
             continue
         stock.forward = layer.__call__

@@ -1,8 +1,8 @@
 """Fused layers: one product for queries, keys and values, our kernels around the products, fewer launches.
 
 Layers of the usual form (norm, attention, add, norm, MLP, add) are replaced by the same arithmetic with no more
-roundings. A layer is its `Form`, which names its parts; its `Parts`, in the tower's dtype or in float8; and how it
-attends: to a tile, or within segments of packed patches.
+roundings. A layer is its `Form`, which names its parts; its `Parts`; and how it attends: to a tile, or within segments
+of packed patches.
 """
 
 import inspect

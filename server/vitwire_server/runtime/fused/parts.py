@@ -1,24 +1,20 @@
 """The parts of layers that can be fused: their names, and what they compute before and after attention.
 
-Layers have the same form, norm, attention, add, norm, MLP, add, under several names. What comes before attention and
-what comes after it are each computed in the tower's dtype or, as `float8.Replacement` has left them, in float8.
+Layers have the same form, norm, attention, add, norm, MLP, add, under several names.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from inspect import signature
 from operator import attrgetter
 from threading import local
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vitwire_server.runtime.kernels.norms import Norm, add_norm, add_norm_quantise
-from vitwire_server.runtime.kernels.operands import Scaled
-from vitwire_server.runtime.kernels.quantise import activate_quantise
+from vitwire_server.runtime.kernels.norms import Norm, add_norm
 from vitwire_server.runtime.kernels.rowwise import activate, activation_name
-from vitwire_server.runtime.precision.float8 import Float8Linear
 from vitwire_server.runtime.products.tuned import Linear, Products
 
 _ARGUMENTS = ("hidden_states", "attention_mask", "position_embeddings")
@@ -34,7 +30,6 @@ _MLPS = (
 _LLAMA = ("input_layernorm", "post_attention_layernorm")
 _IDLE = (nn.Identity, nn.Dropout)
 """Modules that do nothing in inference."""
-Normed = TypeVar("Normed", Tensor, Scaled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,24 +97,24 @@ OF_BLOCKS = tuple(
 """Qwen's blocks, and those that take the same arguments."""
 
 
-class Ahead(local, Generic[Normed]):
+class Ahead(local):
     """Rows and their norm, computed by the layer before in the same thread."""
 
-    norm: tuple[Tensor, Normed] | None = None
+    norm: tuple[Tensor, Tensor] | None = None
 
-    def taken(self, hidden: Tensor) -> tuple[Tensor, Normed] | None:
+    def taken(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
         """These rows and their norm, which are then forgotten. No tower writes to rows between its layers."""
         norm, self.norm = self.norm, None
         is_same = norm and norm[0].data_ptr() == hidden.data_ptr() and norm[0].shape == hidden.shape
         return norm if is_same else None
 
 
-class ExactHeads:
-    """Queries, keys and values in the tower's dtype: one product, whose weight the stock modules' become views of."""
+class Heads:
+    """Queries, keys and values: one product, whose weight the stock modules' become views of."""
 
     def __init__(self, form: Form, stock: nn.Module, products: Products) -> None:
         """Raises ValueError, AttributeError."""
-        self._ahead = Ahead[Tensor]()
+        self._ahead = Ahead()
         attention = stock.get_submodule(form.attention)
         self._norm, self._products = Norm.of(stock.get_submodule(form.norms[0])), products
         self._qkv = _joined(*(getattr(attention, name) for name in form.projections))
@@ -138,35 +133,15 @@ class ExactHeads:
         return self._ahead.norm[0]
 
 
-class Float8Heads:
-    """Queries, keys and values in float8: the norm before them writes float8 rows and their scales."""
-
-    def __init__(self, form: Form, stock: nn.Module) -> None:
-        """Raises ValueError; AttributeError also if they are not one product."""
-        self._ahead = Ahead[Scaled]()
-        self._norm = Norm.of(stock.get_submodule(form.norms[0]))
-        self._qkv: Float8Linear = stock.get_submodule(form.attention).get_submodule("qkv")  # type: ignore[assignment]
-
-    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Parts.heads`."""
-        hidden, normed = self._ahead.taken(hidden) or add_norm_quantise(hidden, None, self._norm)
-        return hidden, self._qkv(normed)
-
-    def enter(self, hidden: Tensor, added: Tensor) -> Tensor:
-        """The sum of both, which the next call is given: one kernel computes it and its norm."""
-        self._ahead.norm = add_norm_quantise(hidden, added, self._norm)
-        return self._ahead.norm[0]
-
-
-class ExactEnd:
-    """The output projection of attention and the MLP, in the tower's dtype.
+class End:
+    """The output projection of attention and the MLP.
 
     Tanh GELU is fused into the product before it; other activations are a separate kernel. Gate and up projection are
     one product: the stock modules' weights become views of its weight. With factors, it ends with the first norm of the
     layer after it.
     """
 
-    following: ExactHeads | None = None
+    following: Heads | None = None
     """Of the layer after this one."""
 
     def __init__(self, form: Form, stock: nn.Module, products: Products) -> None:
@@ -198,35 +173,8 @@ class ExactEnd:
         return inner if gelu else activate(inner, self._kind, gated=self._gated)
 
 
-class Float8End:
-    """The output projection of attention in the tower's dtype, and the MLP in float8.
-
-    It ends with the first norm of the layer after it, if that is in float8 as well.
-    """
-
-    following: Float8Heads | None = None
-    """Of the layer after this one."""
-
-    def __init__(self, form: Form, stock: nn.Module) -> None:
-        """Raises ValueError, AttributeError."""
-        if form.factors:
-            raise ValueError("its MLP is in float8, and what it adds is scaled")
-        self._norm = Norm.of(stock.get_submodule(form.norms[1]))
-        self._output: nn.Linear = getattr(stock.get_submodule(form.attention), form.output)
-        layers, self._kind, self._last = _mlp_of(form, stock)
-        self._gated = len(layers) > 1
-        self._inner = Float8Linear.joined(*layers) if self._gated else layers[0]
-
-    def __call__(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """See `Parts.end`."""
-        hidden, rows = add_norm_quantise(hidden, self._output(attended), self._norm, ahead=self._last.bias)
-        inner = activate_quantise(self._inner(rows), self._kind, gated=self._gated)
-        added = self._last.product(inner, biased=False)
-        return self.following.enter(hidden, added) if self.following else hidden.add_(added)
-
-
 class Parts:
-    """What a layer computes before and after attention, each in the tower's dtype or in float8."""
+    """What a layer computes before and after attention."""
 
     def __init__(self, form: Form, stock: nn.Module, products: Products) -> None:
         """Raises ValueError, AttributeError."""
@@ -235,28 +183,15 @@ class Parts:
         """Of a row."""
         self.factors = _factors_of(form, stock)
         """`(hidden,)` each, of what attention and the MLP add; or none."""
-        layers, _, last = _mlp_of(form, stock)
-        reduced = _in_float8([getattr(attention, name) for name in form.projections]), _in_float8([*layers, last])
-        self.heads = Float8Heads(form, stock) if reduced[0] else ExactHeads(form, stock, products)
+        self.heads = Heads(form, stock, products)
         """From `hidden (rows, hidden)` to the same and its queries, keys, values `(rows, 3 * heads * head_dim)`."""
-        self.end = Float8End(form, stock) if reduced[1] else ExactEnd(form, stock, products)
+        self.end = End(form, stock, products)
         """From `hidden` and what was attended `(rows, heads * head_dim)` to the layer's output."""
 
     def precede(self, following: "Parts") -> None:
-        """Compute the first norm of the layer after this one, if both are in float8 or this one has factors."""
-        end, heads = self.end, following.heads
-        if isinstance(end, Float8End):
-            end.following = heads if isinstance(heads, Float8Heads) else None
-        elif self.factors:
-            end.following = heads if isinstance(heads, ExactHeads) else None
-
-
-def _in_float8(layers: Sequence[nn.Module]) -> bool:
-    """True if these layers are in float8. Raises ValueError if only some are."""
-    found = {isinstance(layer, Float8Linear) for layer in layers}
-    if len(found) > 1:
-        raise ValueError("only some of its layers are in float8")
-    return found.pop()
+        """Compute the first norm of the layer after this one, if this one has factors."""
+        if self.factors:
+            self.end.following = following.heads
 
 
 def _factors_of(form: Form, stock: nn.Module) -> list[Tensor]:

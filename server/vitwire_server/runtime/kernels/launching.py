@@ -9,7 +9,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 from packaging.version import Version
 from torch import Tensor
@@ -42,8 +41,6 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:  # noqa: ANN401 - as above
         """The launch of `grid` programs."""
-        if torch.compiler.is_compiling():  # it knows Triton's launches
-            return self._function[grid]
         return partial(self._launch, grid)
 
     def bound(self, **constants: object) -> "Bound":
@@ -58,7 +55,7 @@ class Kernel:
 
 
 class Bound:
-    """A kernel and its constants, launched as `bound(grid, *arguments)`. torch.compile cannot trace it."""
+    """A kernel and its constants, launched as `bound(grid, *arguments)`."""
 
     def __init__(self, function: Any, constants: dict[str, object]) -> None:  # noqa: ANN401 - as above
         self._function, self._constants = function, constants

@@ -10,12 +10,10 @@ from triton import language as tl
 
 from vitwire_server.runtime.kernels.dependent import begin, constants_of, end, is_dependent
 from vitwire_server.runtime.kernels.launching import Bound, Kernel
-from vitwire_server.runtime.kernels.operands import Scaled, power_of_two
-from vitwire_server.runtime.kernels.quantise import empty_scaled, store_scaled, warps_of
+from vitwire_server.runtime.kernels.operands import power_of_two
 
-_MOST_WARPS = 4
-"""Of a program whose result stays in the tower's dtype."""
-_NONE = (None, None, None)
+_MANY_ROWS, _NARROW = 1024, 2048
+"""From `_MANY_ROWS` rows on, rows of up to `_NARROW` columns take one warp each, others four."""
 
 
 class Norm(NamedTuple):
@@ -54,36 +52,16 @@ def add_norm(
     to the first result only, before rounding. `factor (columns,)` multiplies what is added, with `bias` and without
     `ahead`. `overlapping` launches the kernel while the one before it runs, where the device can.
     """
-    normed = torch.empty_like(hidden)
-    return _launched(hidden, added, norm, (normed, None), (bias, factor, ahead), overlapping), normed
-
-
-def add_norm_quantise(
-    hidden: Tensor, added: Tensor | None, norm: Norm, ahead: Tensor | None = None
-) -> tuple[Tensor, Scaled]:
-    """As `add_norm`, with the normed rows in float8."""
-    normed = empty_scaled(hidden, hidden.shape[1])
-    return _launched(hidden, added, norm, normed, (None, None, ahead), overlapping=False), normed
-
-
-def _launched(
-    hidden: Tensor,
-    added: Tensor | None,
-    norm: Norm,
-    normed: tuple[Tensor, Tensor | None],
-    by_column: tuple[Tensor | None, Tensor | None, Tensor | None],
-    overlapping: bool,
-) -> Tensor:
-    """Fill `normed`, rows and their scales; returns the sum. `by_column` are `bias`, `factor` and `ahead`."""
-    assert added is not None or by_column == _NONE, "columns are for what is added"
+    assert added is not None or (bias is None and factor is None and ahead is None), "columns are for what is added"
     rows, columns = hidden.shape
     weight, shift, epsilon, centres = norm
+    normed = torch.empty_like(hidden)
     summed = None if added is None else torch.empty_like(hidden)
     parts = 0 if added is None else 1 if added.dim() < 3 else len(added)
-    warps = warps_of(rows, columns) if normed[1] is not None else min(_MOST_WARPS, warps_of(rows, columns))
+    warps = 1 if rows >= _MANY_ROWS and columns <= _NARROW else 4
     launch = _bound(columns, parts, centres, warps, overlapping and is_dependent(hidden.device))
-    launch((rows,), hidden, added, summed, *normed, weight, shift, *by_column, epsilon)
-    return hidden if summed is None else summed
+    launch((rows,), hidden, added, summed, normed, weight, shift, bias, factor, ahead, epsilon)
+    return hidden if summed is None else summed, normed
 
 
 @lru_cache
@@ -121,7 +99,6 @@ def _add_norm(
     added_ptr,
     summed_ptr,
     normed_ptr,
-    scales_ptr,
     weight_ptr,
     shift_ptr,
     bias_ptr,
@@ -154,15 +131,12 @@ def _add_norm(
     if CENTRE:
         mean = tl.sum(values, 0) / COUNT
         values = tl.where(there, values - mean, 0.0)
-    scaled = values * tl.rsqrt(tl.sum(values * values, 0) / COUNT + epsilon)
+    normed = values * tl.rsqrt(tl.sum(values * values, 0) / COUNT + epsilon)
     weight = tl.load(weight_ptr + column, mask=there, other=0.0).to(tl.float32)
-    if not CENTRE and scales_ptr is None:
-        # The models' RMS norms round before scaling.
-        scaled = scaled.to(normed_ptr.dtype.element_ty).to(tl.float32)
-    scaled *= weight
+    if not CENTRE:
+        # The models' RMS norms round before they apply the weight.
+        normed = normed.to(normed_ptr.dtype.element_ty).to(tl.float32)
+    normed *= weight
     if shift_ptr is not None:
-        scaled += tl.load(shift_ptr + column, mask=there, other=0.0).to(tl.float32)
-    if scales_ptr is not None:
-        store_scaled(scaled, normed_ptr, scales_ptr, row, column, there, COUNT)
-    else:
-        tl.store(normed_ptr + at, scaled.to(normed_ptr.dtype.element_ty), mask=there)
+        normed += tl.load(shift_ptr + column, mask=there, other=0.0).to(tl.float32)
+    tl.store(normed_ptr + at, normed.to(normed_ptr.dtype.element_ty), mask=there)

@@ -1,19 +1,14 @@
-"""Operands of kernels: packed segments, rows in float8, and the tiles of attention. Imports no Triton."""
+"""Operands of kernels: packed segments, and the tiles of attention. Imports no Triton."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
 from vitwire_server.runtime.devices import Architecture
 
-FLOAT8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FLOAT8).max
-SMALLEST = 1e-12
-"""Rows whose largest value is below this become zeros, with a scale that is still a normal number."""
 _FEW_ROWS = 64
 _MANY_ROWS = 128
 _PROGRAMS = 2
@@ -30,15 +25,6 @@ _ROUNDS = {3: 1.0, 2: 0.9, 1: 0.82}
 """How long a tile of this many groups takes, relative to the largest: 4096 patches on an H200."""
 _NARROWEST = 16
 """Columns of a matrix product at least."""
-
-
-class Scaled(NamedTuple):
-    """Rows in float8; the row that they stand for is `values[i] * scales[i]`."""
-
-    values: Tensor
-    """`(rows, columns)` in `FLOAT8`."""
-    scales: Tensor
-    """`(rows, 1)` in float32."""
 
 
 class Segments(NamedTuple):

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.pooling import Pooling
-from vitwire_server.towers.checkpoints import stored_float8
 from vitwire_server.towers.checkpoints.lora import Adapter
 from vitwire_server.towers.checkpoints.weights import BROKEN, Track, download, fingerprint, read_weights, refused
 from vitwire_server.towers.configs import Config, absurd_layers
@@ -127,32 +126,18 @@ def load_tower(
     rotary frequencies too.
     """
     fetch = partial(download, checkpoint.model_id) if checkpoint.on_hub else None
-    weights, scales = read_weights(checkpoint.folder, checkpoint.family.modules, checkpoint.config, track, fetch)
+    weights = read_weights(checkpoint.folder, checkpoint.family.modules, checkpoint.config, track, fetch)
     if adapter:
-        before = {name: dict(own) for name, own in weights.items()}
         adapter.merge(checkpoint.family, checkpoint.config, weights)
-        for name, own in scales.items():  # a changed weight has other values than those that were stored
-            scales[name] = {key: each for key, each in own.items() if weights[name][key] is before[name][key]}
     transformers.utils.logging.disable_progress_bar()
     parts = {
         name: _built(checkpoint.folder, name, module, checkpoint.config, weights[name], dtype).to(device)
         for name, module in checkpoint.family.modules.items()
     }
-    for name, part in parts.items():
-        stored_float8.attach(scales[name], part, device)
     with refused(f"{checkpoint.folder}: the vision tower cannot be built", *BROKEN):
         tower = checkpoint.family.build(parts, checkpoint.config)
     tower.rewrite()
     return Loaded(tower, fingerprint(weights, checkpoint.pooling))
-
-
-def unfilled_tower(checkpoint: Checkpoint, dtype: torch.dtype) -> Tower:
-    """The tower as `load_tower` builds it, on the host, with weights whose values are undefined. Reads no weights."""
-    modules = checkpoint.family.modules.items()
-    parts = {name: _unfilled(module, checkpoint.config, dtype) for name, module in modules}
-    tower = checkpoint.family.build(parts, checkpoint.config)
-    tower.rewrite()
-    return tower
 
 
 def _built(folder: Path, name: str, module: Module, config: Config, weights: Weights, dtype: torch.dtype) -> nn.Module:
@@ -171,19 +156,6 @@ def _built(folder: Path, name: str, module: Module, config: Config, weights: Wei
         listed = "; ".join(f"{key.replace('_', ' ')}: {', '.join(names[:3])}" for key, names in wrong.items())
         raise CheckpointError(f"{folder}: the weights do not fit the vision {name} ({listed})")
     return built.eval().requires_grad_(requires_grad=False)
-
-
-def _unfilled(module: Module, config: Config, dtype: torch.dtype) -> nn.Module:
-    """As `_built`, on the host, with undefined values, which take no memory until written."""
-    with torch.device("meta"):
-        built = module.make(module.configuration(config))
-    for owner in built.modules():
-        for name, parameter in owner.named_parameters(recurse=False):
-            empty = torch.empty_like(parameter, dtype=dtype, device="cpu")
-            setattr(owner, name, nn.Parameter(empty, requires_grad=False))
-        for name, buffer in owner.named_buffers(recurse=False):
-            setattr(owner, name, torch.empty_like(buffer, device="cpu"))
-    return built.eval()
 
 
 def _other_form(module: Module, config: Config, weights: Weights) -> str | None:

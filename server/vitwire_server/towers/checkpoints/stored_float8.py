@@ -1,19 +1,16 @@
 """Weights that checkpoints store in float8 (e4m3) with scales, as ModelOpt of NVIDIA and compressed-tensors write them.
 
 Next to `NAME.weight` lie `NAME.weight_scale`, one number or one for each output channel in a float type, and perhaps
-`NAME.input_scale`, which is not read: inputs are scaled by the largest value of each row, which fits it better than a
-number for all pictures. Layers that were not quantised have neither.
+`NAME.input_scale`, which is not read, as products are not computed in float8. Layers that were not quantised have
+neither.
 """
 
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Module, Weights
-from vitwire_server.towers.rewrites import STORED_SCALES
 
 STORED = torch.float8_e4m3fn
 _WEIGHT, _SCALE, _INPUT = ".weight", ".weight_scale", ".input_scale"
@@ -31,13 +28,13 @@ def name_in(module: Module, key: str, keys: Collection[str]) -> str | None:
     return module.name(key)
 
 
-def dequantised(weights: Mapping[str, Tensor]) -> tuple[Weights, Weights]:
-    """Weights of which those in float8 become float32, and the scales of these, of each weight's shape.
+def dequantised(weights: Mapping[str, Tensor]) -> Weights:
+    """Weights without their scales; those in float8 become float32.
 
     Raises ValueError over a weight in float8 without scales that fit it, and over scales of another weight.
     """
     scaled = {name for name in weights if name.removesuffix(_SCALE) + _WEIGHT in weights and name.endswith(_SCALE)}
-    found, scales = Weights(), Weights()
+    found = Weights()
     for name, weight in weights.items():
         if name in scaled:
             continue
@@ -48,36 +45,8 @@ def dequantised(weights: Mapping[str, Tensor]) -> tuple[Weights, Weights]:
             raise ValueError(f"{own} scales a weight of type {weight.dtype}, not float8")
         found[name] = weight
         if own in scaled:
-            scales[name] = _of_shape(weights[own], weight, own)
-            found[name] = weight.float() * scales[name]
-    return found, scales
-
-
-def converted(scales: Weights, weights: Weights, module: Module, config: Config) -> Weights:
-    """Scales `(channels, 1)` of converted weights, from scales of the shape of weights as they were stored.
-
-    Matrices that were joined so that a channel has several scales are left out.
-    """
-    found = Weights()
-    with suppress(LookupError, RuntimeError, ValueError, TypeError):  # over parts: the weight is quantised anew
-        found = module.convert(scales, config)
-    return {
-        name: each[:, :1].contiguous()
-        for name, each in found.items()
-        if each.ndim == 2
-        and name in weights
-        and each.shape == weights[name].shape
-        and bool((each == each[:, :1]).all())
-    }
-
-
-def attach(scales: Weights, built: nn.Module, device: torch.device) -> None:
-    """Give linear layers the scales that their weights were stored with."""
-    layers = dict(built.named_modules())
-    for name, each in scales.items():
-        layer = layers.get(name.removesuffix(_WEIGHT))
-        if isinstance(layer, nn.Linear):
-            setattr(layer, STORED_SCALES, each.to(device))
+            found[name] = weight.float() * _of_shape(weights[own], weight, own)
+    return found
 
 
 def _of_shape(scale: Tensor, weight: Tensor, name: str) -> Tensor:

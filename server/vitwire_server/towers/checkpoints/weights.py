@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from typing import Any
 from zipfile import is_zipfile
 
 import torch
@@ -40,14 +40,6 @@ Track = Callable[[Iterable[str], str, int], Iterable[str]]
 """Wraps an iterable in a progress bar: items, description, how many."""
 Fetch = Callable[[list[str]], object]
 """Brings files of these names into the folder, as far as the hub has them. Raises CheckpointError."""
-
-
-class Read(NamedTuple):
-    """What a checkpoint holds of each module, by names within it."""
-
-    weights: dict[str, Weights]
-    scales: dict[str, Weights]
-    """Of matrices that were stored in float8, `(channels, 1)` in float32."""
 
 
 @contextmanager
@@ -80,7 +72,7 @@ def vision_shards(
 
 def read_weights(
     folder: Path, modules: Mapping[str, Module], config: Config, track: Track, fetch: Fetch | None = None
-) -> Read:
+) -> dict[str, Weights]:
     """The weights of each module, by their names within it; `config` is the whole checkpoint's. Raises CheckpointError.
 
     Those stored in float8 become float32. `fetch` brings shards into the folder that are not there yet.
@@ -96,14 +88,11 @@ def read_weights(
             before = weights[part].setdefault(name, tensors[key])
             if before is not tensors[key] and not torch.equal(before, tensors[key]):
                 raise CheckpointError(f"{path}: {key} differs from another weight that also maps to {name}")
-    scales = {}
     for name, module in modules.items():
         with refused(f"{folder}: the weights do not fit the vision {name}", *BROKEN):
-            own = module.configuration(config)
-            exact, stored = stored_float8.dequantised(weights[name])
-            weights[name] = module.convert(exact, own)
-            scales[name] = stored_float8.converted(stored, weights[name], module, own)
-    return Read(weights, scales)
+            exact = stored_float8.dequantised(weights[name])
+            weights[name] = module.convert(exact, module.configuration(config))
+    return weights
 
 
 def _shards(

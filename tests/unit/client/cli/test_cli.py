@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner, Result
 
 from fake_service import Fake, Running, abort, running, serving
-from vitwire import Client, Model, Precision
+from vitwire import Client, Model
 from vitwire.cli._app import app
 from vitwire.cli._files import unique_names
 from vitwire.cli._info import _lines, _sections
@@ -309,12 +309,11 @@ def test_info_shows_the_model(running: Running, vitwire: Callable[..., Result]) 
 
 def test_info_shows_every_field_of_the_model(running: Running) -> None:
     with Client(running.target, timeout=20) as client:
-        precision = Precision("float8_e4m3fn", 4, 0.99, 0.999)
         tiles = TileShapes((28, 14), (56, 56), 0, False, ((1, 2), (2, 1)))
-        model = replace(client.model(), precision=precision, tiles=tiles)
+        model = replace(client.model(), tiles=tiles)
     sections = _sections(model)
     shown = {name for entries in sections.values() for name in entries}
-    inner = {"limits": Limits, "precision": Precision, "tiles": TileShapes}
+    inner = {"limits": Limits, "tiles": TileShapes}
     assert sections.keys() > inner.keys()
     for kind in inner.values():
         assert {each.name for each in fields(kind)} <= shown

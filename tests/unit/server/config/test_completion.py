@@ -21,7 +21,6 @@ printf '%s\\n' "${COMPREPLY[@]}"
         (["--rpc-p"], ["--rpc-processes"]),
         (["serve", "--conf"], ["--config"]),
         (["dem"], ["demo-checkpoint"]),
-        (["prec"], ["precision"]),
         (["serve", "--no-such"], [""]),
     ],
 )

@@ -1,1 +1,0 @@
-"""A fleet of encoders, simulated: docs/scale.md."""

@@ -1,1 +1,0 @@
-"""Forwards compiled for one shape by a separate process: its crash, slowness or memory costs no request."""

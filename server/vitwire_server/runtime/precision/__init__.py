@@ -1,1 +1,0 @@
-"""Linear layers in float8, and how close embeddings stay."""
