@@ -12,13 +12,12 @@ from torch import Tensor
 from checkpoints import ROWS, Checkpoints
 from host_tensors import NoHostTensors
 from reference import TOLERANCE, Array, Reference, error, norm_error
-from rigs import BUDGETS, Rig, draw_grids, rows_of, takes
+from rigs import BUDGETS, Rig, draw_grids, takes
 from tile_reference import TileReference
 from vitwire_server.core.grids import Grid
-from vitwire_server.core.items import Item, Modality
+from vitwire_server.core.items import Modality
 from vitwire_server.core.models import TileGeometry
 from vitwire_server.runtime.attention.selection import select
-from vitwire_server.runtime.turns import Turns
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.family import Accepts
 from vitwire_server.towers.layouts import patches
@@ -28,8 +27,6 @@ from vitwire_server.towers.registry import FAMILIES
 Rigs = Callable[..., Rig]
 References = Callable[[str, torch.dtype], Reference | TileReference]
 CPU = torch.device("cpu")
-IN_PARTS = ("idefics2", "lfm2_vl", "minicpmo", "minicpmv", "siglip2")
-"""Their layers are called part by part, unless they are fused."""
 _EXPECTED: dict[tuple[Any, ...], list[Array]] = {}
 
 
@@ -116,38 +113,6 @@ def means(grids: list[Grid], losses: Iterable[float]) -> list[float]:
     for grid, loss in zip(grids, losses, strict=True):
         drawn.setdefault(grid, []).append(loss)
     return [float(np.mean(own)) for own in drawn.values()]
-
-
-@pytest.mark.parametrize("model_type", ROWS)
-def test_a_forward_may_wait_before_each_layer_while_others_run(model_type: str, rigs: Rigs) -> None:
-    """As in a capture while the server serves: forwards share nothing that one could spoil for another."""
-    rig, turns = rigs(model_type, graphs=False), Turns()
-    one, *others = rig.items(sorted(draw_grids(rig, 1, 3)))
-
-    def encode(item: Item) -> Array:
-        return rows_of(rig.engine.launch([item], None).collect())[0]
-
-    def wait(*_: object) -> None:
-        if turns.is_mine():
-            turns.wait()
-
-    alone = encode(one)
-    hooks = [block.register_forward_pre_hook(wait) for block in rig.tower.blocks]
-    parts, waited = turns.of(lambda: encode(one), 0.0), 0
-    while True:
-        try:
-            next(parts)
-        except StopIteration as end:
-            rows = end.value
-            break
-        waited += 1
-        for other in others:
-            encode(other)
-    turns.close()
-    for hook in hooks:
-        hook.remove()
-    assert waited >= len(rig.tower.blocks) * (model_type not in IN_PARTS)
-    assert error(rows, alone) <= TOLERANCE
 
 
 @pytest.mark.parametrize("model_type", ROWS)

@@ -25,6 +25,9 @@ COLUMNS = 3 * 2 * 14 * 14
 PADDED = (1, 14, 28)
 """98 tokens, which take a budget of 120 in the default ladder."""
 DEADLINE = 60.0
+SOON = "from vitwire_server.runtime.ladders import learning; learning._FIT_SECONDS = 0; "
+"""Code of a server that fits as soon as there are loads, not once a minute."""
+EAGER = ("-c", f"{SOON}from vitwire_server.__main__ import main; main()")
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def padding(server: ServerProcess, send: Callable[[], object]) -> float:
 
 
 def until_swapped(server: ServerProcess, send: Callable[[], object], most: int) -> int:
-    """Send until the ladder changes once more; returns how often. Parts of a change may still be due after it."""
+    """Send until the ladder changes once more; returns how often."""
     before = swaps(server)
     for count in range(1, most + 1):
         send()
@@ -115,7 +118,7 @@ def test_no_answer_is_wrong_or_late_while_the_load_changes(
     """Four clients at once, through two edges, while the ladder follows two loads and meets a third."""
     loads = [[PADDED], [(1, 22, 22)], [(1, 4, 8), (1, 18, 20), (1, 26, 26), (1, 10, 30)]]
     images = [[Image.drawn(reference, grid, seed) for seed, grid in enumerate(grids)] for grids in loads]
-    with learning(checkpoints("qwen2_vl"), tmp_path, "--rpc-processes", "2") as server:
+    with learning(checkpoints("qwen2_vl"), tmp_path, "--rpc-processes", "2", program=EAGER) as server:
         with Client(server.target) as client, ThreadPoolExecutor(4) as pool:
             for own in images:
                 last = swaps(server)
@@ -142,7 +145,7 @@ def _in_use(server: ServerProcess) -> list[str]:
 @pytest.mark.matrix
 def test_the_shipped_sizes_pad_below_four_per_cent_after_other_loads(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """Images of 182 tokens, then of 35, then of the sizes of bench/sizes.py; nothing is computed."""
-    program = (noop_server.__file__,)
+    program = ("-c", f"{SOON}import runpy; runpy.run_path({noop_server.__file__!r}, run_name='__main__')")
     flags = ("--max-budget-tokens", "4096", "--state-dir", str(tmp_path))
     with (
         serving(checkpoints("qwen2_vl"), *FLAGS[:-2], *flags, program=program) as server,
@@ -173,7 +176,7 @@ def test_memory_is_flat_over_twenty_changes(checkpoints: Checkpoints, tmp_path: 
 
     forgetful = (
         "from vitwire_server.fitting import learned\n"
-        "learned.HALF_LIFE = 128\n"
+        f"learned.HALF_LIFE = 128\n{SOON}\n"
         f"import runpy; runpy.run_path({noop_server.__file__!r}, run_name='__main__')"
     )
     program = ("-c", forgetful)
@@ -194,7 +197,7 @@ def test_a_failed_capture_keeps_the_ladder(checkpoints: Checkpoints, reference: 
         "from vitwire_server.runtime.graphs import SimulatedRecorder as R\n"
         "R.record = lambda self, forward: forward\n"
         "def capture(self, forward): raise RuntimeError('injected')\n"
-        "R.capture = capture\n"
+        f"R.capture = capture\n{SOON}\n"
         "from vitwire_server.__main__ import main; main()"
     )
     image = Image.drawn(reference, PADDED)

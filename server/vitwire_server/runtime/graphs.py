@@ -5,10 +5,9 @@ and buffer reuse are then the same as on a GPU and can be tested on any machine.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,12 +15,8 @@ from torch import Tensor
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import total
-from vitwire_server.runtime.joining import joined
 from vitwire_server.runtime.recording import captured, join, recording
 from vitwire_server.towers.tower import Metadata, Tower
-
-if TYPE_CHECKING:
-    from torch.cuda import _POOL_HANDLE
 
 _log = logging.getLogger(__name__)
 _WARM_UPS = 3
@@ -34,46 +29,12 @@ class SimulatedRecorder:
     """As CudaRecorder; a replay calls the recorded function again."""
 
     def record(self, forward: Callable[[], None]) -> Callable[[], None]:
-        return self.capture(forward)()
+        return self.capture(forward)
 
-    def capture(self, forward: Callable[[], None]) -> Callable[[], Callable[[], None]]:
+    def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
         with recording():
             forward()
-        return lambda: forward
-
-    def interrupted(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
-class Slices:
-    """A forward that is captured as one graph after the other, all in one memory pool."""
-
-    def __init__(self, pool: "_POOL_HANDLE") -> None:
-        self.graphs: list[torch.cuda.CUDAGraph] = []
-        self._pool = pool
-        self._open = ExitStack()
-
-    def begin(self) -> None:
-        """Begin the next graph on the current stream. Raises RuntimeError."""
-        self.graphs.append(torch.cuda.CUDAGraph(keep_graph=True))
-        self._open.enter_context(captured(self.graphs[-1], self._pool))
-
-    def end(self) -> None:
-        """End the graph, with all that runs beside it. Raises RuntimeError."""
-        join()
-        self.close()
-
-    def close(self) -> None:
-        """End the graph if it was not. Raises RuntimeError."""
-        self._open.close()
-
-    def replay(self, stream: torch.cuda.Stream) -> Callable[[], None]:
-        """Of all graphs, on this stream. Raises RuntimeError."""
-        if len(self.graphs) > 1:
-            return joined(self.graphs, stream)
-        (graph,) = self.graphs
-        graph.instantiate()
-        return graph.replay
+        return forward
 
 
 class CudaRecorder:
@@ -82,8 +43,6 @@ class CudaRecorder:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
         self._pool = torch.cuda.graph_pool_handle()
-        self._slices: Slices | None = None
-        """Of the forward that is captured."""
         self._invalidated: list[torch.cuda.CUDAGraph] = []
         """Kept alive, as torch's host allocator may still query their capture."""
 
@@ -97,44 +56,23 @@ class CudaRecorder:
                 forward()
         torch.cuda.synchronize(self._stream.device)
         torch.cuda.empty_cache()  # what the warm-up used is room for the graph's memory
-        return self.capture(forward)()
+        return self.capture(forward)
 
-    def capture(self, forward: Callable[[], None]) -> Callable[[], Callable[[], None]]:
-        """Record a forward that ran before, while batches are in flight; returns what makes its replay.
+    def capture(self, forward: Callable[[], None]) -> Callable[[], None]:
+        """Record a forward that ran before, while batches are in flight; returns its replay. Raises RuntimeError.
 
-        Both raise RuntimeError.
-
-        Unlike `torch.cuda.graph`, neither waits for the device nor frees cached memory, which batches go on using.
+        Unlike `torch.cuda.graph`, this neither waits for the device nor frees cached memory, which batches go on using.
         Other threads may use the device meanwhile.
         """
-        slices = self._slices = Slices(self._pool)
+        graph = torch.cuda.CUDAGraph()
         try:
-            with recording(), torch.cuda.stream(self._stream):
-                try:
-                    slices.begin()
-                    forward()
-                    slices.end()
-                finally:
-                    slices.close()
-                return partial(slices.replay, self._stream)
+            with recording(), torch.cuda.stream(self._stream), captured(graph, self._pool):
+                forward()
+                join()
         except RuntimeError:
-            self._abandon(slices.graphs[-1])
+            self._abandon(graph)
             raise
-        finally:
-            self._slices = None
-
-    @contextmanager
-    def interrupted(self) -> Iterator[None]:
-        """Within this context nothing is captured: a forward that is has another slice afterwards.
-
-        Entered by the forward. Raises RuntimeError.
-        """
-        slices = self._slices
-        if slices:
-            slices.end()
-        yield
-        if slices:
-            slices.begin()
+        return graph.replay
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """Undo the capture in torch's allocator, and use a new pool from now on.
@@ -229,15 +167,9 @@ class Graph:
         with recording():
             self._forward()
 
-    def capture(self, recorder: Recorder, beside: Callable[[], AbstractContextManager[None]]) -> None:
-        """Record the forward while batches are in flight.
-
-        Batches may be launched by another thread within `beside`, in which what was recorded becomes a graph: that
-        takes CUDA up to 20 ms. Raises RuntimeError.
-        """
-        replay = recorder.capture(self._forward)
-        with beside():
-            self._replay = replay()
+    def capture(self, recorder: Recorder) -> None:
+        """Record the forward while batches are in flight. Raises RuntimeError."""
+        self._replay = recorder.capture(self._forward)
 
     def load(self, grids: Sequence[Grid], fill: Fill) -> None:
         """Write a batch into the static buffers. Raises ValueError if it does not fit."""
@@ -315,18 +247,14 @@ class GraphSet:
         graph.warm_up()
         return graph
 
-    def add(self, graph: Graph, recorder: Recorder, beside: Callable[[], AbstractContextManager[None]]) -> None:
-        """Capture a graph while batches are in flight, see `Graph.capture`. Raises RuntimeError."""
-        graph.capture(recorder, beside)
+    def add(self, graph: Graph, recorder: Recorder) -> None:
+        """Capture a graph while batches are in flight. Raises RuntimeError."""
+        graph.capture(recorder)
         self._graphs[graph.budget] = graph
 
     def keep(self, ladder: Ladder) -> None:
         """Drop the graphs of all other budgets; none of them may be in flight."""
         self._graphs = {budget: self._graphs[budget] for budget in ladder}
-
-    def drop(self, budget: Budget) -> None:
-        """Drop the graph of a budget, which may not be in flight."""
-        del self._graphs[budget]
 
 
 def _compute(tower: Tower, pixels: Tensor, metadata: Metadata, rows: Tensor) -> None:

@@ -29,12 +29,12 @@ class Learner(Protocol):
         """A batch takes `taken` of the items that waited."""
         ...
 
-    def seconds_until_due(self) -> float:
-        """When to call `step`; infinite while there is nothing to do."""
+    def seconds_until_due(self, *, idle: bool) -> float:
+        """When to call `step`, sooner if the engine is `idle`; infinite while there is nothing to do."""
         ...
 
     def step(self) -> Planner | None:
-        """Do a part of the work, which takes a few milliseconds.
+        """Do a part of the work, which takes up to a tenth of a second.
 
         Returns the planner to use from now on, if that changes. Raises DeviceLost.
         """
@@ -134,7 +134,7 @@ class Scheduler:
     def _learn(self) -> None:
         """Let the learner do a part of its work, if that is due."""
         learner = self._learner
-        if learner is None or learner.seconds_until_due() > 0:
+        if learner is None or learner.seconds_until_due(idle=not self._launched and self.intake.is_empty) > 0:
             return
         self._beat()
         if planner := learner.step():
@@ -152,7 +152,7 @@ class Scheduler:
         self._beat()
         self._monitor.heartbeat()
         if wait:
-            due = self._learner.seconds_until_due() if self._learner else inf
+            due = self._learner.seconds_until_due(idle=True) if self._learner else inf
             self.intake.wait(min(_HEARTBEAT_SECONDS, due))
         taken = self.intake.take()
         for entry in taken.expired:

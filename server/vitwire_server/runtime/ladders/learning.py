@@ -19,13 +19,11 @@ from vitwire_server.scheduling.planner import Planner
 
 _log = logging.getLogger(__name__)
 _FIT_EVERY = 256
-"""Loads from one fit to the next."""
-_FIT_SHARE = 0.02
-"""Share of a core that fits may take: they hold the interpreter."""
-_SHARE = 0.1
-"""Share of the engine thread's time that a change may take."""
-_POLL_SECONDS = 1e-3
-"""Time from one part to the next at least."""
+"""Loads from one fit to the next, at least."""
+_FIT_SECONDS = 60.0
+"""Time from one fit to the next, at least: they hold the interpreter."""
+_PATIENCE = 1.0
+"""Seconds that a budget waits to be captured while batches are ready."""
 _MOST_FAILURES = 3
 """Failed changes after which the ladder stays as it is: each may cost a memory pool, see CudaRecorder."""
 
@@ -40,13 +38,13 @@ class Change:
     spent: float = 0.0
     """Seconds of the engine thread."""
     longest: float = 0.0
-    """Seconds of the longest part, for which batches waited."""
+    """Seconds of the longest step, for which batches waited."""
     gain: float = 0.0
     """Share of the predicted time that it saves, with the new budgets' measured times."""
 
 
 class LadderLearner:
-    """See Learner. Fits in a thread, captures in turns between batches."""
+    """See Learner. Fits in a thread; captures one budget after another, between batches."""
 
     def __init__(
         self,
@@ -76,12 +74,15 @@ class LadderLearner:
         """Loads since the last change."""
         self._fitted_at = 0
         self._failures = 0
-        self._rest_until = 0.0
-        self._fit: Future[tuple[Proposal | None, float]] | None = None
-        """A proposal, and the seconds of a core that it took."""
+        self._waits_since = 0.0
+        """When the next step began to wait."""
+        self._fit: Future[Proposal | None] | None = None
         self._fit_after = 0.0
         self._change: Change | None = None
-        self._parts: Generator[None, None, Planner | None] | None = None
+        self._steps: Generator[None, None, Planner] | None = None
+        """Of the change."""
+        self._judged: Future[float] | None = None
+        """The gain by the new budgets' measured times, while it is computed."""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="fitting")
         self.on_change: Callable[[Ladder], None] | None = None
         """Called with each new ladder, on the engine thread."""
@@ -97,29 +98,32 @@ class LadderLearner:
         if self._histogram.added - self._fitted_at >= _FIT_EVERY and self._clock() >= self._fit_after:
             self._start_fit()
 
-    def seconds_until_due(self) -> float:
+    def seconds_until_due(self, *, idle: bool) -> float:
         """See Learner."""
-        if self._parts or (self._fit and self._fit.done()):
-            return max(0.0, self._rest_until - self._clock())
-        return inf
+        if under_way := self._fit or self._judged:
+            return 0.0 if under_way.done() else inf
+        if self._steps is None:
+            return inf
+        return 0.0 if idle else max(0.0, self._waits_since + _PATIENCE - self._clock())
 
     def step(self) -> Planner | None:
         """See Learner."""
-        if self._fit and self._fit.done():
+        if self._fit:
             self._begin(self._fit)
             self._fit = None
-        if self._parts is None:
+            return None
+        if self._steps is None:
             return None
         start, planner, failure = self._clock(), None, ""
         try:
-            next(self._parts)
+            next(self._steps)
         except StopIteration as end:
-            self._parts, planner = None, end.value
+            self._steps, planner = None, end.value
         except CaptureFailed as error:
             failure = str(error)
         if failure:  # outside of the block: the traceback keeps tensors alive
             self._give_up(failure)
-        self._rest(start)
+        self._spent(start)
         return planner
 
     def replaced(self) -> None:
@@ -127,7 +131,7 @@ class LadderLearner:
         change, ladder = self._change, self._planner.ladder
         assert change, "a change ends with a new planner"
         self._change = None
-        self._parts = self._capture.keep(ladder)
+        self._capture.graphs.keep(ladder)
         self._served = 0
         if self._keep:  # also one that is slower now, as a restart captures each budget whole, and tunes it
             self._worker.submit(self._keep, Learned(change.proposal.sizes, self._histogram.loads))
@@ -141,42 +145,32 @@ class LadderLearner:
 
     def stop(self) -> None:
         """See Learner."""
-        if self._parts:
-            self._parts.close()
-        self._parts = self._change = None
+        self._steps = self._change = None
         self._failures = _MOST_FAILURES
-        self._capture.turns.close()
 
     def _start_fit(self) -> None:
-        if self._fit or self._parts:
+        if self._fit or self._steps:
             return
-        self._fitted_at = self._histogram.added
-        loads, served = self._histogram.loads, self._served
+        self._fitted_at, self._fit_after = self._histogram.added, self._clock() + _FIT_SECONDS
         costs, current = self._planner.costs, sorted({budget.tokens for budget in self._planner.ladder})
+        self._fit = self._worker.submit(propose, self._histogram.loads, current, self._default, costs, self._served)
 
-        def fit() -> tuple[Proposal | None, float]:
-            start = time.thread_time()
-            proposal = propose(loads, current, self._default, costs, served)
-            return proposal, time.thread_time() - start
-
-        self._fit = self._worker.submit(fit)
-
-    def _begin(self, fit: "Future[tuple[Proposal | None, float]]") -> None:
+    def _begin(self, fit: "Future[Proposal | None]") -> None:
         try:
-            proposal, seconds = fit.result()
+            proposal = fit.result()
         except Exception:  # noqa: BLE001 - a fit that fails must not end the engine
             self._failures = _MOST_FAILURES
             _log.exception("no ladder is learned any more: the fit failed")
             return
-        self._fit_after = self._clock() + seconds / _FIT_SHARE
         if proposal is None:
             self._monitor.refitted(Refit.KEPT)
             return
         self._change = Change(proposal, self._clock())
-        self._parts = self._changed(proposal, self._change)
+        self._steps = self._changed(proposal, self._change)
+        self._waits_since = self._clock()
 
     def _changed(self, proposal: Proposal, change: Change) -> Generator[None, None, Planner]:
-        """Capture what the ladder lacks, in parts; returns the planner for it, or for the old one if that is faster."""
+        """Capture a budget in each step; returns the planner for the new ladder, or for the old one if it is faster."""
         planner = self._planner
         known = {budget.tokens for budget in planner.ladder}
         ladder = self._capture.completed(Ladder(tuple(sorted({self._demands.budget(size) for size in proposal.sizes}))))
@@ -184,33 +178,33 @@ class LadderLearner:
         all_segments = {budget.tokens: budget for budget in ladder}
         predicted = interpolated(planner.costs, all_segments)  # as what cannot be timed is assumed to take
         measured, saved = dict(predicted.measured), dict(planner.costs.saved)
-        beside = yield from self._beside(planner)
+        beside = self._beside(planner)
         for budget in sorted(set(ladder) - set(planner.ladder), reverse=True):
-            yield from self._capture.capture(budget, planner.costs.eager_work(budget.tokens).device)
+            self._capture.capture(budget)
             change.captured += 1
             replay = predicted.replay_work(budget.tokens).device
             longest = all_segments[budget.tokens]
             held = budget.within(longest)
-            seconds = yield from self._capture.timed(held, budget, replay)
-            if seconds is None:
-                continue
-            if budget == longest:
+            seconds = self._capture.timed(held, budget, replay)
+            if seconds is not None and budget == longest:
                 measured[budget.tokens] = seconds + beside
-            else:
-                others = yield from self._capture.timed(held, longest, replay)
+            elif seconds is not None:
+                others = self._capture.timed(held, longest, replay)
                 saved[budget] = max(0.0, (others or 0.0) - seconds)
-        costs = replace(planner.costs, measured=MappingProxyType(measured), saved=MappingProxyType(saved))
-        judged = self._worker.submit(gain, self._histogram.loads, sorted(known), proposal.sizes, costs)
-        while not judged.done():
             yield
+        costs = replace(planner.costs, measured=MappingProxyType(measured), saved=MappingProxyType(saved))
+        self._judged = self._worker.submit(gain, self._histogram.loads, sorted(known), proposal.sizes, costs)
+        yield
         try:
-            change.gain = judged.result()
+            change.gain = self._judged.result()
         except Exception as error:  # it must not end the engine
             raise CaptureFailed(f"the new ladder could not be judged: {error!r}") from error
+        finally:
+            self._judged = None
         self._planner = planner.changed(worthwhile(ladder, costs) if change.gain > 0 else planner.ladder, costs)
         return self._planner
 
-    def _beside(self, planner: Planner) -> Generator[None, None, float]:
+    def _beside(self, planner: Planner) -> float:
         """Seconds of the device that costs count beside a replay, which is all that can be timed between batches.
 
         They are the same for all budgets; the smallest is measured again.
@@ -219,11 +213,11 @@ class LadderLearner:
         if tokens not in costs.measured:
             return 0.0
         smallest = max(budget for budget in planner.ladder if budget.tokens == tokens)
-        seconds = yield from self._capture.timed(smallest, smallest, costs.replay_work(tokens).device)
+        seconds = self._capture.timed(smallest, smallest, costs.replay_work(tokens).device)
         return costs.measured[tokens] - seconds if seconds else 0.0
 
     def _give_up(self, error: str) -> None:
-        self._parts = self._change = None
+        self._steps = self._change = None
         self._failures += 1
         self._served = 0  # the next attempt has to be worth as much again
         self._capture.give_up(self._planner.ladder)
@@ -231,11 +225,10 @@ class LadderLearner:
         more = "no other is tried" if self._failures >= _MOST_FAILURES else "another is tried later"
         _log.warning("a learned ladder was not captured, and the old one stays in use; %s: %s", more, error)
 
-    def _rest(self, start: float) -> None:
-        """Leave the engine's thread to the batches for a while after a part."""
-        now = self._clock()
+    def _spent(self, start: float) -> None:
+        """A step is done, and the next one waits."""
+        self._waits_since = now = self._clock()
         spent = now - start
-        self._rest_until = now + max(_POLL_SECONDS, spent * (1 / _SHARE - 1))
         self._monitor.spent(spent)
         if self._change:
             self._change.spent += spent

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from threading import Event, Thread
+from typing import ClassVar
 
 import pytest
 
@@ -421,7 +422,7 @@ class Replacing:
     def planned(self, window: Sequence[Footprint], taken: int) -> None:
         self.seen.append((len(window), taken))
 
-    def seconds_until_due(self) -> float:
+    def seconds_until_due(self, *, idle: bool) -> float:
         return 0.0 if self.steps < 2 else inf
 
     def step(self) -> Planner | None:
@@ -473,7 +474,7 @@ def test_the_learner_stops_with_the_engine(fails: bool) -> None:
     assert learner.stops == 1
 
 
-def test_a_part_of_a_capture_does_not_count_as_a_slow_batch() -> None:
+def test_a_capture_does_not_count_as_a_slow_batch() -> None:
     class Slow(Replacing):
         def step(self) -> Planner | None:
             rig.now += 50.0
@@ -487,3 +488,21 @@ def test_a_part_of_a_capture_does_not_count_as_a_slow_batch() -> None:
     rig.finish()
     rig.scheduler.intake.check_deadline(rig.ticket(deadline=rig.now + 0.05), 80)
     assert learner.steps == 2
+
+
+def test_the_learner_hears_whether_batches_wait() -> None:
+    class Patient(Replacing):
+        idle: ClassVar[list[bool]] = []
+
+        def seconds_until_due(self, *, idle: bool) -> float:
+            self.idle.append(idle)
+            return 0.5
+
+    runner = Recorder(depth=2)
+    learner = Patient(Planner(Ladder(), Bounds(100, 64, 64), without_graph=Fallback.GRAPHS_OFF, costs=COSTS))
+    rig = Rig(runner, learner=learner)
+    rig.submit(rig.ticket(), *[80] * 4)
+    rig.finish()
+    assert learner.idle[1:3] == [False, False], "others are launched, or wait"
+    assert learner.idle[-1], "after the last"
+    assert learner.steps == 0

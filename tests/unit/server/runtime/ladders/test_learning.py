@@ -1,8 +1,7 @@
-"""The learner on a real engine with simulated graphs: it fits, captures in parts, swaps, and stops after failures."""
+"""The learner on a real engine with simulated graphs: it fits, captures, swaps, and stops after failures."""
 
 import logging
-import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -18,7 +17,7 @@ from vitwire_server.core.grids import Footprint
 from vitwire_server.core.plans import Fallback
 from vitwire_server.fitting.learned import Demands, StateFile
 from vitwire_server.observe.metrics import Metrics
-from vitwire_server.runtime.ladders import learning, live_capture
+from vitwire_server.runtime.ladders import learning
 from vitwire_server.runtime.ladders.learning import LadderLearner
 from vitwire_server.runtime.ladders.live_capture import LiveCapture
 from vitwire_server.scheduling.planner import Bounds, Planner
@@ -72,15 +71,15 @@ class Learning:
         return times
 
     def finish(self) -> bool:
-        """Wait for a fit, and do the parts of a change."""
+        """Wait for a fit, and do the steps of a change."""
         self.learner._worker.submit(int).result()
         changed = False
-        while self.learner.seconds_until_due() < inf:
-            self.clock.now += self.learner.seconds_until_due()
+        while (seconds := self.learner.seconds_until_due(idle=False)) < inf:
+            self.clock.now += seconds
             if planner := self.learner.step():
                 self.planner, changed = planner, True
                 self.learner.replaced()
-        self.learner._worker.submit(int).result()
+            self.learner._worker.submit(int).result()
         return changed
 
     def refits(self, result: str) -> float:
@@ -117,28 +116,36 @@ def test_it_follows_the_loads_and_a_restart_begins_there(
     assert again.plan(200, 1024) == 1024, "it knows these loads"
 
 
-def test_parts_leave_the_thread_to_the_batches(made: Learning, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a part of a second, nine seconds without one."""
-    monkeypatch.setattr(made.rig.tower, "forward", tick(made))
+def test_steps_wait_a_second_for_the_engine_to_be_idle(made: Learning) -> None:
     window = [Footprint(384, 96, 1, 384)]
     for _ in range(learning._FIT_EVERY):
         made.learner.planned(window, 1)
     made.learner._worker.submit(int).result()
-    assert made.learner.seconds_until_due() == 0
+    assert made.learner.seconds_until_due(idle=False) == 0, "a fit has ended"
     assert made.learner.step() is None
-    assert made.learner.seconds_until_due() == pytest.approx(9.0)
-    made.clock.now += 10.0
-    assert made.learner.seconds_until_due() == 0
+    assert 96 not in [budget.tokens for budget in made.rig.graphs.ladder]
+    assert made.learner.seconds_until_due(idle=True) == 0
+    assert made.learner.seconds_until_due(idle=False) == pytest.approx(1.0)
+    made.clock.now += 1.0
+    assert made.learner.seconds_until_due(idle=False) == 0
+    assert made.learner.step() is None
+    assert 96 in [budget.tokens for budget in made.rig.graphs.ladder], "captured whole"
 
 
-def tick(made: Learning) -> Callable[..., torch.Tensor]:
-    forward = made.rig.tower.forward
+def test_a_fit_begins_a_minute_after_the_last_one(made: Learning) -> None:
+    window = [Footprint(384, 96, 1, 384)]
 
-    def slow(pixels: torch.Tensor, metadata: object) -> torch.Tensor:
-        made.clock.now += 1.0
-        return forward(pixels, metadata)
+    def loads() -> None:
+        for _ in range(learning._FIT_EVERY):
+            made.learner.planned(window, 1)
+        made.learner._worker.submit(int).result()
 
-    return slow
+    loads()
+    assert made.finish()
+    for seconds, due in ((59.0, inf), (60.0, 0.0)):
+        made.clock.now = seconds
+        loads()
+        assert made.learner.seconds_until_due(idle=False) == due
 
 
 def test_failed_captures_keep_the_ladder_and_end_the_learning(
@@ -156,24 +163,20 @@ def test_failed_captures_keep_the_ladder_and_end_the_learning(
     assert made.file.read() is None
 
 
-def test_a_change_ends_with_the_server(made: Learning, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_capture, "TURN_SECONDS", 0.0)
+def test_a_change_ends_with_the_server(made: Learning) -> None:
     window = [Footprint(384, 96, 1, 384)]
     for _ in range(learning._FIT_EVERY):
         made.learner.planned(window, 1)
     made.learner._worker.submit(int).result()
     assert made.learner.step() is None
-    (capturing,) = (thread for thread in threading.enumerate() if thread.name == "capturing")
+    assert made.learner.seconds_until_due(idle=True) == 0
     made.learner.stop()
-    capturing.join(60)
-    assert not capturing.is_alive()
-    assert made.learner.seconds_until_due() == inf
+    assert made.learner.seconds_until_due(idle=True) == inf
     assert made.plan(96, 1024) == 1024
 
 
 def test_memory_beyond_the_bound_is_a_failure(made: Learning, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_capture, "TURN_SECONDS", 600.0)
-    taken = iter([0, *[2 << 20] * 4, 0] * 9)
+    taken = iter([0, 2 << 20, 2 << 20, 0] * 9)  # before and after a capture, and while it is given up
     monkeypatch.setattr(LiveCapture, "reserved", lambda _: next(taken))
     assert made.plan(96, 4096) == 4096
     assert made.sizes() == list(DEFAULT)
@@ -185,8 +188,7 @@ def test_a_ladder_that_is_measured_to_be_slower_waits_for_a_restart(
 ) -> None:
     caplog.set_level(logging.INFO)
 
-    def slow(self: LiveCapture, budget: Budget, on: Budget, seconds: float) -> Generator[None, None, float]:
-        yield
+    def slow(self: LiveCapture, budget: Budget, on: Budget, predicted: float) -> float:
         return 1.0
 
     monkeypatch.setattr(LiveCapture, "timed", slow)
@@ -226,8 +228,7 @@ def test_new_budgets_get_others_for_short_segments_where_those_are_faster(
 ) -> None:
     """None: nothing is timed, as on the host."""
 
-    def timed(self: LiveCapture, budget: Budget, on: Budget, seconds: float) -> Generator[None, None, float | None]:
-        yield
+    def timed(self: LiveCapture, budget: Budget, on: Budget, predicted: float) -> float | None:
         return None if faster is None else 1.8e-3 if faster and on.max_segment_patches == 64 else 2e-3
 
     if faster is not None:
