@@ -6,11 +6,13 @@ import signal
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import UTC, date, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
+os.environ.setdefault("VITWIRE_MATRIX_DAY", datetime.now(UTC).date().isoformat())  # the same in all workers
 
 import pytest
 import torch
@@ -32,15 +34,26 @@ with suppress(ModuleNotFoundError):  # an interpreter for tests/gpu may lack it
 
 
 def pytest_configure() -> None:
-    """A session in the background of a shell ignores SIGINT, and so would the processes that tests interrupt."""
+    """Processes that tests interrupt must not inherit what a session in the background, or under nohup, ignores."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)  # a program that is started gets the default
+
+
+def pytest_report_header() -> list[str]:
+    """How to run the same part of the matrix tier again."""
+    shown = [
+        f"{name}={os.environ[name]}" for name in ("VITWIRE_MATRIX_SHARE", "VITWIRE_MATRIX_DAY") if name in os.environ
+    ]
+    return [" ".join(shown)] if len(shown) > 1 else []
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """VITWIRE_MATRIX_SHARE=0.4 runs two fifths of the matrix tier, the same ones each time."""
+    """VITWIRE_MATRIX_SHARE=0.1 runs a tenth of the matrix tier: another one each day, all within ten days."""
     share = float(os.environ.get("VITWIRE_MATRIX_SHARE", "1"))
-    kept = [item for item in items if not item.get_closest_marker("matrix") or _rank(item) < share]
+    first = date.fromisoformat(os.environ["VITWIRE_MATRIX_DAY"]).toordinal() * share
+    kept = [item for item in items if not item.get_closest_marker("matrix") or (_rank(item) - first) % 1 < share]
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
