@@ -29,7 +29,7 @@ def _keep_freed() -> None:
 
     glibc learns from the sizes that a process frees. gRPC allocates each message of rows anew: without this, receiving
     33.6 MB touched thousands of fresh pages and took half as much processor time again
-    (docs/performance/large-image.md).
+    (docs/performance/service.md).
     """
     np.empty(_LARGEST_KEPT, np.uint8)
 

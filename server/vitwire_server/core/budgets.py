@@ -79,7 +79,7 @@ def budget(tokens: int, *, merge: int, max_items: int, max_frames: int) -> Budge
     """A budget of `tokens` with default limits for its size.
 
     A segment may fill the whole budget, so that one large image fits, up to a size at which attention alone keeps the
-    device busy (docs/performance/qwen-towers.md); `with_longer` adds the others. Empty slots cost time in attention
+    device busy (docs/performance/tower.md); `with_longer` adds the others. Empty slots cost time in attention
     kernels, so there is one slot per 16 tokens, and at least eight.
     """
     segments = min(max_frames, max(_FEWEST_SEGMENTS, tokens // _TOKENS_PER_SEGMENT))

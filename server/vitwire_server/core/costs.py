@@ -143,7 +143,7 @@ ASSUMED = Costs(
     replay_host=0.5e-3,
     eager_lead=1.5e-3,
 )
-"""Defaults without measurements: fitted to Qwen3-VL-8B's tower on an H200 (docs/performance/planner.md).
+"""Defaults without measurements: fitted to Qwen3-VL-8B's tower on an H200 (docs/performance/cpu.md).
 
 A replay took 1.9 ms for 49 tokens and 14.6 ms for 1568 on the device, an eager forward behind others as much, and
 15.4 ms for 1568 on an idle device. Launching the kernels of an eager forward holds the host for 7 to 11 ms; its part of

@@ -12,7 +12,7 @@ one block and adds the values of the block before, while the others compute expo
   beyond a head. Stored densely, rows of 72 or 80 columns are loaded in five pieces of 32 bytes.
 - **Values behind a segment are cleared**, so NaN and infinity stay in their segment.
 
-`docs/performance/attention.md` has what was measured.
+`docs/performance/tower.md` has what was measured.
 """
 
 from functools import partial
