@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from struct import pack
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -107,8 +108,8 @@ class Resetting:
             while True:
                 client = self._listener.accept()[0]
                 server, lock = socket.create_connection((host, int(port))), threading.Lock()
-                _start(lambda client=client, server=server, lock=lock: self._upwards(client, server, lock))
-                _start(lambda client=client, server=server, lock=lock: _downwards(server, client, lock))
+                _start(partial(self._upwards, client, server, lock))
+                _start(partial(_downwards, server, client, lock))
 
     def _upwards(self, client: socket.socket, server: socket.socket, lock: threading.Lock) -> None:
         with suppress(OSError), server:
@@ -132,7 +133,7 @@ def _downwards(server: socket.socket, client: socket.socket, lock: threading.Loc
         client.shutdown(socket.SHUT_RDWR)
 
 
-def _start(work: Callable[[], None]) -> None:
+def _start(work: Callable[[], object]) -> None:
     threading.Thread(target=work, daemon=True).start()
 
 
