@@ -148,7 +148,9 @@ def from_rpc(error: grpc.RpcError, indices: Sequence[int] = ()) -> VitwireError:
     with suppress(DecodeError):  # code and message are still valid
         details = Status.FromString(_bytes(metadata.get(_STATUS_KEY, b""))).details
     code, message = error.code().name, error.details() or ""
-    if code == "INTERNAL" and "RST_STREAM" in message:  # cut off, as proxies do when the server behind them dies
+    if code == "CANCELLED":  # not by this client, which does not ask what became of calls that it cancelled
+        code, message = "UNAVAILABLE", f"the server, or a proxy in front of it, cancelled the request: {message}"
+    if code in ("INTERNAL", "RESOURCE_EXHAUSTED") and "RST_STREAM" in message:  # cut off by a proxy
         code = "UNAVAILABLE"
     if code == "UNIMPLEMENTED" and not is_from_server(error):
         message = f"the target is not a Vitwire server, or has another version: {message}"

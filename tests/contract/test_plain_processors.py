@@ -156,11 +156,8 @@ def test_published_files_of_older_releases(checkpoints: Checkpoints, tmp_path: P
     edit(PROCESSOR, **old, do_convert_rgb=None, resample=None)(folder)
     assert of_images(folder) == wanted
     (folder / PROCESSOR).unlink()
-    with pytest.raises(
-        CheckpointError, match=r"copy: image_size is 56, but preprocessor_config.json is missing"
-    ) as own:
+    with pytest.raises(CheckpointError, match=r"copy holds no preprocessor_config.json"):
         load(folder)
-    assert "/config.json" not in str(own.value)
 
 
 @pytest.mark.parametrize("model_type", ["clip", "siglip", "vit"])

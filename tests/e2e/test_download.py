@@ -1,8 +1,11 @@
 """`vitwire-server download`: the real command, against a hub on loopback."""
 
+import errno
 import json
 import os
+import re
 import shutil
+import stat
 import subprocess
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +26,10 @@ MODEL = "owner/model"
 OTHER_COMMIT = "1" * 40
 NOWHERE = "http://127.0.0.1:9"
 Fetch = Callable[[Hub, Path], list[str]]
+
+
+def recorded(files: object) -> bytes:
+    return json.dumps({"model": MODEL, "revision": "main", "files": files}).encode()
 
 
 def download(running: Hub, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -144,11 +151,83 @@ def test_a_mirror_writes_and_deletes_nothing_outside_of_the_directory(
     assert not (tmp_path / "absolute.json").exists()
 
 
-def test_a_damaged_record_is_no_obstacle(repository: Path, tmp_path: Path, fetch: Fetch) -> None:
-    (tmp_path / RECORD).write_text(json.dumps({"model": MODEL, "revision": "main", "files": ["config.json"]}))
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[]",
+        b"[" * 100_000,
+        recorded(["config.json"]),
+        recorded({"a\0b": 1, "config.json": 1}),
+        recorded({"config.json": "1"}),
+        recorded({"folder": 1, "x" * 300: 1}),
+        recorded({"folder": 1, "": 1, ".": 1, "/": 1, "\ud800": 1}),
+    ],
+)
+def test_a_damaged_record_is_no_obstacle(damaged: bytes, repository: Path, tmp_path: Path, fetch: Fetch) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / RECORD).write_bytes(damaged)
+    running = Hub(MODEL, repository, url=NOWHERE)
+    with pytest.raises(CheckpointError, match="could not be found on the Hub"):
+        fetch(running, tmp_path)
     with hub(MODEL, repository) as running:
         fetch(running, tmp_path)
     assert json.loads((tmp_path / RECORD).read_text())["files"].keys() == vision_files(repository)
+    assert (tmp_path / "folder").is_dir()
+
+
+def test_a_record_is_whole_or_not_there(
+    repository: Path, tmp_path: Path, fetch: Fetch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full when the record is written."""
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), descriptor)
+
+    with hub(MODEL, repository) as running:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", full)
+            with pytest.raises(CheckpointError, match=r"cannot be written: .*No space left"):
+                fetch(running, tmp_path)
+        assert not [path for path in tmp_path.iterdir() if RECORD in path.name]
+        running.fetched.clear()
+        fetch(running, tmp_path)
+    assert running.fetched == []
+    assert stat.S_IMODE((tmp_path / RECORD).stat().st_mode) == stat.S_IMODE((tmp_path / "config.json").stat().st_mode)
+
+
+@pytest.mark.parametrize("size", ["123", None, -1, 1.5, True, [1]])
+def test_a_size_that_is_none_is_named(size: object, repository: Path, tmp_path: Path, fetch: Fetch) -> None:
+    with hub(MODEL, repository) as running:
+        running.listed = {"config.json": size}
+        with pytest.raises(CheckpointError, match=re.escape(f"the Hub announces {size!r} bytes for config.json")):
+            fetch(running, tmp_path)
+        running.listed = {"README.md": size}
+        fetch(running, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "answer", [[], "text", {"siblings": 5}, {"siblings": [{"size": 1}]}, {"siblings": ["x"]}, {"siblings": [None]}]
+)
+def test_an_answer_of_another_form_is_one_line(answer: object, repository: Path, tmp_path: Path, fetch: Fetch) -> None:
+    with hub(MODEL, repository) as running:
+        running.answer = answer
+        with pytest.raises(CheckpointError, match="could not be found on the Hub"):
+            fetch(running, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", [RECORD, f"./{RECORD}", ".cache/x.json", "a\\b.json", "\0.json", "x" * 300 + ".json", 5]
+)
+def test_an_odd_name_in_a_listing_is_not_fetched(name: object, repository: Path, tmp_path: Path, fetch: Fetch) -> None:
+    with hub(MODEL, repository) as running:
+        running.answer = json.loads(running.described(f"/api/models/{MODEL}") or b"")
+        assert isinstance(running.answer, dict)
+        running.answer["siblings"].append({"rfilename": name, "size": 2})
+        fetch(running, tmp_path)
+        assert set(running.fetched) == vision_files(repository)
 
 
 def test_a_directory_without_room_is_refused_before_anything_is_fetched(

@@ -6,6 +6,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 from urllib.request import urlopen
 
 import grpc
@@ -13,6 +14,7 @@ import pytest
 
 import load
 from checkpoints import Checkpoints
+from http2 import GOAWAY, RST_STREAM, flood, long_headers
 from proxies import ENVOY, EXAMPLE, Envoy, documented, envoy
 from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -43,11 +45,16 @@ def items(replicas: Replicas) -> list[float]:
     return [replica.metric("vitwire_items_total") for replica in replicas]
 
 
+def counters(front: Envoy, name: str) -> dict[str, int]:
+    """A counter of each cluster, or of the connection manager."""
+    with urlopen(f"http://127.0.0.1:{front.admin}/stats?format=json&filter={name}", timeout=10) as answer:
+        stats = json.load(answer)["stats"]
+    return {each["name"].split(".")[1]: each["value"] for each in stats if each["name"].endswith(f".{name}")}
+
+
 def upstream_requests(front: Envoy) -> dict[str, int]:
     """Requests that each cluster received."""
-    with urlopen(f"http://127.0.0.1:{front.admin}/stats?format=json&filter=upstream_rq_total", timeout=10) as answer:
-        stats = json.load(answer)["stats"]
-    return {each["name"].split(".")[1]: each["value"] for each in stats if each["name"].startswith("cluster.")}
+    return counters(front, "upstream_rq_total")
 
 
 def test_the_example_is_valid_as_it_is() -> None:
@@ -102,3 +109,26 @@ async def taking_part(replica: ServerProcess, front: Envoy) -> None:
     while replica.metric("vitwire_items_total") == before:
         tally = await load.closed(front.target, load.request(load.image()), workers=4, calls=CALLS // 4)
         assert tally.codes == {"OK": CALLS // 4}
+
+
+def calls_beside(attack: Thread, front: Envoy) -> None:
+    """Calls of another connection while an attack runs, all of which must be answered."""
+    answered = 0
+    with grpc.insecure_channel(front.target, (("grpc.use_local_subchannel_pool", 1),)) as channel:
+        attack.start()
+        while attack.is_alive() or answered < 3:
+            list(EncoderServiceStub(channel).Encode(load.request(load.image()), timeout=60))
+            answered += 1
+
+
+def test_a_connection_that_resets_its_calls_is_closed(front: Envoy) -> None:
+    calls_beside(Thread(target=flood, args=(front.target, 5_000)), front)
+    assert counters(front, "downstream_rq_too_many_premature_resets")["vitwire"] == 1
+    assert upstream_requests(front)["vitwire"] < 5_000
+
+
+def test_a_long_block_of_headers_is_refused_before_it_is_read(front: Envoy) -> None:
+    before = upstream_requests(front)["vitwire"]
+    kinds = {kind for kind, *_ in long_headers(front.target, 2_000_000)}
+    assert kinds & {GOAWAY, RST_STREAM}
+    assert upstream_requests(front)["vitwire"] == before

@@ -27,8 +27,10 @@ class Hub:
     """Bytes of a file after which the connection breaks off."""
     lost: set[str] = field(default_factory=set)
     """Files that are listed and cannot be fetched."""
-    listed: dict[str, int] = field(default_factory=dict)
-    """Further names and sizes in the listing."""
+    listed: dict[str, object] = field(default_factory=dict)
+    """Further names and sizes in the listing, or others."""
+    answer: object = None
+    """What it answers in place of its listing."""
 
     def described(self, path: str) -> bytes | None:
         """What the Hub's API answers; None for what this hub does not have."""
@@ -37,7 +39,10 @@ class Hub:
             return json.dumps([_entry(each) for each in files]).encode()
         if not path.startswith(f"/api/models/{self.repository}"):
             return None
-        sizes = {each.name: each.stat().st_size for each in files} | self.listed
+        if self.answer is not None:
+            return json.dumps(self.answer).encode()
+        sizes: dict[str, object] = {each.name: each.stat().st_size for each in files}
+        sizes |= self.listed
         siblings = [{"rfilename": name, "size": size} for name, size in sizes.items()]
         return json.dumps({"id": self.repository, "sha": self.commit, "siblings": siblings}).encode()
 

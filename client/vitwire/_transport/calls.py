@@ -71,8 +71,8 @@ class Transport:
                     attempts.unanswered()
                     continue
                 delay = attempts.delay(self.with_reason(error, attempts, context.metadata))
-            if not calls.wait(delay):
-                raise EncodeFailed("the call was cancelled", code="CANCELLED")
+            calls.wait(delay)
+            calls.check()
 
     def health(self, service: str, deadline: Deadline, context: Context) -> str:
         check = self.connections.control(grpc_channel.HEALTH_OPTIONS).unary_unary(*grpc_channel.HEALTH)
@@ -131,6 +131,7 @@ class Transport:
                         if acceptance.is_missing:
                             again = exchange.unanswered(connection)
                             continue
+                        calls.check()
                         delay = exchange.failed(self.with_reason(error, exchange.attempts, metadata, part), connection)
             again = None
             if delay is None:
@@ -142,6 +143,8 @@ class Transport:
         self, error: grpc.RpcError, attempts: Attempts, metadata: Metadata, part: Part | None = None
     ) -> VitwireError:
         """The error; if gRPC only reports that no server is ready, what that means, or the reason of a server."""
+        if self.connections.is_closed:
+            return EncodeFailed("the client was closed during the call", code="CANCELLED")
         failure = from_rpc(error, part.indices if part else ())
         if not isinstance(failure, Unavailable) or is_from_server(error):
             return failure
@@ -274,6 +277,11 @@ class Calls:
         self._cancelled.set()
         for call in list(self._calls):
             call.cancel()
+
+    def check(self) -> None:
+        """Raises EncodeFailed if the calls were cancelled."""
+        if self._cancelled.is_set():
+            raise EncodeFailed("the call was cancelled", code="CANCELLED")
 
     def wait(self, seconds: float) -> bool:
         """Wait, at most until the calls are cancelled; returns whether they are not."""

@@ -53,7 +53,7 @@ class Connections(Generic[C]):
         self._open = open_channel
         self._limit = limit
         self._lock = threading.Lock()
-        self._closed = False
+        self.is_closed = False
         self._process: int | None = None
         """The process that opened the first channel; gRPC's threads do not survive a fork."""
         self._control: dict[ChannelOptions, C] = {}
@@ -111,10 +111,10 @@ class Connections(Generic[C]):
     def close(self) -> list[C]:
         """Refuse further calls; returns the channels, for the caller to close. In a forked process, there are none."""
         if self.is_forked:
-            self._closed = True
+            self.is_closed = True
             return []
         with self._lock:
-            self._closed = True
+            self.is_closed = True
             return [*self._control.values(), *(each.channel for kind in self._bulk.values() for each in kind)]
 
     def _choose(self, stream: bool, routed: bool) -> Connection[C]:
@@ -127,7 +127,7 @@ class Connections(Generic[C]):
         return best
 
     def _check(self) -> None:
-        if self._closed:
+        if self.is_closed:
             raise RuntimeError("the client is closed")
         if self._process is None:
             self._process = os.getpid()

@@ -34,6 +34,8 @@ _BODY_SECONDS = 60.0
 _SERVICE = pb.DESCRIPTOR.services_by_name["SglangEncoder"].full_name
 _SERVICES = ("", _SERVICE)
 _WATCH_SECONDS = 5.0
+_STREAMS = ("grpc.max_concurrent_streams", 100)
+"""As Vitwire's server: more RPCs of one connection would fill gRPC's queue, which ends those of others."""
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     413: grpc.StatusCode.INVALID_ARGUMENT,
@@ -137,7 +139,7 @@ def grpc_server(adapter: Adapter, workers: Workers, settings: SglangSettings, sp
         message = "Send is for transfers by Mooncake; this encoder sends embeddings over ZMQ"
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
 
-    options = [("grpc.max_receive_message_length", settings.max_body_bytes), ("grpc.so_reuseport", 0)]
+    options = [("grpc.max_receive_message_length", settings.max_body_bytes), ("grpc.so_reuseport", 0), _STREAMS]
     server = grpc.aio.server(options=options, maximum_concurrent_rpcs=4 * settings.max_requests)
     calls = {"Encode": encode, "SchedulerReceiveUrl": register, "Send": refuse}
     handlers: dict[str, Any] = {

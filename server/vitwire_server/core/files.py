@@ -3,7 +3,9 @@
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
+from secrets import token_hex
 from typing import BinaryIO
 
 
@@ -19,6 +21,22 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
 def append_regular(path: Path) -> BinaryIO:
     """A regular file, created if it does not exist, to which each write appends at once. Raises OSError."""
     return open(path, "ab", buffering=0, opener=_opened)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write another file and rename it, so that readers see the old or the new one. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{token_hex(8)}")
+    try:
+        with aside.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        with suppress(OSError):
+            aside.unlink()
+        raise
 
 
 def _opened(path: str, flags: int) -> int:

@@ -4,19 +4,16 @@ Loads are a histogram in which older ones fade: sizes only, never pixels.
 """
 
 import logging
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 import msgspec
 
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.capacities import Capacities
-from vitwire_server.core.files import read_regular
+from vitwire_server.core.files import read_regular, replace_file
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.items import total
 
@@ -171,7 +168,7 @@ class StateFile:
         loads = {size: round(weight, 4) for size, weight in learned.loads.items()}
         document = _Document(**msgspec.structs.asdict(self.header), budgets=list(learned.sizes), loads=loads)
         try:
-            _replace(self.path, msgspec.json.encode(document) + b"\n")
+            replace_file(self.path, msgspec.json.encode(document) + b"\n")
         except OSError as error:
             _log.warning("the learned ladder is not kept over a restart: %s", error)
 
@@ -190,18 +187,3 @@ class StateFile:
         ):
             raise ValueError(f"loads must be weights of token counts up to {largest}")
         return Learned(tuple(sizes), loads)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write another file and rename it, so that readers see the old or the new one. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-            Path(file.name).replace(path)
-        except OSError:
-            with suppress(OSError):
-                Path(file.name).unlink()
-            raise

@@ -26,6 +26,9 @@ _FOREVER_MS = (1 << 31) - 1
 _HANDSHAKE_MS = 20_000
 """A connection that has not completed its TLS and HTTP/2 handshake by then is closed."""
 _PING_MS = 20_000
+_MAX_STREAMS = 100
+"""RPCs of a connection, reset ones included until they are cleared away; further ones wait at the client. Without
+it one connection fills gRPC's queue of RPCs that no handler has, and gRPC ends those of others with CANCELLED."""
 Request: TypeAlias = pb.HealthCheckRequest | Malformed
 Answers: TypeAlias = Stream[Request, pb.HealthCheckResponse]
 HEALTH = pb.DESCRIPTOR.services_by_name["Health"].full_name
@@ -161,6 +164,7 @@ class RpcServer:
                 # No compression: gRPC inflates 360 KB to 250 MB before any handler sees the message.
                 ("grpc.compression_enabled_algorithms_bitset", 1),
                 ("grpc.max_allowed_incoming_connections", listen.max_connections),
+                ("grpc.max_concurrent_streams", _MAX_STREAMS),
                 ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
                 # gRPC varies the age by 10 %; with an endless grace period RPCs in flight are never cut off.
                 ("grpc.max_connection_age_ms", round(listen.max_age_seconds * 1000) or _FOREVER_MS),

@@ -10,6 +10,7 @@ import pytest
 
 from both_clients import Call, both, large
 from fake_service import Fake, abort, expected, item, retry_info, serving
+from http2 import CANCEL, ENHANCE_YOUR_CALM, resetting
 from vitwire import AsyncClient, Client, InvalidItem, Item, Overloaded, Unavailable
 from vitwire._transport.attempts import Deadline
 
@@ -176,3 +177,44 @@ def test_a_client_closes_after_an_interrupt_in_the_start_of_an_rpc(monkeypatch: 
         closing.start()
         closing.join(10)
         assert not closing.is_alive()
+
+
+@both
+@pytest.mark.parametrize("code", [CANCEL, ENHANCE_YOUR_CALM])
+async def test_what_a_proxy_resets_is_sent_again(make: Call, code: int) -> None:
+    """gRPC calls it CANCELLED or RESOURCE_EXHAUSTED, as if the caller had left or the server had answered."""
+    fake = Fake()
+    with serving(fake) as running, resetting(running.target, code) as proxy:
+        async with make(proxy.target, timeout=60) as client:
+            await client.model()
+            for sent in (Item(np.full((16, 64), 3.0, np.float32), (1, 8, 2)), large()):
+                proxy.resets = 2
+                (embedding,) = await client.encode([sent])
+                assert embedding.shape[0] == 4
+                assert proxy.resets == 0
+        async with make(proxy.target, timeout=60, max_retries=0) as client:
+            await client.model()
+            proxy.resets = 1
+            with pytest.raises(Unavailable, match="RST_STREAM") as raised:
+                await client.encode([Item(np.full((16, 64), 3.0, np.float32), (1, 8, 2))])
+            assert raised.value.code == "UNAVAILABLE"
+
+
+@both
+async def test_what_a_server_cancels_is_sent_again(make: Call) -> None:
+    """gRPC's server does so with calls that wait behind too many others."""
+    left = {"Encode": 2, "EncodeStream": 2, "GetModel": 2}
+
+    def cancel(context: grpc.ServicerContext) -> None:
+        method = fake.methods[-1]
+        left[method] -= 1
+        if left[method] >= 0:
+            context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")
+
+    fake = Fake()
+    fake.before = cancel
+    with serving(fake) as running:
+        async with make(running.target, timeout=60) as client:
+            for sent in (item(), large()):
+                await client.encode([sent])
+    assert max(left.values()) < 0, "after two attempts of each came a third"

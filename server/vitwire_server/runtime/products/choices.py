@@ -1,13 +1,14 @@
 """Choices by measurement on a device, kept on disk next to Triton's compiled kernels."""
 
 import json
-import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import triton
+
+from vitwire_server.core.files import replace_file
 
 
 @dataclass(slots=True)
@@ -27,7 +28,7 @@ class Choices:
     @classmethod
     def read(cls, path: Path) -> "Choices":
         """The choices in a file; none if it cannot be read."""
-        with suppress(OSError, ValueError, AttributeError):
+        with suppress(OSError, ValueError, AttributeError, RecursionError):
             kept = json.loads(path.read_text(encoding="utf-8"))
             return cls(path, {str(key): str(value) for key, value in kept.items()})
         return cls(path)
@@ -39,8 +40,5 @@ class Choices:
     def put(self, name: str, choice: str) -> None:
         """Keep a choice; on disk if possible, with what other processes have kept since."""
         self.made = self.read(self._path).made | self.made | {name: choice}
-        whole = self._path.with_suffix(f".{os.getpid()}")
         with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            whole.write_text(json.dumps(self.made), encoding="utf-8")
-            whole.replace(self._path)
+            replace_file(self._path, json.dumps(self.made).encode())

@@ -9,15 +9,16 @@ from pathlib import Path
 from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined] # of the HTTP library that it uses
 
+from vitwire_server.core.files import replace_file
 from vitwire_server.towers.checkpoints.checkpoint import open_checkpoint
-from vitwire_server.towers.checkpoints.weights import vision_shards
+from vitwire_server.towers.checkpoints.weights import refused, vision_shards
 from vitwire_server.towers.files import CheckpointError, local_folder, optional_json
 
 RECORD = ".vitwire-download.json"
 """The file that says which commit of which model the directory holds; written when all files have arrived."""
 _SETTINGS = "*.json"
-_FAULTS = (HTTPError, OSError, ValueError)
-"""Errors of the Hub's client; ValueError for ids that are not of the form owner/name."""
+_FAULTS = (HTTPError, OSError, ValueError, LookupError, TypeError, AttributeError)
+"""Errors of the Hub's client; ValueError for ids other than owner/name, the last three for answers of another form."""
 Say = Callable[[str], object]
 
 
@@ -30,7 +31,7 @@ def download_model(model: str, revision: str, folder: Path, say: Say) -> None:
     """
     if local_folder(model):
         raise CheckpointError(f"{model} is a local directory: serve it as it is")
-    recorded = optional_json(folder / RECORD)
+    recorded = _recorded(folder / RECORD)
     try:
         info = HfApi().model_info(model, revision=revision, files_metadata=True)
     except _FAULTS as error:
@@ -38,12 +39,13 @@ def download_model(model: str, revision: str, folder: Path, say: Say) -> None:
             say(f"the Hub cannot be reached; {folder} holds {model} at {recorded.get('commit')} already")
             return
         raise CheckpointError(f"{model} at {revision} could not be found on the Hub: {_line(error)}") from error
-    sizes = {each.rfilename: each.size or 0 for each in info.siblings or () if _stays_inside(each.rfilename)}
+    sizes = {each.rfilename: each.size for each in info.siblings or () if _is_plain(each.rfilename)}
     fetched: dict[str, int] = {}
-    (folder / RECORD).unlink(missing_ok=True)
+    with refused(f"{folder} cannot be written", OSError):
+        (folder / RECORD).unlink(missing_ok=True)
 
     def fetch(names: list[str]) -> None:
-        wanted = {name: sizes[name] for name in names if name in sizes and name not in fetched}
+        wanted = {name: _announced(name, sizes[name]) for name in names if name in sizes and name not in fetched}
         _fetch(model, str(info.sha), folder, wanted, say)
         fetched.update(wanted)
 
@@ -51,11 +53,12 @@ def download_model(model: str, revision: str, folder: Path, say: Say) -> None:
     checkpoint = open_checkpoint(str(folder))
     for pooling in checkpoint.poolings:
         vision_shards(folder, checkpoint.pooled(pooling).family.modules, checkpoint.config, fetch)
-    for name in _files(recorded).keys() - fetched.keys():
-        if _stays_inside(name):
-            (folder / name).unlink(missing_ok=True)
     record = {"model": model, "revision": revision, "commit": info.sha, "files": fetched}
-    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    with refused(f"{folder} cannot be written", OSError):
+        for name in _files(recorded).keys() - fetched.keys():
+            if (folder / name).is_file():
+                (folder / name).unlink()
+        replace_file(folder / RECORD, json.dumps(record, indent=2).encode() + b"\n")
     say(f"{folder} holds {model} at {info.sha}: {len(fetched)} files, {_size(sum(fetched.values()))}")
 
 
@@ -83,15 +86,34 @@ def _holds(folder: Path, recorded: Mapping[str, object]) -> bool:
     return bool(files) and all(_is_complete(folder / name, size) for name, size in files.items())
 
 
+def _recorded(path: Path) -> Mapping[str, object]:
+    """The record of an earlier download; empty if there is none, or it cannot be read."""
+    try:
+        return optional_json(path)
+    except CheckpointError:
+        return {}
+
+
 def _files(recorded: Mapping[str, object]) -> Mapping[str, int]:
     """Sizes of the files that a record lists; empty if it is damaged."""
     files = recorded.get("files")
-    return files if isinstance(files, dict) else {}
+    if isinstance(files, dict) and all(_is_plain(name) and type(size) is int for name, size in files.items()):
+        return files
+    return {}
 
 
-def _stays_inside(name: str) -> bool:
-    """Whether a file of this name is within the directory, which a mirror may not respect."""
-    return not Path(name).is_absolute() and ".." not in Path(name).parts and name != RECORD
+def _is_plain(name: object) -> bool:
+    """Whether this names a file within the directory, and no hidden one: a mirror or a record may hold anything."""
+    if not isinstance(name, str) or not name.isprintable() or len(name.encode()) > 255:
+        return False
+    return "\\" not in name and all(part and part[0] != "." for part in name.split("/"))
+
+
+def _announced(name: str, size: object) -> int:
+    """The size of a file, as the Hub announced it. Raises CheckpointError."""
+    if type(size) is not int or size < 0:
+        raise CheckpointError(f"the Hub announces {size!r} bytes for {name}")
+    return size
 
 
 def _is_complete(path: Path, size: int) -> bool:

@@ -39,18 +39,15 @@ class PlainFamily(Family):
         """See Family. Adds `tile`, the size of a tile, and `has_head`. Raises ValueError or CheckpointError."""
         config = super().read_config(folder, settings)
         vision = self.tower.configuration(config)
-        files = ProcessorFiles.read(folder)
+        files = ProcessorFiles.read(folder, required=True)
         with usable(files.image_path):
             tiling = one_tile(files, self.processor).tiling
         assert tiling is not None, "a processor of one tile has a tiling"
-        size = side(vision.image_size)
+        size, name = side(vision.image_size), files.image_path.name
         if not self.resizes and tiling.tile != (size, size):
-            name, found = files.image_path.name, f"makes tiles of {tiling.tile}"
-            if not files.image:
-                found = f"is missing, and {self.processor}'s processor then {found}: add the model's file"
-            raise CheckpointError(f"{folder}: image_size is {size}, but {name} {found}")
+            raise CheckpointError(f"{folder}: image_size is {size}, but {name} makes tiles of {tiling.tile}")
         if min(tiling.tile) < side(vision.patch_size):
-            raise ValueError(f"{files.image_path.name} makes tiles of {tiling.tile}, which hold no patch of patch_size")
+            raise ValueError(f"{name} makes tiles of {tiling.tile}, which hold no patch of patch_size")
         fields: dict[str, object] = {"tile": tiling.tile, "has_head": False}
         if self.head:
             path = f"{self.tower.config}.{self.head}".removeprefix(".")

@@ -223,6 +223,7 @@ ROWS = (
         beside=projector(DownsampleProjector, stripped("projector.")),
         encoder=DeepseekVL2,
         processor=images(_vl2_settings),
+        in_code=True,
     ),
     variant(
         _DEEPSEEK_VL,

@@ -19,7 +19,7 @@ from vitwire_server.towers.configs import Config, Served, changed, dtype_of, new
 from vitwire_server.towers.family import Accepts, in_model, stripped
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.layouts.tiles import TileFamily, side
-from vitwire_server.towers.processors.settings import BICUBIC, HALF, IMAGENET, ProcessorFiles, images, whole
+from vitwire_server.towers.processors.settings import BICUBIC, CLIP, HALF, IMAGENET, ProcessorFiles, images, whole
 from vitwire_server.towers.processors.tiles import fits_tower, nearest_ratio, stretched, tiled
 from vitwire_server.towers.shared.fused import unfused
 from vitwire_server.towers.shared.parts import part, projector, stock, variant
@@ -97,8 +97,8 @@ def _eagle_config(_: Path, settings: Mapping[str, Any]) -> Config:
 
 def _settings(files: ProcessorFiles, config: Config) -> dict[Modality, Preprocessing]:
     tiling = nearest_ratio({**files.image, "crop_to_patches": True}, side(config.vision_config.image_size), cuts=True)
-    frames = tiled(files.video, tiling, IMAGENET)
-    return {Modality.IMAGE: tiled(files.image, tiling, IMAGENET), Modality.VIDEO: stretched(frames, tiling.tile)}
+    frames = tiled(files.video, tiling, CLIP)
+    return {Modality.IMAGE: tiled(files.image, tiling, CLIP), Modality.VIDEO: stretched(frames, tiling.tile)}
 
 
 def _still_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:

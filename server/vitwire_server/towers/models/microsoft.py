@@ -20,7 +20,7 @@ from vitwire_server.towers.configs import Config, Served, changed, dtype_of, new
 from vitwire_server.towers.family import Accepts, Parts, Weights, in_model, of_transformers
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, UnitInput
 from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, TileTower, Unit
-from vitwire_server.towers.processors.settings import HALF, IMAGENET, ProcessorFiles, bounded_above, images, whole
+from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles, bounded_above, images, whole
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.parts import projector, stock
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
@@ -47,7 +47,7 @@ def _florence_settings(image: Mapping[str, Any], config: Config) -> Preprocessin
     if image.get("do_center_crop"):
         raise ValueError("unsupported do_center_crop")
     tile = (config.vision_config.image_size,) * 2
-    return tiled(image, Tiling(TilingRule.STRETCH, tile), IMAGENET)
+    return tiled(image, Tiling(TilingRule.STRETCH, tile), CLIP)
 
 
 class Florence2(TileTower):

@@ -173,6 +173,7 @@ ROWS = (
         beside=_beside(lambda vision: vision.encoder_config.hidden_size),
         encoder=DeepseekOcr2,
         processor=images(partial(_ocr_settings, most=6)),
+        in_code=True,
     ),
     TileFamily(
         "unlimited_ocr",
@@ -194,6 +195,7 @@ ROWS = (
         beside=_beside(lambda vision: vision.sam_config.downsample_channels[-1] + vision.encoder_config.hidden_size),
         encoder=UnlimitedOcr,
         processor=images(partial(_ocr_settings, most=32)),
+        in_code=True,
         transformers="5.23.0",
     ),
 )

@@ -126,6 +126,7 @@ _STEP3P7 = TileFamily(
     ),
     encoder=Step3,
     processor=images(_step3_settings),
+    in_code=True,
 )
 
 ROWS = (

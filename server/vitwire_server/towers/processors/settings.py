@@ -11,7 +11,7 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.tilings import Tiling
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.files import CheckpointError, optional_json, read_json
+from vitwire_server.towers.files import CheckpointError, optional_json
 
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
 _FILTERS = range(6)
@@ -65,7 +65,10 @@ class ProcessorFiles:
         own_image, own_video = (nested.get(key) for key in ("image_processor", "video_processor"))
         image_path = path if own_image else folder / "preprocessor_config.json"
         video_path = path if own_video else folder / "video_preprocessor_config.json"
-        image = own_image or (read_json if required else optional_json)(image_path)
+        if required and not own_image and not image_path.exists():
+            advice = "add the model's file, as its images would be prepared with guessed values"
+            raise CheckpointError(f"{folder} holds no {image_path.name}, nor image_processor in {path.name}: {advice}")
+        image = own_image or optional_json(image_path)
         return cls(image, own_video or optional_json(video_path), image_path, video_path)
 
 
@@ -88,13 +91,14 @@ def read_settings(
     settings: Callable[[ProcessorFiles], Mapping[Modality, Preprocessing]],
     *,
     channels: int = 3,
-    required: bool = False,
+    required: bool = True,
     converts: bool = True,
 ) -> dict[Modality, Preprocessing]:
     """Settings of each modality, which `settings` makes of a checkpoint's files. Raises CheckpointError.
 
     `settings` may raise KeyError, TypeError, ValueError or ArithmeticError over values that no client can use.
-    `converts` is true if the processor's class converts images to RGB when its files do not say.
+    `required`: without a file for images, the checkpoint is refused. `converts` is true if the processor's class
+    converts images to RGB when its files do not say.
     """
     files = ProcessorFiles.read(folder, required=required)
     with usable(folder):
@@ -166,7 +170,7 @@ def read_areas(
         found = {Modality.IMAGE: files.image, Modality.VIDEO: {**unbounded, **files.own_video}}
         return {modality: _of_area(found[modality], rule) for modality, rule in rules.items()}
 
-    return read_settings(folder, settings, channels=channels, required=True, converts=converts)
+    return read_settings(folder, settings, channels=channels, converts=converts)
 
 
 def _of_area(config: Mapping[str, Any], rule: AreaRule) -> Preprocessing:
