@@ -135,7 +135,8 @@ def test_the_router_sends_the_same_rows(
     for flags in ((), ("--mode=reference",)):
         with router(server.target, stand_in.url, *flags) as proxy, client_of(proxy) as llm:
             model = f"rows-from-{server.target}" if flags else "tiny"
-            llm.chat.completions.create(model=model, messages=[{"role": "user", "content": parts}])
+            messages: list[Any] = [{"role": "user", "content": parts}]
+            llm.chat.completions.create(model=model, messages=messages)
         image, video, *_ = stand_in.requests()[-1]["body"]["messages"][0]["content"]
         if flags:
             assert image["image_embeds"] == {"image_grid_thw": list(text.grid)}

@@ -79,7 +79,7 @@ def test_images_are_turned_upright(orientation: int, kind: str, mode: str) -> No
 def test_images_whose_tag_is_odd() -> None:
     """Only after the pixels of a PNG, in XMP, and of types that the format does not know."""
     image = tagged(6, "PNG", "RGB")
-    data = image.fp.getvalue()  # type: ignore[union-attr]  # of a file in memory
+    data = image.fp.getvalue()
     start = data.index(b"eXIf") - 4
     length = 12 + int.from_bytes(data[start : start + 4], "big")
     late = data[:start] + data[start + length : -12] + data[start : start + length] + data[-12:]
