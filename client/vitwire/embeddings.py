@@ -55,7 +55,10 @@ class Report:
     grid: tuple[int, int, int] = (0, 0, 0)
     """Grid that the server chose for a file or picture, or grid of a cached embedding; zeros for other items."""
     frame_seconds: tuple[float, ...] = ()
-    """Seconds from the start of an encoded clip to each frame that was used; empty if only its content_id was sent."""
+    """Seconds of each frame that was used of an encoded clip: its index ÷ the clip's mean frame rate. Empty if only its
+    content_id was sent."""
+    second_per_grid: float = 0.0
+    """Seconds of an encoded clip for each of the `t` groups of frames in its grid; 0 if unknown."""
 
     @classmethod
     def from_message(cls, message: pb.ItemReport, request_id: str = "") -> "Report":
@@ -71,6 +74,7 @@ class Report:
             request_id=request_id,
             grid=(message.grid.t, message.grid.h, message.grid.w),
             frame_seconds=tuple(message.frame_seconds),
+            second_per_grid=message.second_per_grid,
         )
 
 

@@ -37,6 +37,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from broken import edit
 from checkpoints import Checkpoints, sampled
+from clear_files import faded
 from client_models import client_model
 from prepared import image_items, of_images
 from published_processors import deepseek_vl2_tiles, eagle_tiles, h2ovl_tiles
@@ -227,6 +228,34 @@ def test_a_setting_that_is_not_served_is_named(
         open_checkpoint(str(folder)).preprocessing()
 
 
+AUTHORS = ("deepseek_vl_v2", "eagle_2_5_vl", "h2ovl_chat")
+"""Their authors' processors are written down for pictures in RGB, which vLLM's reader makes on white."""
+
+
+@pytest.mark.parametrize("model_type", sampled(STOCK))
+def test_a_picture_with_alpha_is_what_the_processor_makes_of_it(
+    model_type: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    folder, clear, path = checkpoints(model_type), faded(), tmp_path / "clear.png"
+    clear.save(path)
+    white = Image.new("RGB", clear.size, "white")
+    white.paste(clear, mask=clear)
+    recipe = of_images(folder)
+    pixels, _ = STOCK[model_type](folder, white if model_type in AUTHORS else clear)
+    of_file, in_memory = image_items([path, clear], recipe)
+    assert np.array_equal(of_file.pixels, in_memory.pixels)
+    error = np.abs(normalised(of_file.pixels, recipe, recipe.settings.mean, recipe.settings.std) - pixels).max()
+    assert error < 2 / 255 / min(recipe.settings.std)
+
+
+def converts(folder: Path, said: bool | None) -> None:
+    """Have the processor's file say whether images are converted to RGB, or not say it."""
+    path = folder / "preprocessor_config.json"
+    settings = json.loads(path.read_text())
+    settings.pop("do_convert_rgb")
+    path.write_text(json.dumps(settings if said is None else {**settings, "do_convert_rgb": said}))
+
+
 UNCONVERTED = ("siglip2", "janus", "deepseek_vl", "deepseek_vl_hybrid")
 """Their processors convert nothing to RGB unless their files say so."""
 
@@ -238,10 +267,7 @@ def test_a_transparent_colour_is_what_the_processor_makes_of_it(
     model_type: str, said: bool | None, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
-    path = folder / "preprocessor_config.json"
-    settings = json.loads(path.read_text())
-    settings.pop("do_convert_rgb")
-    path.write_text(json.dumps(settings if said is None else {**settings, "do_convert_rgb": said}))
+    converts(folder, said)
     flat = photograph(40, 60).quantize(4)
     files = [tmp_path / name for name in ("palette.png", "keyed.gif", "keyed.png")]
     for name, image in zip(files, (flat, flat, flat.convert("RGB")), strict=True):
@@ -258,6 +284,28 @@ def test_a_transparent_colour_is_what_the_processor_makes_of_it(
             assert np.abs(pixels - theirs).max() < 2 / 255 / min(recipe.settings.std)
         on_white.append(not np.array_equal(item.pixels, plain.pixels))
     assert any(on_white) is (said if said is not None else model_type not in UNCONVERTED)
+
+
+@pytest.mark.parametrize("said", [True, False, None], ids=["converted", "not", "unsaid"])
+@pytest.mark.parametrize("model_type", [*UNCONVERTED, "gemma3"])
+def test_alpha_is_dropped_if_the_processor_converts_nothing(
+    model_type: str, said: bool | None, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """transformers' processors take RGB alone then, which its `load_image` makes of files by dropping alpha."""
+    folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
+    converts(folder, said)
+    clear, path = faded(), tmp_path / "clear.png"
+    clear.save(path)
+    recipe = of_images(folder)
+    items = image_items([path, clear], recipe)
+    said = model_type not in UNCONVERTED if said is None else said
+    if not said:
+        with pytest.raises(ValueError, match="4 elements"):
+            STOCK[model_type](folder, clear)
+    theirs, _ = STOCK[model_type](folder, clear if said else load_image(str(path)))
+    for item in items:
+        pixels = normalised(item.pixels, recipe, recipe.settings.mean, recipe.settings.std)
+        assert np.abs(pixels - theirs).max() < 2 / 255 / min(recipe.settings.std)
 
 
 def normalised(own: Any, recipe: Recipe, mean: tuple[float, ...], std: tuple[float, ...]) -> Array:

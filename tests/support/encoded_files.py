@@ -149,14 +149,16 @@ def clip(
     kind: str = "mp4",
     codec: str = "libx264",
     options: Mapping[str, str] | None = None,
+    matrix: Sequence[int] | None = None,
 ) -> bytes:
-    """The frames as a file; `options` are the codec's."""
+    """The frames as a file; `options` are the codec's, `matrix` is how players show it."""
     with io.BytesIO() as file:
         with av.open(file, "w", format=kind) as container:
             stream = cast("VideoStream", container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001)))
             stream.height, stream.width = frames[0].shape[:2]
             stream.pix_fmt = "yuv420p"
             stream.options = {"crf": "10", **(options or {})}
+            stream.set_display_matrix(matrix)
             for frame in frames:
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
             container.mux(stream.encode())

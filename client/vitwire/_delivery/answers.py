@@ -36,7 +36,9 @@ class Accepted:
     forecast: float
     """Predicted seconds until the rows are stored, once the item's bytes have arrived."""
     frame_seconds: tuple[float, ...] = ()
-    """Seconds from the start of an encoded clip to each frame that is used."""
+    """Seconds of each frame that is used of an encoded clip: its index ÷ the clip's mean frame rate."""
+    second_per_grid: float = 0.0
+    """Seconds of an encoded clip for each of the `t` groups of frames in its grid; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ def accepted_of(message: pb.Accepted, expected: Expected) -> Accepted:
     if not all(grid) or (any(expected.grid) and grid != expected.grid):
         raise ValueError(f"the server accepted a grid of {grid}, expected {expected.grid}")
     forecast = message.forecast.seconds + message.forecast.nanos / 1e9
-    return Accepted(grid, message.tokens, forecast, tuple(message.frame_seconds))
+    return Accepted(grid, message.tokens, forecast, tuple(message.frame_seconds), message.second_per_grid)
 
 
 def stored_of(message: pb.EmbeddingStored, report: Report, expected: Expected) -> Stored:

@@ -5,7 +5,7 @@ import binascii
 import io
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 from urllib.parse import unquote_to_bytes
@@ -51,6 +51,10 @@ _IMAGES_IN_MP4 = (b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1")
 _CHANNEL_COUNTS = (1, 3, 4)
 _ALPHA = 4
 """Channels of a picture with transparency."""
+_ORIENTATION = 0x0112
+"""The tag of EXIF."""
+_TRANSPOSITIONS: dict[Any, int] = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
+"""Pillow's numbers of the transpositions that turn an image upright, by its orientation."""
 
 
 def loaded(source: ImageLike) -> Loaded:
@@ -144,12 +148,16 @@ class PillowImage(Protocol):
 
     def convert(self, mode: str, /) -> "PillowImage": ...
 
+    def getexif(self) -> Mapping[int, Any]: ...
+
+    def transpose(self, method: Any, /) -> "PillowImage": ...  # noqa: ANN401  # of an enum of Pillow
+
 
 def pixels_of(image: object) -> Picture:
     """A picture `(H, W, 3)`, or `(H, W, 4)` with alpha, of a Pillow image or a uint8 array.
 
-    Arrays are `(H, W)`, `(H, W, C)` or `(C, H, W)` with 1, 3 or 4 channels; an ambiguous shape is read as channels
-    first, and they stay views. Raises ValueError or TypeError.
+    An image is turned as its EXIF orientation says. Arrays are `(H, W)`, `(H, W, C)` or `(C, H, W)` with 1, 3 or 4
+    channels; an ambiguous shape is read as channels first, and they stay views. Raises ValueError or TypeError.
     """
     if isinstance(image, np.ndarray):
         return _of_array(image)
@@ -157,7 +165,9 @@ def pixels_of(image: object) -> Picture:
         raise TypeError(f"expected a Pillow image or a uint8 array, got {type(image).__name__}")
     has_alpha = "A" in image.getbands() or "a" in image.getbands() or image.info.get("transparency") is not None
     try:
-        return np.asarray(image.convert("RGBA" if has_alpha else "RGB"))
+        picture = image.convert("RGBA" if has_alpha else "RGB")
+        turn = _TRANSPOSITIONS.get(image.getexif().get(_ORIENTATION))
+        return np.asarray(picture if turn is None else picture.transpose(turn))
     except (
         OSError,
         ValueError,

@@ -494,8 +494,14 @@ class Accepted(google.protobuf.message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     FORECAST_FIELD_NUMBER: builtins.int
     FRAME_SECONDS_FIELD_NUMBER: builtins.int
+    SECOND_PER_GRID_FIELD_NUMBER: builtins.int
     tokens: builtins.int
     """Vectors of the embedding."""
+    second_per_grid: builtins.float
+    """Seconds of a clip's file for each of the t groups of frames in its grid:
+    frames of a group ÷ (frames used ÷ all frames × mean frame rate). 0 if the
+    file has no rate.
+    """
     @property
     def grid(self) -> Global___Grid:
         """The item's grid; the server chose it if the item is a file."""
@@ -506,7 +512,9 @@ class Accepted(google.protobuf.message.Message):
 
     @property
     def frame_seconds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Seconds from the start of a clip's file to each frame that is used."""
+        """Time in seconds of each frame of a clip's file that is used: its index ÷ the
+        mean frame rate of the file, whatever the rate was at that frame.
+        """
 
     def __init__(
         self,
@@ -515,9 +523,10 @@ class Accepted(google.protobuf.message.Message):
         tokens: builtins.int = ...,
         forecast: google.protobuf.duration_pb2.Duration | None = ...,
         frame_seconds: collections.abc.Iterable[builtins.float] | None = ...,
+        second_per_grid: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["forecast", b"forecast", "grid", b"grid"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["forecast", b"forecast", "frame_seconds", b"frame_seconds", "grid", b"grid", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["forecast", b"forecast", "frame_seconds", b"frame_seconds", "grid", b"grid", "second_per_grid", b"second_per_grid", "tokens", b"tokens"]) -> None: ...
 
 Global___Accepted: typing_extensions.TypeAlias = Accepted
 
@@ -620,6 +629,7 @@ class ItemReport(google.protobuf.message.Message):
     DELIVERY_FALLBACK_FIELD_NUMBER: builtins.int
     GRID_FIELD_NUMBER: builtins.int
     FRAME_SECONDS_FIELD_NUMBER: builtins.int
+    SECOND_PER_GRID_FIELD_NUMBER: builtins.int
     path: Global___Path.ValueType
     fallback_reason: builtins.str
     """Why no graph was used; empty otherwise."""
@@ -630,6 +640,11 @@ class ItemReport(google.protobuf.message.Message):
     delivery_fallback: builtins.str
     """Why the embedding came in the response although the item had a region; empty
     otherwise.
+    """
+    second_per_grid: builtins.float
+    """Seconds of a clip's file for each of the t groups of frames in its grid:
+    frames of a group ÷ (frames used ÷ all frames × mean frame rate). 0 if the
+    file has no rate, and where frame_seconds is empty.
     """
     @property
     def queued(self) -> google.protobuf.duration_pb2.Duration:
@@ -651,8 +666,9 @@ class ItemReport(google.protobuf.message.Message):
 
     @property
     def frame_seconds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Seconds from the start of a clip's file to each frame that was used; empty
-        for embeddings that were requested by content_id alone.
+        """Time in seconds of each frame of a clip's file that was used: its index ÷ the
+        mean frame rate of the file, whatever the rate was at that frame. Empty for
+        embeddings that were requested by content_id alone.
         """
 
     def __init__(
@@ -668,9 +684,10 @@ class ItemReport(google.protobuf.message.Message):
         delivery_fallback: builtins.str = ...,
         grid: Global___Grid | None = ...,
         frame_seconds: collections.abc.Iterable[builtins.float] | None = ...,
+        second_per_grid: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["encoded", b"encoded", "grid", b"grid", "queued", b"queued"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["budget_tokens", b"budget_tokens", "delivery_fallback", b"delivery_fallback", "encoded", b"encoded", "fallback_reason", b"fallback_reason", "frame_seconds", b"frame_seconds", "grid", b"grid", "kept", b"kept", "path", b"path", "queued", b"queued", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_tokens", b"budget_tokens", "delivery_fallback", b"delivery_fallback", "encoded", b"encoded", "fallback_reason", b"fallback_reason", "frame_seconds", b"frame_seconds", "grid", b"grid", "kept", b"kept", "path", b"path", "queued", b"queued", "second_per_grid", b"second_per_grid", "tokens", b"tokens"]) -> None: ...
 
 Global___ItemReport: typing_extensions.TypeAlias = ItemReport
 

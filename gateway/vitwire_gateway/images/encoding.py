@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import replace
@@ -17,6 +17,7 @@ from vitwire import (
     Item,
     Model,
     NotCached,
+    Report,
     Stored,
     Unauthenticated,
     VitwireError,
@@ -33,7 +34,7 @@ T = TypeVar("T")
 _MODEL_SECONDS = 2.0
 """Less than a server takes to restart, so that its new weights never get content ids of the old ones."""
 _MAX_CLIPS = 1000
-"""Whose seconds of frames are kept."""
+"""Whose times are kept."""
 _NO_TIMES = "the file does not say how many frames a second has"
 
 
@@ -51,8 +52,8 @@ class Referenced(NamedTuple):
     content_id: str
     grid: tuple[int, int, int]
     model: Model
-    frame_seconds: Sequence[float] = ()
-    """Of a clip: seconds from its start to each frame that is used."""
+    times: Accepted | Report
+    """Has those of a clip."""
 
 
 class Recent(Generic[T]):
@@ -87,8 +88,8 @@ class Encoder:
         self._max_pixels = max_pixels
         self._turns = Turns(max_encoding)
         self.caller = Caller.of("anybody")
-        self._seconds: dict[str, Sequence[float]] = {}
-        """Of the frames of clips, by content id; all requests share it."""
+        self._times: dict[str, Accepted | Report] = {}
+        """Answers with the times of clips, by content id; all requests share it."""
         self.stores: dict[bytes, asyncio.Task[str]] = {}
         """Files that are being stored, by digest."""
 
@@ -181,8 +182,8 @@ class Encoder:
                 message = "the encoder keeps no embeddings: --mode reference needs --cache-bytes on every server"
                 raise ApiError(502, message, "encoder_without_cache")
             content_id = content_id_of(image.digest, model)
-            # The server says the seconds of a clip's frames only if it gets the file.
-            known = () if image.modality == "image" else self._seconds.get(content_id)
+            # The server says the times of a clip only if it gets the file.
+            known = Report() if image.modality == "image" else self._times.get(content_id)
             if known is not None:
                 with suppress(NotCached):
                     (stored,) = await self.client.store([Item(content_id=content_id, modality=image.modality)])
@@ -193,17 +194,17 @@ class Encoder:
                 async for _, answer in answers:
                     if isinstance(answer, VitwireError):
                         raise answer from None
-                    seconds = _frame_seconds(image, answer)
-                    if seconds is not None and not accepted.done():
-                        self._remember(content_id, seconds)
-                        accepted.set_result(Referenced(content_id, answer.grid, model, seconds))
+                    times = _times(image, answer)
+                    if times is not None and not accepted.done():
+                        self._remember(content_id, times)
+                        accepted.set_result(Referenced(content_id, answer.grid, model, times))
         return content_id
 
-    def _remember(self, content_id: str, seconds: Sequence[float]) -> None:
-        if seconds:
-            self._seconds[content_id] = seconds
-            if len(self._seconds) > _MAX_CLIPS:
-                del self._seconds[next(iter(self._seconds))]
+    def _remember(self, content_id: str, times: Accepted | Report) -> None:
+        if times.frame_seconds:
+            self._times[content_id] = times
+            if len(self._times) > _MAX_CLIPS:
+                del self._times[next(iter(self._times))]
 
     async def _item(self, image: ImageFile, model: Model) -> Item:
         """The only place where a file becomes an item: as it is, once its header is known."""
@@ -243,11 +244,11 @@ def _invalid() -> Generator[None, None, None]:
         raise
 
 
-def _frame_seconds(image: ImageFile, answer: Accepted | Stored) -> Sequence[float] | None:
-    """The seconds of a clip's frames; None if a later answer has them. Raises InvalidItem if none has."""
-    seconds = answer.frame_seconds if isinstance(answer, Accepted) else answer.report.frame_seconds
-    if seconds or image.modality == "image":
-        return seconds
+def _times(image: ImageFile, answer: Accepted | Stored) -> Accepted | Report | None:
+    """The answer's part with the times of a clip; None if a later answer has them. Raises InvalidItem if none has."""
+    found = answer if isinstance(answer, Accepted) else answer.report
+    if found.frame_seconds or image.modality == "image":
+        return found
     if isinstance(answer, Stored):
         raise InvalidItem(_NO_TIMES, item=0)
     return None

@@ -84,9 +84,12 @@ def dialect_of(settings: RouterSettings, api: Api = "chat") -> Dialect:
     async def reference(encoder: Encoder, image: ImageFile) -> Part:
         if image.modality == "video":
             parts.check_clips(await encoder.model.get())
-        content_id, grid, model, seconds = await encoder.store(image)
-        times = model.group_seconds(seconds)
-        return parts.reference_part(grid, model, content_id, modality=image.modality, timestamps=times)
+        content_id, grid, model, times = await encoder.store(image)
+        seconds = model.group_seconds(times.frame_seconds)
+        kind, interval = image.modality, times.second_per_grid
+        return parts.reference_part(
+            grid, model, content_id, modality=kind, timestamps=seconds, second_per_grid=interval
+        )
 
     part = inline if mode == "inline" else reference
     if api != "responses":

@@ -175,6 +175,6 @@ def _message(part: Part, images: Sequence[Encoded]) -> list[Frame]:
     joined = np.ascontiguousarray(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
     grids, dtype = [each.embedding.grid for each in images], images[0].embedding.dtype
     is_of_clips = part.modality == "video"
-    times = times_of(images[0].model, [each.embedding.report.frame_seconds for each in images]) if is_of_clips else {}
+    times = times_of(images[0].model, [each.embedding.report for each in images]) if is_of_clips else {}
     header = embedding_header(part, grids, joined.shape, dtype, times)
     return [header, joined.reshape(-1).view(np.uint8)]

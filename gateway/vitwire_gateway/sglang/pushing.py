@@ -18,7 +18,7 @@ import numpy.typing as npt
 import zmq
 import zmq.asyncio
 
-from vitwire import Model
+from vitwire import Model, Report
 from vitwire.items import Modality
 from vitwire_gateway.fairness import Caller, Turns
 from vitwire_gateway.images.image_hosts import Network
@@ -39,6 +39,8 @@ _MODALITIES: dict[Modality, int] = {"image": 1, "video": 2}
 """Values of `Modality`."""
 _BY_INTERVAL = ("qwen2_5_vl", "qwen2_5_omni", "qwen3_omni_moe")
 """Models whose positions follow from the seconds between groups of frames; others have the seconds in the prompt."""
+_USUAL_INTERVAL = 1.0
+"""Of these models, for clips from servers that do not say it yet."""
 
 
 class Pusher:
@@ -137,12 +139,11 @@ async def _resolved(endpoint: str) -> str:
     return f"tcp://[{address[0]}]:{port}" if family == socket.AF_INET6 else f"tcp://{address[0]}:{port}"
 
 
-def times_of(model: Model, clips: Sequence[Sequence[float]]) -> dict[str, object]:
-    """The attribute with the times of clips, by the seconds of the frames of each; SGLang fails if it gets both."""
-    groups = [model.group_seconds(each) for each in clips]
+def times_of(model: Model, clips: Sequence[Report]) -> dict[str, object]:
+    """The attribute with the times of clips, by the report on each; SGLang fails if it gets both."""
     if model.model_type.startswith(_BY_INTERVAL):
-        return {"second_per_grid_ts": [each[1] - each[0] if len(each) > 1 else 1.0 for each in groups]}
-    return {"video_timestamps": groups}
+        return {"second_per_grid_ts": [each.second_per_grid or _USUAL_INTERVAL for each in clips]}
+    return {"video_timestamps": [model.group_seconds(each.frame_seconds) for each in clips]}
 
 
 def embedding_header(

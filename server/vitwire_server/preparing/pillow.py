@@ -136,7 +136,7 @@ def flattened(pixels: Pixels, recipe: Recipe) -> Pixels:
 
 
 def read(file: IO[bytes], recipe: Recipe, formats: tuple[str, ...]) -> Image.Image:
-    """The image in a file as Hugging Face loads it: rotated by EXIF, alpha ignored, a transparent colour applied.
+    """The image in a file, turned upright by EXIF, in RGB; transparency as of a picture that was `flattened`.
 
     formats: the formats that are accepted, by Pillow's names. Raises ValueError.
     """
@@ -145,12 +145,13 @@ def read(file: IO[bytes], recipe: Recipe, formats: tuple[str, ...]) -> Image.Ima
         if image.width * image.height > MAX_PICTURE_PIXELS:
             raise ValueError(f"{image.width}x{image.height} exceeds the limit of {MAX_PICTURE_PIXELS} pixels")
         ImageOps.exif_transpose(image, in_place=True)
-        if isinstance(image.info.get("transparency"), bytes):
-            del image.info["transparency"]  # the conversion drops it too, but with a warning
-        image = image.convert("RGB")
-        if image.info.get("transparency") is not None and not recipe.settings.drops_transparency:
-            white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-            image = Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
-        return image
+        if not image.has_transparency_data:
+            return image.convert("RGB")
+        image = image.convert("RGBA")
+        if recipe.settings.drops_transparency:
+            return image.convert("RGB")
+        white = Image.new("RGB", image.size, "white")
+        white.paste(image, mask=image)
+        return white
     except UNREADABLE as error:
         raise ValueError(f"cannot be read as an image: {error}") from error

@@ -33,6 +33,8 @@ _BASE_BYTES = 512 << 20
 _COPIES = 3
 """Of a file and of the prepared pixels in a decoder."""
 _CHECK_SECONDS = 120.0
+_STEPS = 1
+"""Of the steps from a file to pixels that no setting names: counted up when they make other pixels of any file."""
 
 
 async def decoded_on(settings: ServeSettings) -> Preparation:
@@ -109,7 +111,7 @@ def decoding(
 def _fingerprint(recipes: Mapping[Modality, Recipe], jpegs: Preparation, *, clips: bool) -> str:
     names = ["pillow"] + ["av"] * clips + ["nvidia-nvimgcodec-cu13"] * (jpegs.place is Place.DEVICE)
     libraries = {name: version(name) for name in names}
-    return sha256(msgspec.json.encode((libraries, recipes), order="sorted")).hexdigest()
+    return sha256(msgspec.json.encode((_STEPS, libraries, recipes), order="sorted")).hexdigest()
 
 
 def _may_use_device(settings: ServeSettings) -> bool:

@@ -83,7 +83,7 @@ async def _decode(call: Call, index: int, given: Unprepared, region_seconds: flo
     flow = Flow(*call.caller, id(call), call.priority)
     measured, attributes = await _measured(pool, flow, index, given)
     item = call.serving.codec.measured(f"items[{index}]", given, measured, call.consumer)
-    call.answers.item(index).prepared = Prepared(measured.grid, measured.frame_seconds)
+    call.answers.item(index).prepared = Prepared(measured.grid, measured.frame_seconds, measured.second_per_grid)
     asked = time.monotonic()
     item = await call.placed(index, item, region_seconds)
     began += time.monotonic() - asked  # the client's time

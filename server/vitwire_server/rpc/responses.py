@@ -40,10 +40,14 @@ class Outgoing(NamedTuple):
 
 def accepted_message(kind: type[Answer], item: int, accepted: Accepted, prepared: Prepared | None = None) -> Outgoing:
     """The message that precedes the answer to an item whose rows are only stored."""
-    (t, h, w), forecast = accepted.grid, duration(accepted.forecast)
-    seconds = prepared.frame_seconds if prepared else ()
-    grid = pb.Grid(t=t, h=h, w=w)
-    message = pb.Accepted(grid=grid, tokens=accepted.tokens, forecast=forecast, frame_seconds=seconds)
+    t, h, w = accepted.grid
+    message = pb.Accepted(
+        grid=pb.Grid(t=t, h=h, w=w),
+        tokens=accepted.tokens,
+        forecast=duration(accepted.forecast),
+        frame_seconds=prepared.frame_seconds if prepared else (),
+        second_per_grid=prepared.second_per_grid if prepared else 0.0,
+    )
     return Outgoing(kind(item=item, accepted=message).SerializeToString(), 0, last=False)
 
 
@@ -97,6 +101,7 @@ def _report(outcome: Encoded, prepared: Prepared | None) -> pb.ItemReport:
         kept=outcome.embedding.kept,
         grid=pb.Grid(t=grid[0], h=grid[1], w=grid[2]) if grid else None,
         frame_seconds=prepared.frame_seconds if prepared else (),
+        second_per_grid=prepared.second_per_grid if prepared else 0.0,
         delivery_fallback=outcome.delivery.reason if isinstance(outcome.delivery, NotDelivered) else "",
     )
 

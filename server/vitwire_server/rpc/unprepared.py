@@ -48,6 +48,7 @@ class Prepared(NamedTuple):
 
     grid: tuple[int, int, int]
     frame_seconds: tuple[float, ...] = ()
+    second_per_grid: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Pictures in memory: what the client sends of Pillow images and arrays, and that it needs no Pillow."""
 
+import io
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps, PngImagePlugin
 
 from both_clients import Call, both
 from fake_service import Running, item, running
@@ -42,6 +43,63 @@ def test_a_transparent_colour_becomes_alpha(mode: str) -> None:
     image = PHOTO.convert(mode)
     image.info["transparency"] = image.getpixel((0, 0))
     assert pixels_of(image)[0, 0, 3] == 0
+
+
+def tagged(orientation: object, kind: str, mode: str) -> Image.Image:
+    """A picture whose file has an orientation in its EXIF data."""
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[0x0112] = orientation
+    PHOTO.convert(mode).save(file, kind, exif=exif)
+    return Image.open(file)
+
+
+@pytest.mark.parametrize("orientation", range(11))
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        *(("JPEG", mode) for mode in ("RGB", "L", "CMYK")),
+        *(("PNG", mode) for mode in ("RGB", "RGBA", "L", "LA", "P", "1")),
+        *(("WEBP", mode) for mode in ("RGB", "RGBA")),
+        *(("TIFF", mode) for mode in ("RGB", "I;16")),
+    ],
+)
+def test_images_are_turned_upright(orientation: int, kind: str, mode: str) -> None:
+    image = tagged(orientation, kind, mode)
+    upright = ImageOps.exif_transpose(image)
+    expected = np.asarray(upright.convert("RGBA" if upright.mode in ("RGBA", "LA") else "RGB"))
+    for source in (image, image.copy(), image.crop((0, 0, *image.size)), upright):
+        np.testing.assert_array_equal(pixels_of(source), expected)
+    np.testing.assert_array_equal(Item.from_image(image).pixels, expected)
+    frames = pixels_of_frames([image, image, upright])
+    np.testing.assert_array_equal(frames, np.stack([expected] * 3))
+    stored = np.asarray(image.convert("RGB"))
+    assert pixels_of(stored) is stored, "arrays have no tag"
+
+
+def test_images_whose_tag_is_odd() -> None:
+    """Only after the pixels of a PNG, in XMP, and of types that the format does not know."""
+    image = tagged(6, "PNG", "RGB")
+    data = image.fp.getvalue()
+    start = data.index(b"eXIf") - 4
+    length = 12 + int.from_bytes(data[start : start + 4], "big")
+    late = data[:start] + data[start + length : -12] + data[start : start + length] + data[-12:]
+    xmp = PngImagePlugin.PngInfo()
+    xmp.add_itxt("XML:com.adobe.xmp", '<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>')
+    file = io.BytesIO()
+    PHOTO.save(file, "PNG", pnginfo=xmp)
+    for each in (io.BytesIO(late), file):
+        np.testing.assert_array_equal(pixels_of(Image.open(each)), np.rot90(np.asarray(PHOTO), -1))
+    for value in ((6, 6), b"6", "6", 6.5):
+        image = PHOTO.copy()
+        image.getexif()[0x0112] = value
+        np.testing.assert_array_equal(pixels_of(image), np.asarray(PHOTO))
+
+
+def test_an_image_whose_exif_data_cannot_be_read() -> None:
+    image = PHOTO.copy()
+    image.info["exif"] = b"Exif\0\0nonsense"
+    with pytest.raises(ValueError, match="cannot be read"):
+        pixels_of(image)
 
 
 def test_arrays_stay_views() -> None:

@@ -67,9 +67,7 @@ def image_embeds(
         f"{modality}_grid_thw": torch.tensor([embedding.grid for embedding in embeddings]),
     }
     times = [
-        _times(
-            embedding.grid, model, modality, _seconds(embedding, model) if timestamps is None else timestamps[number]
-        )
+        _times_of(embedding, model, modality, None if timestamps is None else timestamps[number])
         for number, embedding in enumerate(embeddings)
     ]
     for name in times[0] if times else ():  # in float64, as vLLM rounds them for the prompt
@@ -112,14 +110,12 @@ def video_part(
 
     timestamps: the seconds of each of its `t` groups of frames; default: from the report of a file.
     """
-    seconds = _seconds(embedding, model) if timestamps is None else timestamps
-    return _part(embedding, model, "video", _times(embedding.grid, model, "video", seconds), uuid)
+    return _part(embedding, model, "video", _times_of(embedding, model, "video", timestamps), uuid)
 
 
 def unencoded_video_part(embedding: Embedding, model: Model, *, uuid: str) -> dict[str, Any]:
     """As `video_part` of a clip's file, with the rows as a `TorchFile`, which encodes them when they are sent."""
-    times = _times(embedding.grid, model, "video", _seconds(embedding, model))
-    return _part(embedding, model, "video", times, uuid, TorchFile)
+    return _part(embedding, model, "video", _times_of(embedding, model, "video", None), uuid, TorchFile)
 
 
 def check_clips(model: Model) -> None:
@@ -135,10 +131,13 @@ def reference_part(
     *,
     modality: Modality = "image",
     timestamps: Sequence[float] | None = None,
+    second_per_grid: float = 0.0,
 ) -> dict[str, Any]:
     """A content part without the embedding, which vLLM's `VitwireECConnector` fetches from the server.
 
     uuid: the `content_id` under which the server has the embedding cached.
+    timestamps: of a clip, the seconds of each of its `t` groups of frames.
+    second_per_grid: of a clip's file, as `Accepted` has it.
     Raises ValueError for a model that vLLM does not take such parts for, and for an invalid uuid.
     """
     if not uuid:
@@ -146,7 +145,7 @@ def reference_part(
     if model.model_type not in _WITH_GRIDS:
         raise ValueError(_unsupported(model, "a part without its embedding", _WITH_GRIDS))
     _tokens(grid, model, modality, "grid")
-    metadata = {f"{modality}_grid_thw": list(grid)} | _times(grid, model, modality, timestamps)
+    metadata = {f"{modality}_grid_thw": list(grid)} | _times(grid, model, modality, timestamps, second_per_grid)
     kind = f"{modality}_embeds"
     return {"type": kind, kind: metadata, "uuid": uuid}
 
@@ -198,12 +197,20 @@ def _tokens(grid: Grid, model: Model, modality: Modality, field: str) -> int:
     return t * h * w // model.merge_size**2
 
 
-def _seconds(embedding: Embedding, model: Model) -> list[float] | None:
-    """The seconds of a file's groups of frames; None for images, for clips in memory, and if the file has no rate."""
-    return model.group_seconds(embedding.report.frame_seconds) or None
+def _times_of(
+    embedding: Embedding, model: Model, modality: Modality, timestamps: Sequence[float] | None
+) -> dict[str, list[float]]:
+    """As `_times`; by default of the report, which has none of images, clips in memory and files without a rate."""
+    if timestamps is not None:
+        return _times(embedding.grid, model, modality, timestamps)
+    report = embedding.report
+    seconds = model.group_seconds(report.frame_seconds) or None
+    return _times(embedding.grid, model, modality, seconds, report.second_per_grid)
 
 
-def _times(grid: Grid, model: Model, modality: Modality, timestamps: Sequence[float] | None) -> dict[str, list[float]]:
+def _times(
+    grid: Grid, model: Model, modality: Modality, timestamps: Sequence[float] | None, second_per_grid: float = 0.0
+) -> dict[str, list[float]]:
     """The field with the times of a clip. Raises ValueError if it is missing or does not fit the grid."""
     name = _WITH_GRIDS.get(model.model_type)
     if modality == "image":
@@ -214,9 +221,9 @@ def _times(grid: Grid, model: Model, modality: Modality, timestamps: Sequence[fl
         if timestamps is None:
             raise ValueError(f"timestamps: {model.model_type} needs the seconds of each group of frames")
         return {name: [float(each) for each in timestamps]}
-    if name and timestamps is not None and len(timestamps) > 1:
-        return {name: [float(timestamps[1] - timestamps[0])]}
-    return {}
+    if name and not second_per_grid and timestamps is not None and len(timestamps) > 1:
+        second_per_grid = float(timestamps[-1] - timestamps[0]) / (len(timestamps) - 1)
+    return {name: [second_per_grid]} if name and second_per_grid else {}
 
 
 def _unsupported(model: Model, what: str, supported: Sequence[str] | dict[str, str]) -> str:

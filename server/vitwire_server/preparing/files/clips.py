@@ -3,22 +3,23 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
+from typing import NamedTuple
 
 import av
 import av.subtitles.stream  # now: opening the first clip imports it
 import numpy as np
-import numpy.typing as npt
 from av.container import InputContainer
 from av.video.stream import VideoStream
+from msgspec.structs import replace
 
 from vitwire_server.core.decoding import Fault
 from vitwire_server.preparing.files.messages import Measured, NotDecoded
+from vitwire_server.preparing.files.turning import Frame, Turn, turn_of
 from vitwire_server.preparing.rules.forms import form_of
 from vitwire_server.preparing.rules.patches import CHANNELS
 from vitwire_server.preparing.rules.recipe import Recipe
 from vitwire_server.preparing.rules.sampling import sampled
 
-Frame = npt.NDArray[np.uint8]
 _MARKS = ((4, b"ftyp", "mp4"), (0, b"\x1a\x45\xdf\xa3", "matroska"))
 """Offset and first bytes of files of each format: FFmpeg would try every format that it knows."""
 _CODECS = ("av1", "h264", "hevc", "mpeg4", "vp8", "vp9")
@@ -31,22 +32,36 @@ av.logging.set_level(None)  # files are untrusted: their oddities are not news
 
 def measure(data: bytes, recipe: Recipe, max_pixels: int) -> Measured:
     """Form and cost of the prepared clip; decodes at most one frame. Raises NotDecoded, ValueError or PyAV's errors."""
-    indices, (height, width), rate = _chosen(data, recipe, max_pixels)
+    indices, total, rate, _, (height, width) = _chosen(data, recipe, max_pixels)
     picture = (len(indices), height, width, CHANNELS)
     cost = width * height * (indices[-1] // _FRAMES_OF_COST + len(indices))
-    return Measured.of(form_of(picture, recipe), cost, picture, tuple(index / rate for index in indices if rate))
+    seconds = tuple(index / rate for index in indices if rate)
+    interval = recipe.temporal / (len(indices) / total * rate) if rate else 0.0
+    measured = Measured.of(form_of(picture, recipe), cost, picture)
+    return replace(measured, frame_seconds=seconds, second_per_grid=interval)
 
 
 @contextmanager
 def decoded(data: bytes, recipe: Recipe, max_pixels: int) -> Iterator[tuple[Iterator[Frame], int]]:
     """The chosen frames, each decoded when it is taken, and their number. Raises as `measure`."""
-    indices, _, _ = _chosen(data, recipe, max_pixels)
+    chosen = _chosen(data, recipe, max_pixels)
     with _opened(data) as (container, stream):
-        yield _frames(container, stream, indices), len(indices)
+        yield map(chosen.turn.applied, _frames(container, stream, chosen.indices)), len(chosen.indices)
 
 
-def _chosen(data: bytes, recipe: Recipe, max_pixels: int) -> tuple[list[int], tuple[int, int], float]:
-    """Indices of the frames to use, height and width of a frame, and frames per second or 0."""
+class _Chosen(NamedTuple):
+    """The frames to use of a clip."""
+
+    indices: list[int]
+    total: int
+    rate: float
+    """Frames per second, or 0."""
+    turn: Turn
+    size: tuple[int, int]
+    """Height and width of a frame that is turned."""
+
+
+def _chosen(data: bytes, recipe: Recipe, max_pixels: int) -> _Chosen:
     if recipe.settings.sampling is None:
         raise NotDecoded(Fault.UNSUPPORTED, "the model has no rule to choose frames: send clips as pixels")
     with _opened(data) as (container, stream):
@@ -55,11 +70,13 @@ def _chosen(data: bytes, recipe: Recipe, max_pixels: int) -> tuple[list[int], tu
             raise NotDecoded(Fault.TOO_LARGE, f"frames of {width}x{height} exceed the limit of {max_pixels} pixels")
         rate = float(stream.average_rate or 0)
         total = _count(data, container, stream)
-    return sampled(total, rate, recipe.settings.sampling, recipe.temporal), (height, width), rate
+        turn = turn_of(stream)
+    indices = sampled(total, rate, recipe.settings.sampling, recipe.temporal)
+    return _Chosen(indices, total, rate, turn, turn.size(height, width))
 
 
 def _frames(container: InputContainer, stream: VideoStream, indices: Sequence[int]) -> Iterator[Frame]:
-    """The chosen frames of a clip, each decoded when it is taken. Raises NotDecoded, or what PyAV raises."""
+    """The chosen frames as they are stored, each decoded when it is taken. Raises NotDecoded, or what PyAV raises."""
     wanted = iter(indices)
     due = next(wanted, None)
     size = stream.width, stream.height

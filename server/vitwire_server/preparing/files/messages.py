@@ -98,15 +98,18 @@ class Measured(Struct, array_like=True, frozen=True, tag=1):
     picture: tuple[int, ...] = ()
     """Shape of the decoded picture in RGB, `(H, W, 3)` or `(F, H, W, 3)`."""
     frame_seconds: tuple[float, ...] = ()
+    """Of the frames of a clip that are used, by its mean rate; empty if it has none."""
+    second_per_grid: float = 0.0
+    """Seconds of a clip for each group of frames in the grid; 0 if it has no rate."""
     orientation: int = 0
     """By EXIF, of a JPEG that a device decodes as Pillow does; 0 of other files."""
     area: int = 0
     """Pixels of such a JPEG."""
 
     @classmethod
-    def of(cls, form: Form, cost: int, picture: tuple[int, ...], frame_seconds: tuple[float, ...] = ()) -> "Measured":
+    def of(cls, form: Form, cost: int, picture: tuple[int, ...]) -> "Measured":
         """`cost` is of decoding, in pixels; `picture` has the shape of the decoded picture or frames."""
-        return cls(form.grid, form.pixels, form.crops, cost + form.area, (*picture[:-1], CHANNELS), frame_seconds)
+        return cls(form.grid, form.pixels, form.crops, cost + form.area, (*picture[:-1], CHANNELS))
 
 
 class Decoded(Struct, array_like=True, frozen=True, tag=2):

@@ -88,6 +88,27 @@ def test_the_times_of_a_file_are_the_middles_of_its_groups_of_frames() -> None:
     assert b"".join(late).decode() == video_part(clip, MODEL)["video_embeds"]["video_embeds"]
 
 
+QWEN2_5 = replace(MODEL, model_type="qwen2_5_vl")
+
+
+def test_positions_of_a_file_follow_from_its_rate() -> None:
+    """Not from the distance of its first two groups of frames, which is rounded to whole frames."""
+    clip = embedding((3, 4, 4), 12, frame_seconds=(0.0, 0.46, 0.96, 1.46, 1.96, 2.46), second_per_grid=1.0002)
+    for each in (video_part(clip, QWEN2_5), unencoded_video_part(clip, QWEN2_5, uuid="u")):
+        assert loaded(each["video_embeds"]["second_per_grid_ts"]).tolist() == [1.0002]
+    (interval,) = image_embeds([clip], QWEN2_5, modality="video")["video"]["second_per_grid_ts"]
+    assert interval.tolist() == [1.0002]
+    times = {"timestamps": [0.23, 1.21, 2.21], "second_per_grid": 1.0002}
+    sent = reference_part((3, 4, 4), QWEN2_5, "clip", modality="video", **times)["video_embeds"]
+    assert sent == {"video_grid_thw": [3, 4, 4], "second_per_grid_ts": [1.0002]}
+    given = video_part(clip, QWEN2_5, timestamps=[0.0, 1.5, 4.0])["video_embeds"]["second_per_grid_ts"]
+    assert loaded(given).tolist() == [2.0]
+    single = video_part(embedding((1, 4, 4), 4, frame_seconds=(0.0,), second_per_grid=0.5), QWEN2_5)
+    assert loaded(single["video_embeds"]["second_per_grid_ts"]).tolist() == [0.5]
+    of_others = video_part(clip, MODEL)["video_embeds"]
+    assert "second_per_grid_ts" not in of_others
+
+
 def test_offline_data() -> None:
     data = image_embeds([embedding(), embedding((1, 4, 8), 8)], MODEL)["image"]
     assert data["image_embeds"].shape == (12, 12)

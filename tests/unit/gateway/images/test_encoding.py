@@ -181,11 +181,12 @@ class Storing(Remembering):
             yield pb.EncodeStreamResponse(item=number, error=error)
             return
         grid = pb.Grid(t=2, h=4, w=4)
-        accepted = pb.Accepted(grid=grid, tokens=8, frame_seconds=self._accepted)
+        accepted = pb.Accepted(grid=grid, tokens=8, frame_seconds=self._accepted, second_per_grid=1.02)
         yield pb.EncodeStreamResponse(item=number, accepted=accepted)
         assert self.proceed.wait(30)
         stored = pb.EmbeddingStored(data_type=pb.DATA_TYPE_BFLOAT16, shape=(8, 12))
-        report = pb.ItemReport(path=pb.PATH_EAGER, tokens=8, grid=grid, frame_seconds=self._stored)
+        times = {"frame_seconds": self._stored, "second_per_grid": 1.02}
+        report = pb.ItemReport(path=pb.PATH_EAGER, tokens=8, grid=grid, **times)
         yield pb.EncodeStreamResponse(item=number, stored=stored, report=report)
 
 
@@ -199,7 +200,8 @@ async def test_a_clip_is_referenced_once_its_times_are_known(accepted: Sequence[
             assert task.done() == bool(accepted)
             fake.proceed.set()
             found = await task
-            assert (found.grid, found.frame_seconds) == ((2, 4, 4), (0.0, 0.5, 1.0, 1.5))
+            assert (found.grid, found.times.frame_seconds) == ((2, 4, 4), (0.0, 0.5, 1.0, 1.5))
+            assert found.times.second_per_grid == 1.02
 
 
 async def test_a_clip_that_the_server_has_is_not_sent_again() -> None:
@@ -211,7 +213,8 @@ async def test_a_clip_that_the_server_has_is_not_sent_again() -> None:
                 request = encoder.serving(Caller.of("a"))
                 async with request.storing():
                     found = await request.store(MP4)
-                assert (found.grid, found.frame_seconds) == ((2, 4, 4), (0.0, 0.5))
+                assert (found.grid, found.times.frame_seconds) == ((2, 4, 4), (0.0, 0.5))
+                assert found.times.second_per_grid == 1.02
     size = len(MP4.content)
     assert fake.file_bytes == [size, 0, 0, size]
 

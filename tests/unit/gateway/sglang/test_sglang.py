@@ -144,10 +144,10 @@ def test_a_header_unpickles_to_the_attributes_that_sglang_reads() -> None:
 
 def test_a_header_of_clips_has_the_times_of_their_frames() -> None:
     part = part_of_json(JSON | {"modality": "VIDEO"})
-    clips = [(0.0, 0.6, 1.2, 1.7, 2.3), (0.0,)]
+    clips = [Report(frame_seconds=(0.0, 0.6, 1.2, 1.7, 2.3), second_per_grid=1.16), Report(frame_seconds=(0.0,))]
     for kind, times in (
         ("qwen3_vl", {"video_timestamps": [[0.3, 1.45, 2.3], [0.0]]}),
-        ("qwen2_5_vl", {"second_per_grid_ts": [pytest.approx(1.15), 1.0]}),
+        ("qwen2_5_vl", {"second_per_grid_ts": [1.16, 1.0]}),
     ):
         model = replace(Model.from_message(model_message()), model_type=kind)
         grids = [(3, 4, 6), (1, 2, 2)]

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
-from transformers.image_utils import load_image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from encoded_files import photograph, saved
@@ -68,12 +67,12 @@ def test_pixels_are_those_of_pillow(name: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_patches_are_those_of_the_processor(name: str) -> None:
-    """With a transparent colour as the processor has it."""
+    """With transparency as the processor has it."""
     file = FILES[name]()
     size = {"shortest_edge": AREA["min_pixels"], "longest_edge": AREA["max_pixels"]}
     stock = Qwen2VLImageProcessorPil(patch_size=14, merge_size=2, do_rescale=False, do_normalize=False, size=size)
     with Image.open(io.BytesIO(file)) as image:
-        theirs = stock(load_image(image), return_tensors="np")
+        theirs = stock(image, return_tensors="np")
     own = pillow.image(images.decode(file, WHITE), WHITE)
     assert own.grid == tuple(theirs["image_grid_thw"][0])
     frames = theirs["pixel_values"].reshape(len(own.pixels), 3, 2, 14 * 14)
