@@ -1,6 +1,7 @@
 """Bodies of requests as they arrive, and the JSON in them."""
 
 import json
+from encodings import utf_8_sig, utf_16_be, utf_16_le, utf_32_be, utf_32_le  # noqa: F401  # workers cannot import
 from typing import Any
 
 from starlette.requests import Request

@@ -1,41 +1,35 @@
-"""A process that does jobs for `workers`. Its memory and processor time are limited, as what it reads is untrusted."""
+"""A process that does jobs for `workers`. It is confined and its time is limited, as what it reads is untrusted."""
 
-import ctypes
 import importlib
 import json
-import mmap
-import os
 import pickle
-import resource
 import signal
 import socket
 import struct
 import sys
 import warnings
-from pathlib import Path
 from typing import Any, NoReturn
 
+from vitwire_children.confine import May, confined, dies_with
 from vitwire_gateway.api_errors import ApiError
 
-_PR_SET_PDEATHSIG = 1
 _MAX_MESSAGE = 500
 _LENGTH = struct.Struct("!I")
 
 
 def main() -> NoReturn:
-    """Serve the socket whose descriptor is the first argument, until it is closed."""
+    """Serve the socket whose descriptor is the first argument, until it is closed.
+
+    The module that is named must import whatever jobs use: a confined process cannot.
+    """
     end, parent, module, memory, seconds = sys.argv[1:6]
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != int(parent):  # it ended before prctl
-            sys.exit(1)
+    dies_with(int(parent))
     for number in (signal.SIGTERM, signal.SIGINT):  # the parent decides when to stop
         signal.signal(number, signal.SIG_IGN)
     warnings.simplefilter("ignore")  # what is read is untrusted: its oddities are not news
     importlib.import_module(module)
     with socket.socket(fileno=int(end)) as link, link.makefile("rb") as received:
-        _limit(int(memory))
-        _send(link, None)
+        _send(link, confined(int(parent), May.COMPUTE, int(memory)))
         while size := received.read(_LENGTH.size):
             job, length, arguments = pickle.loads(received.read(*_LENGTH.unpack(size)))  # noqa: S301  # trusted
             blob = received.read(length)
@@ -65,17 +59,6 @@ def _send(link: socket.socket, answer: object) -> None:
     link.sendall(_LENGTH.pack(len(content)) + content)
     for blob in blobs:
         link.sendall(blob)
-
-
-def _limit(memory: int) -> None:
-    """Limit what the process may use from now on: so much more memory, and no files or core dumps."""
-    if sys.platform == "linux":
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * mmap.PAGESIZE + memory
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-        Path("/proc/self/oom_score_adj").write_text("1000")  # the kernel ends this process before its parent
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import pickle
 import signal
@@ -14,9 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
+from vitwire_children.confine import warn
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.fairness import Caller, Turn, Turns
 
+_log = logging.getLogger(__name__)
 _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "HOME", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _FEWEST, _MOST = 3, 8
@@ -68,7 +71,8 @@ class _Worker:
         worker = cls(process, here)
         try:
             async with asyncio.timeout(_START_SECONDS):
-                await worker._answer(0)
+                if unconfined := await worker._answer(0):
+                    warn(_log, unconfined)
         except BaseException as error:
             await worker.close()
             if isinstance(error, OSError | TimeoutError):
@@ -155,7 +159,7 @@ class _Worker:
 class Workers:
     """Processes that are started as they are needed. Callers take turns, by the time that their jobs took.
 
-    module: has the jobs. memory: bytes that each process may use for a job.
+    module: imports the jobs with all that they use. memory: bytes that each process may use for a job.
     """
 
     def __init__(self, module: str, memory: int) -> None:

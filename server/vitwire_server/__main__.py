@@ -77,6 +77,7 @@ def _serve(words: list[str]) -> int:
     import asyncio  # noqa: PLC0415 - each command loads only what it needs
     import logging  # noqa: PLC0415 - as above
 
+    from vitwire_children.confine import be_private  # noqa: PLC0415 - as above
     from vitwire_server.config.resolving import log_format, resolve, warnings  # noqa: PLC0415 - as above
     from vitwire_server.config.settings import UsageError  # noqa: PLC0415 - as above
     from vitwire_server.observe.logs import configure_logs  # noqa: PLC0415 - as above
@@ -84,6 +85,7 @@ def _serve(words: list[str]) -> int:
     from vitwire_server.rpc.addresses import raise_if_ports_taken  # noqa: PLC0415 - as above
     from vitwire_server.towers.files import CheckpointError, local_folder  # noqa: PLC0415 - as above
 
+    be_private()
     heartbeat = inherited()
     try:
         settings = resolve(words)
@@ -116,11 +118,13 @@ def _serve_edge() -> NoReturn:
     import asyncio  # noqa: PLC0415 - each command loads only what it needs
 
     from vitwire.shared.allocator import tune  # noqa: PLC0415 - as above
+    from vitwire_children.confine import be_private  # noqa: PLC0415 - as above
     from vitwire_server.process.edge import serve_edge  # noqa: PLC0415 - as above
 
     async def run() -> NoReturn:
         _leave(await with_heartbeat(heartbeat, serve_edge()))
 
+    be_private()
     tune()
     asyncio.run(run())
 

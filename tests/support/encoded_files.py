@@ -177,6 +177,27 @@ def cut(file: bytes, packets: int) -> bytes:
         return copy.getvalue()
 
 
+def never_shown(count: int, padding: int) -> bytes:
+    """An MP4 file of so many frames that need one that is missing, so that none is shown, and of bytes of padding."""
+    with io.BytesIO() as copy:
+        whole = clip([np.zeros((1080, 1920, 3), np.uint8)] * 3)
+        with _read(whole) as source, av.open(copy, "w", format="mp4") as container:
+            stream = container.add_stream_from_template(source.streams.video[0])
+            later = next(packet for packet in source.demux(video=0) if not packet.is_keyframe)
+            for number in range(count):
+                packet = av.Packet(bytes(later))
+                packet.stream, packet.time_base = stream, Fraction(1, 10)
+                packet.pts = packet.dts = number
+                container.mux(packet)
+        return copy.getvalue() + struct.pack(">I4s", padding, b"free") + bytes(padding - 8)
+
+
+def many_chunks(count: int) -> bytes:
+    """A PNG with so many chunks of metadata."""
+    plain = saved(photograph(), "PNG")
+    return plain[:33] + chunk(b"noTe", b"") * count + plain[33:]
+
+
 def sound() -> bytes:
     """An MP4 file without video."""
     with io.BytesIO() as file:

@@ -6,12 +6,13 @@ import os
 import stat
 from typing import NamedTuple
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, MpoImagePlugin, UnidentifiedImageError, WebPImagePlugin  # noqa: F401 - workers cannot import
 
 from vitwire.items import Modality
 from vitwire.wire import Buffer
 from vitwire_gateway.api_errors import ApiError
 
+Image.preinit()
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 """The only ones that are tried on what callers send."""
 _CLIPS = {"mp4": (4, b"ftyp"), "webm": (0, b"\x1a\x45\xdf\xa3")}

@@ -1,6 +1,5 @@
 """Forms with a request in JSON, and files that its URLs name."""
 
-import asyncio
 from collections.abc import AsyncGenerator
 
 from python_multipart.multipart import parse_options_header
@@ -23,7 +22,7 @@ class _InMemoryParser(MultiPartParser):
 def opened(body: bytes, form: str | None, max_images: int) -> tuple[bytes, dict[str, bytes]]:
     """The JSON of a request, and the uploaded files by field name; `form` is the type of a form. Raises ApiError.
 
-    The time of a form is not bounded: call it in a worker, where starlette's parser gets a new event loop.
+    The time of a form is not bounded: call it in a worker, where no event loop can be made for starlette's parser.
     """
     if form is None:
         return body, {}
@@ -32,7 +31,13 @@ def opened(body: bytes, form: str | None, max_images: int) -> tuple[bytes, dict[
     if charset not in _CHARSETS:  # Python has codecs that take the square of the length, or decode nothing
         text = f"Content-Type: charset {charset[:32].decode('latin-1')!r} is not supported, send utf-8"
         raise invalid(text, None, "invalid_form")
-    return asyncio.run(_parsed(Headers({"content-type": form}), body, max_images))
+    parsing = _parsed(Headers({"content-type": form}), body, max_images)
+    try:
+        parsing.send(None)
+    except StopIteration as done:
+        result: tuple[bytes, dict[str, bytes]] = done.value
+        return result
+    raise AssertionError("all of the body is there: nothing waits")
 
 
 async def _parsed(headers: Headers, body: bytes, max_images: int) -> tuple[bytes, dict[str, bytes]]:

@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from vitwire import AsyncClient
 from vitwire.shared.garbage import exempt_loaded
+from vitwire_children.confine import be_private
 from vitwire_gateway.collector import collecting
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.images.encoding import Encoder
@@ -59,7 +60,7 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
     )
     engine, fetcher = Engine(settings), Fetcher(settings)
     memory = memory_for(settings.max_image_pixels, settings.max_body_bytes)
-    workers = Workers("vitwire_gateway.requests.request_reading", memory)
+    workers = Workers("vitwire_gateway.router.routing", memory)
     encoder = Encoder(client, workers, settings.max_image_pixels, settings.max_encoding)
     images = Images(settings, encoder, fetcher, metrics)
     engine_key = engine_key_of(settings)
@@ -178,6 +179,7 @@ class _JsonLines(logging.Formatter):
 
 def serve(settings: RouterSettings) -> None:
     """Serve until a signal. Raises ValueError or OSError for settings that cannot be used."""
+    be_private()
     handler = logging.StreamHandler(sys.stderr)
     form = "%(asctime)s %(levelname)s %(message)s"
     handler.setFormatter(_JsonLines() if settings.log_format == "json" else logging.Formatter(form))

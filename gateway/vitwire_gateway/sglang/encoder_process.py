@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from vitwire import AsyncClient, VitwireError
 from vitwire.cli._connection import warn
 from vitwire.shared.garbage import exempt_loaded
+from vitwire_children.confine import be_private
 from vitwire_gateway.collector import collecting
 from vitwire_gateway.fairness import Budget
 from vitwire_gateway.gateway_settings import SglangSettings
@@ -46,6 +47,7 @@ class _HttpServer(uvicorn.Server):
 
 def serve(settings: SglangSettings) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP. Raises OSError for a taken port, or ValueError for wrong settings."""
+    be_private()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING)
     logger.setLevel(settings.log_level.upper())
     asyncio.run(_serve(settings))
@@ -57,7 +59,7 @@ async def _serve(settings: SglangSettings) -> None:
         if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
     pixels = settings.max_image_pixels
-    workers = Workers("vitwire_gateway.sglang.posted", memory_for(pixels, settings.max_body_bytes))
+    workers = Workers("vitwire_gateway.sglang.services", memory_for(pixels, settings.max_body_bytes))
     fetcher = Fetcher(settings)
     media = Media(settings, fetcher)
     pusher = Pusher(settings.send_seconds, tuple(map(ipaddress.ip_network, settings.receiver_network)))

@@ -12,8 +12,9 @@ from contextlib import suppress
 from typing import NoReturn
 
 from vitwire.shared.agents import load
+from vitwire_children.confine import dies_with
 from vitwire_server.delivery.messages import MAX_MESSAGE, TO_FACTORY, End
-from vitwire_server.delivery.sender import dies_with, serve
+from vitwire_server.delivery.sender import serve
 
 _REAPING_SECONDS = 1.0
 

@@ -6,21 +6,19 @@ They need no port, certificate or output, and stop when the process is stopped o
 """
 
 import asyncio
-import ctypes
 import os
-import signal
-import sys
 from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
+
+from vitwire_children.confine import dies_with
 
 VARIABLE = "VITWIRE_HEARTBEAT_FD"
 """Set by the supervisor for its children: the descriptor to write to."""
 _SUPERVISOR = "VITWIRE_SUPERVISOR_PID"
 SECONDS = 1.0
 _MAX_BYTES = 1 << 16
-_PR_SET_PDEATHSIG = 1
 T = TypeVar("T")
 
 
@@ -32,10 +30,7 @@ def inherited() -> int | None:
     descriptor, supervisor = os.environ.pop(VARIABLE, ""), os.environ.pop(_SUPERVISOR, "")
     if not descriptor.isdigit():
         return None
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if str(os.getppid()) != supervisor:  # it exited before prctl
-            os._exit(1)
+    dies_with(int(supervisor))
     os.set_inheritable(int(descriptor), False)
     os.set_blocking(int(descriptor), False)
     return int(descriptor)

@@ -144,7 +144,7 @@ async def test_turns_of_one_caller_go_to_all_of_its_requests() -> None:
 
 @pytest.fixture
 async def workers() -> AsyncGenerator[Workers, None]:
-    found = Workers("vitwire_gateway.requests.request_reading", 256 << 20)
+    found = Workers("vitwire_gateway.router.routing", 256 << 20)
     yield found
     await found.close()
 

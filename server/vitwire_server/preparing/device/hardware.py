@@ -8,7 +8,6 @@ libjpeg-turbo, which shows that the way works.
 import ctypes
 import mmap
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from io import BytesIO
+from itertools import cycle
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -26,6 +26,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vitwire_children.confine import May, confined
 from vitwire_server.core.decoding import MAX_PICTURE_PIXELS, Fault
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.preparing.device.resizing import prepared
@@ -158,16 +159,16 @@ def _file(sampling: str) -> bytes:
 
 
 def _ahead() -> Answering:
-    """Decodes and prepares a drawn picture: the first use loads libraries and kernels."""
+    """Decodes and prepares drawn pictures: the first use loads libraries and kernels, which is not possible later."""
     hardware = Hardware(sys.argv[4])
-    prepared(hardware.decoded(_file("4:2:0"), 1), _DRAWN)[0].cpu()
+    for orientation, sampling in zip((1, *_TURNS), cycle((*_SAMPLINGS, ""))):
+        prepared(hardware.decoded(_file(sampling), orientation), _DRAWN)[0].cpu()
     return partial(_answering, hardware)
 
 
 def _answering(hardware: Hardware, setup: Setup, memory: mmap.mmap) -> Callable[[Measure | Decode], FromDecoder]:
     """Answers jobs. Whatever is not expected ends the process, and with it all that the file left behind."""
     hardware.max_pixels = setup.sizes.pixels
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
     def write(picture: Tensor, job: Decode) -> None:
         at, end = setup.sizes.input_bytes, setup.sizes.input_bytes + job.output_bytes
@@ -195,9 +196,12 @@ def _answering(hardware: Hardware, setup: Setup, memory: mmap.mmap) -> Callable[
 def main() -> None:
     """Serve as `files.worker`; or with `check DEVICE` write why this device cannot decode, or nothing."""
     if sys.argv[1] != "check":
-        serve(_ahead)
+        serve(_ahead, May.USE_DEVICE)
     try:
-        print(fault_of(Hardware(sys.argv[2])), flush=True)
+        hardware = Hardware(sys.argv[2])
+        hardware.decoded(_file("4:2:0"), 1)
+        confined(os.getppid(), May.USE_DEVICE)  # as decoders are
+        print(fault_of(hardware), flush=True)
     except Exception as error:  # noqa: BLE001 - of a driver or library: the reason is the answer
         print(f"nvImageCodec cannot be used: {str(error).partition(chr(10))[0]}", flush=True)
     os._exit(0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import fcntl
+import logging
 import mmap
 import os
 import signal
@@ -16,6 +17,7 @@ import numpy as np
 from msgspec import msgpack
 
 from vitwire.wire import Buffer
+from vitwire_children.confine import warn
 from vitwire_server.core.decoding import Fault
 from vitwire_server.preparing.files.messages import (
     FROM_DECODER,
@@ -29,6 +31,7 @@ from vitwire_server.preparing.files.messages import (
 )
 from vitwire_server.preparing.rules.patches import Pixels
 
+_log = logging.getLogger(__name__)
 _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "HOME", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 _DEVICE_VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_HOME", "TRITON_CACHE_DIR", "CC",
@@ -88,6 +91,8 @@ class Child:
         try:
             answer = await child.ask(setup, _START_SECONDS)
             assert isinstance(answer, Ready)
+            if answer.unconfined:
+                warn(_log, answer.unconfined)
         except BaseException:
             await child.close()
             raise

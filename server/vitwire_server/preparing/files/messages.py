@@ -86,6 +86,9 @@ class Decode(Struct, array_like=True, frozen=True, tag=2):
 class Ready(Struct, array_like=True, frozen=True, tag=0):
     """The decoder was set up."""
 
+    unconfined: str
+    """Why the kernel does not confine it; empty if it does."""
+
 
 class Measured(Struct, array_like=True, frozen=True, tag=1):
     """Form and cost of the prepared item."""

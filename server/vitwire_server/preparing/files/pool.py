@@ -25,6 +25,10 @@ _START_SECONDS = 30.0
 """That a server waits for its decoders before it is ready without them."""
 _LEAST_SECONDS, _SECONDS_PER_PIXEL = 1.0, 5e-7
 """Of processor time that a file may take: several times what the slowest format needs."""
+_HEADER_SECONDS = 1.0
+"""Of processor time for the header of an image, which takes milliseconds, whatever the size of its file."""
+_HEADERS = 2
+"""Headers that are read at a time: a decoder that hangs over one leaves a place to others."""
 
 
 class Prepared(NamedTuple):
@@ -47,7 +51,7 @@ class DecodePool:
         self._monitor = monitor
         self._awaited: asyncio.Future[Setup] = asyncio.get_running_loop().create_future()
         self._decoders = CpuDecoders(self._awaited, monitor.decoders)
-        self._measuring = Turns(1, self._count_waiting)
+        self._measuring = Turns(_HEADERS, self._count_waiting)
         self._decoding = Turns(processes, self._count_waiting)
         self._on_device = Turns(1, self._count_waiting)
         self._device = DeviceDecoder(self._awaited, device) if device else None
@@ -76,11 +80,16 @@ class DecodePool:
         return self._device is not None and self._device.takes(found)
 
     async def measure(self, flow: Flow, data: Buffer, modality: Modality) -> Measured:
-        """Form and cost of the prepared item, from the header of its file. Raises NotDecoded."""
-        seconds = self._seconds(len(data))
-        async with self._lent(self._decoders, self._measuring, flow, len(data)) as child:
+        """Form and cost of the prepared item, from its file. Raises NotDecoded.
+
+        Clips take turns with files that are decoded: their frames are counted, and some are decoded for that.
+        """
+        is_image = modality is Modality.IMAGE
+        turns = self._measuring if is_image else self._decoding
+        seconds, wall = (_HEADER_SECONDS, _PATIENCE * _HEADER_SECONDS) if is_image else self._bounds(len(data))
+        async with self._lent(self._decoders, turns, flow, predicted(0), is_open=not is_image) as child:
             await child.write(data)
-            answer = await child.ask(Measure(len(data), modality, seconds), _PATIENCE * (1 + seconds))
+            answer = await child.ask(Measure(len(data), modality, seconds), wall)
         assert isinstance(answer, Measured)
         return answer
 
@@ -113,7 +122,7 @@ class DecodePool:
 
         async def decoded(decoders: CpuDecoders | DeviceDecoder, turns: Turns, seconds: float, wall: float) -> Prepared:
             nonlocal target
-            async with self._lent(decoders, turns, flow, found.cost) as child:
+            async with self._lent(decoders, turns, flow, predicted(found.cost)) as child:
                 waited = time.perf_counter() - start
                 target = target or await reserve()
                 await child.write(data)
@@ -129,8 +138,7 @@ class DecodePool:
                 return await decoded(self._device, self._on_device, DEVICE_SECONDS, DEVICE_SECONDS)
             except NotDecoded as error:
                 _log.debug("a file is left to other decoders: %s", error)
-        seconds = self._seconds(found.cost)
-        return await decoded(self._decoders, self._decoding, seconds, _PATIENCE * (1 + seconds))
+        return await decoded(self._decoders, self._decoding, *self._bounds(found.cost))
 
     async def close(self) -> None:
         self._decoders.closed = True
@@ -143,10 +151,10 @@ class DecodePool:
 
     @asynccontextmanager
     async def _lent(
-        self, decoders: CpuDecoders | DeviceDecoder, turns: Turns, flow: Flow, cost: int
+        self, decoders: CpuDecoders | DeviceDecoder, turns: Turns, flow: Flow, cost: int, *, is_open: bool = False
     ) -> AsyncIterator[Child]:
-        """A decoder for one job, in turn. Raises NotDecoded."""
-        turn = await turns.acquire(flow, predicted(cost))
+        """A decoder for one job, in turn; see `Turn`. Raises NotDecoded."""
+        turn = await turns.acquire(flow, cost, is_open=is_open)
         getting = asyncio.create_task(decoders.take())
 
         async def take_back() -> None:
@@ -169,9 +177,10 @@ class DecodePool:
             self._returning.add(task)
             task.add_done_callback(self._returning.discard)
 
-    def _seconds(self, cost: int) -> float:
-        """Processor time for a job."""
-        return min(self._setup.sizes.seconds, _LEAST_SECONDS + cost * _SECONDS_PER_PIXEL)
+    def _bounds(self, cost: int) -> tuple[float, float]:
+        """Processor time and wall-clock time for a job, of so many pixels or bytes."""
+        seconds = min(self._setup.sizes.seconds, _LEAST_SECONDS + cost * _SECONDS_PER_PIXEL)
+        return seconds, _PATIENCE * (1 + seconds)
 
     def _count_waiting(self) -> None:
         self._monitor.waiting(self._measuring.waiting + self._decoding.waiting + self._on_device.waiting)

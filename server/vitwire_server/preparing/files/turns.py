@@ -46,6 +46,8 @@ class Turn:
     cost: int
     """Predicted microseconds."""
     granted: asyncio.Future[None]
+    is_open: bool = False
+    """True if nothing bounds its cost but the limit: it counts as long."""
     is_long: bool = False
     """True if it counted as long when it was granted."""
     since: float | None = None
@@ -81,9 +83,9 @@ class Turns:
     _callers: dict[str, _Caller] = field(default_factory=dict)
     _passed_by: int = 0
 
-    async def acquire(self, flow: Flow, cost: int) -> Turn:
+    async def acquire(self, flow: Flow, cost: int, *, is_open: bool = False) -> Turn:
         """A place for a job of predicted microseconds, in turn. A cancelled job leaves the line."""
-        turn = Turn(flow, cost, asyncio.get_running_loop().create_future())
+        turn = Turn(flow, cost, asyncio.get_running_loop().create_future(), is_open)
         self._callers.setdefault(flow.caller, _Caller()).jobs += 1
         self._levels[flow.priority].push(flow.path, turn, cost)
         self._count(1)
@@ -140,7 +142,7 @@ class Turns:
         return not turn.granted.cancelled() and not (free_of_long and self._is_long(turn))
 
     def _is_long(self, turn: Turn) -> bool:
-        return turn.cost * self._callers[turn.flow.caller].pace > _LONG
+        return turn.is_open or turn.cost * self._callers[turn.flow.caller].pace > _LONG
 
     def _count(self, change: int) -> None:
         self.waiting += change

@@ -4,17 +4,14 @@ It ends with the process that started it. Memory and processor time are limited 
 and the libraries that read them are in C.
 """
 
-import ctypes
 import mmap
 import os
-import resource
 import signal
 import socket
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from types import ModuleType
 from typing import NoReturn, TypeAlias
 
@@ -22,6 +19,7 @@ import numpy as np
 from msgspec import msgpack
 from PIL import Image, UnidentifiedImageError
 
+from vitwire_children.confine import May, confined, dies_with
 from vitwire_server.core.decoding import Fault
 from vitwire_server.core.items import Modality
 from vitwire_server.preparing import pillow
@@ -42,7 +40,6 @@ from vitwire_server.preparing.files.messages import (
 from vitwire_server.preparing.rules.patches import Pixels
 from vitwire_server.preparing.rules.recipe import Recipe
 
-_PR_SET_PDEATHSIG = 1
 _MAX_REASON = 200
 _TOO_MANY_FRAMES = Refused(Fault.TOO_LARGE, "the model's rule chooses too many frames of it")
 """Instead of an answer with more times than a message can carry."""
@@ -52,16 +49,14 @@ Answering: TypeAlias = Callable[[Setup, mmap.mmap], Callable[[Measure | Decode],
 """Gets the setup and the memory, and returns what answers a job."""
 
 
-def serve(ahead: Callable[[], Answering]) -> NoReturn:
+def serve(ahead: Callable[[], Answering], may: May = May.COMPUTE) -> NoReturn:
     """Answer jobs until the socket is closed; arguments of the process are the descriptors of socket and memory.
 
-    `ahead` is called before the setup is awaited, and does all that needs none.
+    `ahead` is called before the setup is awaited, and does all that needs none. The process is confined before the
+    first job: whatever jobs use must have been imported and opened.
     """
     end, memory, parent = (int(each) for each in sys.argv[1:4])
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != parent:  # it ended before prctl
-            os._exit(1)
+    dies_with(parent)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # the parent decides when to stop
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=end) as link:
@@ -69,7 +64,7 @@ def serve(ahead: Callable[[], Answering]) -> NoReturn:
         setup = TO_DECODER.decode(link.recv(MAX_MESSAGE))
         assert isinstance(setup, Setup), "the first message"
         answer = made(setup, mmap.mmap(memory, 0))
-        link.sendall(msgpack.encode(Ready()))
+        link.sendall(msgpack.encode(Ready(confined(parent, may, setup.sizes.memory if may is May.COMPUTE else None))))
         while raw := link.recv(MAX_MESSAGE):
             job = TO_DECODER.decode(raw)
             assert isinstance(job, Measure | Decode)
@@ -89,7 +84,6 @@ class _Worker:
             self._clips = clips
         Image.MAX_IMAGE_PIXELS = setup.sizes.pixels
         warnings.simplefilter("ignore")  # files are untrusted: their oddities are not news
-        _limit(setup.sizes.memory)
 
     def answer(self, job: Measure | Decode) -> FromDecoder:
         """The answer to a job. The kernel ends the process if it takes too long."""
@@ -160,15 +154,6 @@ class _Worker:
 
 def _parts(tiles: pillow.Tiles) -> list[Pixels]:
     return [tiles.pixels] if tiles.crops is None else [tiles.pixels, tiles.crops]
-
-
-def _limit(memory: int) -> None:
-    """Limit what the process may use from now on: so much more memory, and no files or core dumps."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * mmap.PAGESIZE + memory
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
 def _brief(error: Exception) -> str:

@@ -1,0 +1,43 @@
+"""Run in place of a decoder: its program, unchanged, with a picture library that tries acts when it gets `ACT`.
+
+On a device: when it gets a picture that is WIDE pixels wide.
+"""
+
+import runpy
+import sys
+from typing import Any
+
+import acts
+from vitwire_server.core.decoding import Fault
+from vitwire_server.preparing.files import images
+from vitwire_server.preparing.files.messages import NotDecoded
+
+ACT, WIDE = b"ACT", 1234
+
+
+def _measure(data: bytes, *others: Any) -> Any:
+    if data == ACT:
+        raise NotDecoded(Fault.MALFORMED, acts.results())
+    return _original(data, *others)
+
+
+def _act_on_device() -> None:
+    from vitwire_server.preparing.device import resizing  # noqa: PLC0415 - loads torch
+
+    original = resizing.prepared
+
+    def prepared(picture: Any, *others: Any) -> Any:
+        if picture.shape[1] == WIDE:
+            raise NotDecoded(Fault.LOST, acts.results())
+        return original(picture, *others)
+
+    setattr(resizing, "prepared", prepared)  # noqa: B010
+
+
+_original = images.measure
+if __name__ == "__main__":
+    setattr(images, "measure", _measure)  # noqa: B010
+    if sys.argv[4]:
+        _act_on_device()
+    module = "device.hardware" if sys.argv[4] else "files.worker"
+    runpy.run_module(f"vitwire_server.preparing.{module}", run_name="__main__", alter_sys=True)
