@@ -1,7 +1,7 @@
 """Content parts in which engines take images and clips: their embeddings, references to these, or the files."""
 
 from base64 import b64encode
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from anyio.to_thread import run_sync
@@ -48,6 +48,12 @@ class Dialect(NamedTuple):
     part: MakePart
     unchanged: MakePart = _whole
     """The file itself, for the engine to encode."""
+    by_reference: bool = False
+    """The engine fetches the embeddings by the uuids of the parts."""
+
+    def fields(self, parts: Sequence[Part]) -> Part:
+        """Further fields of the request: vLLM replaces the uuids of references if it has options of media."""
+        return {"ec_transfer_params": {"content_ids": [part["uuid"] for part in parts]}} if self.by_reference else {}
 
 
 def mode_of(settings: RouterSettings) -> Mode:
@@ -90,10 +96,10 @@ def dialect_of(settings: RouterSettings, api: Api = "chat") -> Dialect:
 
     part = inline if mode == "inline" else reference
     if api != "responses":
-        return Dialect("part", part)
+        return Dialect("part", part, by_reference=mode == "reference")
 
     async def input_image(encoder: Encoder, image: ImageFile) -> Part:
         """vLLM keeps these fields, and reads an image without `image_url` but with `uuid` by them."""
         return {name: value for name, value in (await part(encoder, image)).items() if name != "type"}
 
-    return Dialect("input_image", input_image, _input_image)
+    return Dialect("input_image", input_image, _input_image, mode == "reference")
