@@ -223,7 +223,7 @@ def test_ids_of_a_restarted_router(
     assert found[2] == found[3]
     assert len(set(found)) == 3
     with Client(server.target) as client:
-        (expected,) = client.encode_images([IMAGE["image_url"]["url"]])  # type: ignore[index]
+        (expected,) = client.encode_images([IMAGE["image_url"]["url"]])
         for each in found:
             assert (client.encode([Item(content_id=each)])[0].numpy() == expected.numpy()).all()
 
@@ -239,7 +239,7 @@ def started(*flags: str, **variables: str) -> str:
 
 def test_keys_that_cannot_be_used(tmp_path: Path) -> None:
     key = tmp_path / "key"
-    key.write_text("x" * 31 + "\n")
+    key.write_text("x" * 31)
     assert "the key has 31 bytes, expected 32 or more" in started(f"--content-key-file={key}")
     assert "--content-key-file" in started(f"--content-key-file={tmp_path / 'none'}")
     assert "not a regular file" in started(f"--content-key-file={tmp_path}")

@@ -30,8 +30,7 @@ def cleaned(body: bytes, limits: Limits) -> tuple[Json, bool]:
         return request, False
     for part in _objects(request):
         part.pop("ec_transfer_params", None)
-        kind = part.get("type")
-        names = [*part, *([kind] if isinstance(kind, str) else [])]
+        names = (*part, kind := str(part.get("type")))
         for name in names:
             rows = part.get(name)
             if not name.endswith(("_embeds", "image_pil")) or (rows is None and name != kind):

@@ -1,7 +1,7 @@
 """Content parts in which engines take images and clips: their embeddings, references to these, or the files."""
 
 from base64 import b64encode
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal, NamedTuple
 
 from anyio.to_thread import run_sync
@@ -48,12 +48,8 @@ class Dialect(NamedTuple):
     part: MakePart
     unchanged: MakePart = _whole
     """The file itself, for the engine to encode."""
-    by_reference: bool = False
-    """The engine fetches the embeddings by the uuids of the parts."""
-
-    def fields(self, parts: Sequence[Part]) -> Part:
-        """Further fields of the request: vLLM replaces the uuids of references if it has options of media."""
-        return {"ec_transfer_params": {"content_ids": [part["uuid"] for part in parts]}} if self.by_reference else {}
+    has_ids: bool = False
+    """The request repeats the uuids of its parts, which vLLM replaces if it has options of media."""
 
 
 def mode_of(settings: RouterSettings) -> Mode:
@@ -96,7 +92,7 @@ def dialect_of(settings: RouterSettings, api: Api = "chat") -> Dialect:
 
     part = inline if mode == "inline" else reference
     if api != "responses":
-        return Dialect("part", part, by_reference=mode == "reference")
+        return Dialect("part", part, has_ids=mode == "reference")
 
     async def input_image(encoder: Encoder, image: ImageFile) -> Part:
         """vLLM keeps these fields, and reads an image without `image_url` but with `uuid` by them."""

@@ -92,12 +92,13 @@ class Filled:
         return sum(len(piece) for piece in self._pieces if isinstance(piece, Buffer))
 
 
-def filled(pieces: Sequence[Buffer], parts: Iterable[Json], fields: Json | None = None) -> Filled:
-    """The request with the members of each part in its place, and with further fields, which it does not have."""
+def filled(pieces: Sequence[Buffer], parts: Iterable[Json], ids: Sequence[str] = ()) -> Filled:
+    """The request with the members of each part in its place, and with ids for the engine's connector."""
     members = [_members(part) for part in parts]
     assert len(pieces) == len(members) + 1, "a place for each part"
-    if fields:
-        pieces = [json.dumps(fields, separators=(",", ":"))[:-1].encode() + b"," + bytes(pieces[0])[1:], *pieces[1:]]
+    if ids:
+        transfer = json.dumps({"ec_transfer_params": {"content_ids": ids}})
+        pieces = [transfer[:-1].encode() + b"," + bytes(pieces[0])[1:], *pieces[1:]]
     return Filled([text for piece, inner in zip(pieces, [*members, []], strict=True) for text in (piece, *inner)])
 
 

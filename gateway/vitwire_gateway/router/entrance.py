@@ -115,10 +115,9 @@ def content_key_of(settings: RouterSettings) -> bytes:
         logger.info("ids of images are made with a random key: several routers need one --content-key-file")
         return b""
     with naming("--content-key-file", file), open(file, "rb", opener=opened_regular) as opened:  # as above
-        key = opened.read(_MAX_KEY_BYTES).strip()
-        if len(key) < 32:
+        if len(key := opened.read(_MAX_KEY_BYTES)) < 32:
             raise ValueError(f"the key has {len(key)} bytes, expected 32 or more (openssl rand -hex 32)")
-    return key
+        return key
 
 
 def _digest(key: str) -> bytes:

@@ -68,13 +68,10 @@ class Router:
     async def embeddings(self, api: EmbeddingApi, exchange: Exchange, ticket: Ticket) -> None:
         """Embeddings: of images, or the engine's."""
         exchange.is_vitwires = True
-        try:
-            _check_posted(exchange)
-        except ApiError:
-            if not api.is_shared:
-                raise
+        if api.is_shared and exchange.request.method != "POST":
             await self.proxied(exchange, ticket)
             return
+        _check_posted(exchange)
         body = await self._body(exchange, ticket)
         await exchange.unless_disconnected(self._embeddings(api, exchange, ticket, body))
 
@@ -154,12 +151,12 @@ class Router:
     async def _encoded(
         self, dialect: Dialect, exchange: Exchange, ticket: Ticket, images: Images, request: CutRequest
     ) -> None:
-        async def forward(parts: Sequence[Part], fields: Part | None = None, check: Check | None = None) -> None:
+        async def forward(parts: Sequence[Part], ids: Sequence[str] = (), check: Check | None = None) -> None:
             limit = self.settings.max_buffered_bytes
             if (needed := sum(map(size_of, parts))) > limit:  # equal images are held once, and sent in each place
                 text = f"the engine would get {needed} bytes for the images of this request, the limit is {limit}"
                 raise ApiError(413, text, "request_too_large")
-            body = await run_sync(filled, request.pieces, parts, fields)
+            body = await run_sync(filled, request.pieces, parts, ids)
             ticket.bytes.take(body.held)
             await self._forward(exchange, body, as_json=True, check=check)
 
@@ -169,7 +166,8 @@ class Router:
                     loaded = await images.load(request.images)
                     async with images.in_time(loaded):
                         parts = await images.parts(loaded, dialect.part)
-                await forward(parts, dialect.fields(parts), lambda failed: images.check_stored(loaded, still=failed))
+                ids = [part["uuid"] for part in parts] if dialect.has_ids else []
+                await forward(parts, ids, lambda failed: images.check_stored(loaded, still=failed))
                 return
         except ApiError as error:  # of the encoder only before the response has begun
             reason = error.code.removeprefix("encoder_")
