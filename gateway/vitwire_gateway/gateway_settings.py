@@ -110,6 +110,10 @@ class RouterSettings(GatewaySettings):
     api_keys_file: Annotated[
         Path | None, Flag("accept only these API keys, one per line; read again when it changes")
     ] = None
+    content_key_file: Annotated[Path | None, Flag("file with the secret of ids, 32 bytes or more; default: random")] = (
+        None
+    )
+    allow_caller_embeds: Annotated[bool, Flag("pass on embeddings that callers send; trust them all")] = False
     engine_api_key_file: Annotated[
         Path | None, Flag("file with the API key for the engine, sent in place of the caller's")
     ] = None

@@ -14,6 +14,7 @@ from manifests import (
     RELEASE,
     ROOT,
     ROUTER,
+    STACK,
     UID,
     Document,
     documents_of,
@@ -165,3 +166,24 @@ def test_the_router_is_a_command_of_the_image(router: list[Document]) -> None:
         command.name or (command.callback and command.callback.__name__) for command in app.registered_commands
     }
     assert 'ARG EXTRAS="router"' in (ROOT / "Dockerfile").read_text()
+
+
+@pytest.mark.parametrize("target", ["router", STACK])
+def test_routers_share_the_secret_of_ids(target: str) -> None:
+    """Replicas with random keys would name equal images differently, and a computable one would be none."""
+    documents = documents_of(target)
+    (deployment,) = (
+        each
+        for each in documents
+        if each["kind"] == "Deployment" and each["metadata"]["name"].startswith("vitwire-router")
+    )
+    spec = deployment["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    (secret,) = (each for each in spec["volumes"] if "secret" in each)
+    (mount,) = (each for each in container["volumeMounts"] if each["name"] == secret["name"])
+    assert deployment["spec"]["replicas"] > 1
+    assert container["env"] == [{"name": f"{PREFIX}CONTENT_KEY_FILE", "value": f"{mount['mountPath']}/key"}]
+    assert mount["readOnly"]
+    assert not secret["secret"].get("optional")
+    text = (ROOT / "deploy" / "README.md").read_text()
+    assert f"create secret generic {secret['secret']['secretName']} --from-literal=key=" in text

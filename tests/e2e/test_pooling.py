@@ -24,9 +24,11 @@ from reference import TOLERANCE, error
 from servers import ServerProcess, serving
 from vitwire import Client, InvalidItem, Item, NotCached
 from vitwire_gateway.images.encoding import content_id_of
+from vitwire_gateway.images.image_files import ImageFile
 from vitwire_server.core.pooling import Pooling
 
 PHOTOGRAPH = Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"
+FILE = ImageFile.of(b"file")
 OPERATIONS = Path(__file__).parents[2] / "docs" / "operations" / "search.md"
 CLIP = ("--dtype", "float32", "--graphs", "simulated", "--max-budget-tokens", "96", "--cache-bytes", "1000000")
 TARGET = "localhost:50051"
@@ -79,7 +81,7 @@ def test_every_pooling_of_a_model_is_known_to_clients_and_has_its_own_fingerprin
     folder, pixels = checkpoints("clip"), np.random.default_rng(0).standard_normal((1, 3, 56, 56), dtype=np.float32)
     item = Item(pixels, (1, 1, 1), content_id="same")
     first = client.encode([item])[0]
-    found = {client.model().weights_fingerprint: content_id_of(b"digest", client.model())}
+    found = {client.model().weights_fingerprint: content_id_of(FILE, client.model(), b"key")}
     for pooling, rows in ((Pooling.NONE, 16), (Pooling.MEAN, 1)):
         with serving(folder, *CLIP, "--pooling", pooling) as other, Client(other.target) as its:
             model = its.model()
@@ -90,7 +92,7 @@ def test_every_pooling_of_a_model_is_known_to_clients_and_has_its_own_fingerprin
             assert embedding.shape[0] == rows
             expected = references("clip", torch.float32).pooled(pooling, torch.from_numpy(pixels))
             assert error(embedding.numpy(), expected) <= TOLERANCE
-            found[model.weights_fingerprint] = content_id_of(b"digest", model)
+            found[model.weights_fingerprint] = content_id_of(FILE, model, b"key")
     assert len(found) == len(set(found.values())) == 3, "neither caches nor the router's engines mix their rows"
     (again,) = client.encode([Item(None, (1, 1, 1), content_id="same")])
     np.testing.assert_array_equal(again.numpy(), first.numpy())

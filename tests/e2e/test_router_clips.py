@@ -32,14 +32,22 @@ def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def inline(server: ServerProcess, stand_in: EngineProcess) -> Iterator[RouterProcess]:
-    with router(server.target, stand_in.url) as process:
+def key(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The flag by which routers give contents the same ids."""
+    file = tmp_path_factory.mktemp("keys") / "content"
+    file.write_text("0123456789abcdef" * 4)
+    return f"--content-key-file={file}"
+
+
+@pytest.fixture(scope="module")
+def inline(server: ServerProcess, stand_in: EngineProcess, key: str) -> Iterator[RouterProcess]:
+    with router(server.target, stand_in.url, key) as process:
         yield process
 
 
 @pytest.fixture(scope="module")
-def reference(server: ServerProcess, stand_in: EngineProcess) -> Iterator[RouterProcess]:
-    with router(server.target, stand_in.url, "--mode=reference") as process:
+def reference(server: ServerProcess, stand_in: EngineProcess, key: str) -> Iterator[RouterProcess]:
+    with router(server.target, stand_in.url, "--mode=reference", key) as process:
         yield process
 
 

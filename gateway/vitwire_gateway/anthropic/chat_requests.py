@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 _SAME = (
     "model", "temperature", "top_p", "top_k",
-    "cache_salt", "chat_template_kwargs", "ec_transfer_params", "kv_transfer_params", "vllm_xargs", "watermarking",
+    "cache_salt", "chat_template_kwargs", "kv_transfer_params", "vllm_xargs", "watermarking",
 )  # fmt: skip
 """Fields that mean the same to chat completions; the engine checks them."""
 _TRANSLATED = (

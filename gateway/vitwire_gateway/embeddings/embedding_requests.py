@@ -15,6 +15,7 @@ _NO_TEXT = "Vitwire embeds images, no text: use the text encoder of the same che
 _NEUTRAL: Mapping[str, Sequence[object]] = {
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
+    "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
 }
 """vLLM's options of embeddings, with the values that have no effect here."""

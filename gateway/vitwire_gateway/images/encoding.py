@@ -2,6 +2,8 @@
 
 import asyncio
 import hashlib
+import hmac
+import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext, suppress
@@ -78,14 +80,18 @@ class Encoder:
     """Encodes images and clips with Vitwire.
 
     max_encoding: files that are read and encoded at a time.
+    content_key: the secret by which ids of contents are made; default: a random one.
     """
 
-    def __init__(self, client: AsyncClient, workers: Workers, max_pixels: int, max_encoding: int) -> None:
+    def __init__(
+        self, client: AsyncClient, workers: Workers, max_pixels: int, max_encoding: int, content_key: bytes = b""
+    ) -> None:
         self.workers = workers
         self.model = Recent(lambda: client.model(refresh=True), _MODEL_SECONDS)
         self.client = client
         self.batches = Batches(client)
         self._max_pixels = max_pixels
+        self._content_key = content_key or secrets.token_bytes(32)
         self._turns = Turns(max_encoding)
         self.caller = Caller.of("anybody")
         self._times: dict[str, Accepted | Report] = {}
@@ -130,7 +136,7 @@ class Encoder:
             embedding = await answer
         if image.modality == "video" and not embedding.report.frame_seconds:
             raise InvalidItem(_NO_TIMES, item=0)
-        return Encoded(content_id_of(image.digest, model), embedding, model)
+        return Encoded(content_id_of(image, model, self._content_key), embedding, model)
 
     @asynccontextmanager
     async def storing(self) -> AsyncGenerator[None, None]:
@@ -181,7 +187,7 @@ class Encoder:
             if not model.limits.cached_bytes:
                 message = "the encoder keeps no embeddings: --mode reference needs --cache-bytes on every server"
                 raise ApiError(502, message, "encoder_without_cache")
-            content_id = content_id_of(image.digest, model)
+            content_id = content_id_of(image, model, self._content_key)
             # The server says the times of a clip only if it gets the file.
             known = Report() if image.modality == "image" else self._times.get(content_id)
             if known is not None:
@@ -254,7 +260,12 @@ def _times(image: ImageFile, answer: Accepted | Stored) -> Accepted | Report | N
     return None
 
 
-def content_id_of(digest: bytes, model: Model) -> str:
-    """An id that equal files have under equal weights and preparation, and no others."""
-    recipe = f"{model.weights_fingerprint} {model.dtype} {model.preparation_fingerprint}".encode()
-    return hashlib.sha256(hashlib.sha256(recipe).digest() + digest).hexdigest()
+def content_id_of(image: ImageFile, model: Model, key: bytes) -> str:
+    """An id that equal files have under equal weights, preparation and key, and no others.
+
+    Only who has the key can compute it: with another's id, a caller could name rows that the other would get.
+    """
+    options = ""  # requests with options of images are refused
+    recipe = (model.weights_fingerprint, model.dtype, model.preparation_fingerprint, image.modality, options)
+    digests = [hashlib.sha256(each.encode()).digest() for each in recipe]
+    return hmac.digest(key, b"".join((*digests, image.digest)), "sha256").hex()

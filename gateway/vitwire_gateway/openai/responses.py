@@ -3,7 +3,7 @@
 from vitwire_gateway.api_errors import invalid
 from vitwire_gateway.bodies import Json
 from vitwire_gateway.gateway_settings import Engine
-from vitwire_gateway.requests.image_refs import ImageRef, Path, image_parts, param_of, url_of
+from vitwire_gateway.requests.image_refs import ImageRef, Path, check_options, image_parts, param_of, url_of
 
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
@@ -11,8 +11,8 @@ _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 def images_of(request: Json, engine: Engine, *, with_clips: bool = False) -> list[ImageRef]:
     """The images of all input items, in order.
 
-    Raises ApiError for a malformed image, for one where the engine would drop it, and unless clips are left to the
-    engine, for a clip: SGLang would fetch its URL. Other parts and items are left to the engine to check.
+    Raises ApiError for a malformed image, for its options, for one where the engine would drop it, and unless clips are
+    left to the engine, for a clip: SGLang would fetch its URL. Other parts and items are left to the engine to check.
     """
     found = []
     items = request.get("input")
@@ -28,6 +28,7 @@ def images_of(request: Json, engine: Engine, *, with_clips: bool = False) -> lis
                 text = "files by id are not supported; send image_url with data:image/...;base64,..."
                 raise invalid(text, param_of(field), "unsupported_image")
             found.append(ImageRef(field, url_of(part.get("image_url"), field)))
+            check_options(request, part["image_url"], found[-1])
     return found
 
 

@@ -48,6 +48,8 @@ class Dialect(NamedTuple):
     part: MakePart
     unchanged: MakePart = _whole
     """The file itself, for the engine to encode."""
+    has_ids: bool = False
+    """The request repeats the uuids of its parts, which vLLM replaces if it has options of media."""
 
 
 def mode_of(settings: RouterSettings) -> Mode:
@@ -93,10 +95,10 @@ def dialect_of(settings: RouterSettings, api: Api = "chat") -> Dialect:
 
     part = inline if mode == "inline" else reference
     if api != "responses":
-        return Dialect("part", part)
+        return Dialect("part", part, has_ids=mode == "reference")
 
     async def input_image(encoder: Encoder, image: ImageFile) -> Part:
         """vLLM keeps these fields, and reads an image without `image_url` but with `uuid` by them."""
         return {name: value for name, value in (await part(encoder, image)).items() if name != "type"}
 
-    return Dialect("input_image", input_image, _input_image)
+    return Dialect("input_image", input_image, _input_image, mode == "reference")

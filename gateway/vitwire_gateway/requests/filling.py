@@ -45,11 +45,15 @@ def cut(request: Json, refs: Iterable[ImageRef], hole: Hole) -> list[bytes]:
                 copied.add(id(inner[key]))
             inner = inner[key]
         inner[last] = _opened(inner[last], str(field), hole, mark)
+    return serialised(root).split(f'"{mark}":0'.encode())
+
+
+def serialised(request: Json) -> bytes:
+    """The request as JSON. Raises ApiError for numbers that JSON cannot carry."""
     try:
-        text = json.dumps(root, separators=(",", ":"), allow_nan=False)
+        return json.dumps(request, separators=(",", ":"), allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise invalid(f"the body cannot be sent as JSON: {error}", None, "invalid_json") from error
-    return text.encode().split(f'"{mark}":0'.encode())
 
 
 def _opened(part: Json, field: str, hole: Hole, mark: str) -> Json:
@@ -88,10 +92,13 @@ class Filled:
         return sum(len(piece) for piece in self._pieces if isinstance(piece, Buffer))
 
 
-def filled(pieces: Sequence[Buffer], parts: Iterable[Json]) -> Filled:
-    """The request with the members of each part in its place."""
+def filled(pieces: Sequence[Buffer], parts: Iterable[Json], ids: Sequence[str] = ()) -> Filled:
+    """The request with the members of each part in its place, and with ids for the engine's connector."""
     members = [_members(part) for part in parts]
     assert len(pieces) == len(members) + 1, "a place for each part"
+    if ids:
+        transfer = json.dumps({"ec_transfer_params": {"content_ids": ids}})
+        pieces = [transfer[:-1].encode() + b"," + bytes(pieces[0])[1:], *pieces[1:]]
     return Filled([text for piece, inner in zip(pieces, [*members, []], strict=True) for text in (piece, *inner)])
 
 

@@ -15,6 +15,10 @@ _INNER = ("content", "output", "source")
 """Fields of parts that may have parts in them."""
 _DEEPEST = 16
 """Keys on the way to a part; no engine reads deeper ones."""
+_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
+"""Fields of a request by which engines prepare its images and clips."""
+_CLIP_OPTIONS = (*_OPTIONS, "video_config", "use_audio_in_video")
+_NOT_OF_IMAGES = {"audio", "audio_kwargs", "fps", "num_frames", "use_audio_in_video", "video", "videos_kwargs"}
 
 
 class ImageRef(NamedTuple):
@@ -57,6 +61,22 @@ def image_parts(value: object, path: Path) -> Iterator[tuple[Path, Json]]:
             inner = [(name, value[name]) for name in _INNER if name in value]
         if len(path) < _DEEPEST:
             waiting += (((*path, key), each) for key, each in reversed(inner) if isinstance(each, dict | list))
+
+
+def check_options(request: Json, source: object, ref: ImageRef) -> None:
+    """Raises ApiError if an image or clip has options, which would have no effect on its embedding."""
+    is_clip = ref.modality == "video"
+    others, known = (set[str](), ("url",)) if is_clip else (_NOT_OF_IMAGES, ("url", "detail"))
+    options = {name: request.get(name) for name in (_CLIP_OPTIONS if is_clip else _OPTIONS)}
+    given = [
+        name for name, value in options.items() if value and not (isinstance(value, dict) and value.keys() <= others)
+    ]
+    if isinstance(source, dict):
+        given += [f"{ref.param}.{name[:32]}" for name, value in source.items() if name not in known and value]
+    if given:
+        what = "clips" if is_clip else "images"
+        text = f"it has no effect on {what} that the encoder prepares, by the rule of its model; leave it out"
+        raise invalid(text, given[0], "unsupported_option")
 
 
 def url_of(source: object, path: Path) -> str:

@@ -27,6 +27,8 @@ class Limits(NamedTuple):
     """Images and clips together."""
     max_image_bytes: int
     """Of one file."""
+    allow_embeds: bool = False
+    """Callers may send embeddings."""
 
 
 class Place(NamedTuple):

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 from vitwire.wire import Buffer
-from vitwire_gateway.bodies import Json, is_small, parse
+from vitwire_gateway.bodies import Json, is_small
 from vitwire_gateway.fairness import Caller
-from vitwire_gateway.requests.filling import Hole, cut
+from vitwire_gateway.requests.caller_fields import cleaned
+from vitwire_gateway.requests.filling import Hole, cut, serialised
 from vitwire_gateway.requests.image_refs import ImageRef, image_parts
 from vitwire_gateway.requests.image_sources import Limits, RequestImages, images_in
 from vitwire_gateway.requests.multipart_forms import opened
@@ -33,7 +34,7 @@ class CutRequest(NamedTuple):
     """A request that has been read, for an engine."""
 
     pieces: Sequence[Buffer]
-    """Its JSON, cut for `filled`; without images the JSON of a form, or empty if the engine gets the body as it is."""
+    """Its JSON, cut for `filled`; without images in one piece, or empty if the engine gets the body as it is."""
     images: RequestImages
 
     @classmethod
@@ -59,11 +60,11 @@ async def read(
 def cut_request(body: bytes, form: str | None, limits: Limits, api: RequestForm, hole: Hole) -> CutRequest:
     """The request in a body; `form` is the type of a form. Raises ApiError."""
     content, files = opened(body, form, limits.max_images)
-    request = parse(content)
+    request, is_new = cleaned(content, limits)
     found = api.images_of(request)
     images = images_in(request, found, files, limits)
     if not found:
-        return CutRequest([] if form is None else [content], images)
+        return CutRequest([serialised(request)] if form or is_new else [], images)
     if api.as_chat:
         places = {place.param: place for place in images.places}
         request = api.as_chat(request)

@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import logging
+import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -100,6 +101,23 @@ def engine_key_of(settings: RouterSettings) -> str | None:
         return None
     with naming("--engine-api-key-file", file):
         return read_keys(file)[0]
+
+
+def content_key_of(settings: RouterSettings) -> bytes:
+    """The secret of ids: of its file, else empty for a random one. Raises ValueError if it cannot be used."""
+    file = settings.content_key_file
+    if settings.no_engine or settings.engine == "sglang":  # nobody gets ids
+        return b""
+    if file is None:
+        if (count := os.environ.get("WEB_CONCURRENCY", "1")) != "1":
+            text = "workers with a random key each would name equal images differently: set --content-key-file"
+            raise ValueError(f"WEB_CONCURRENCY={count}: {text}")
+        logger.info("ids of images are made with a random key: several routers need one --content-key-file")
+        return b""
+    with naming("--content-key-file", file), open(file, "rb", opener=opened_regular) as opened:  # as above
+        if len(key := opened.read(_MAX_KEY_BYTES)) < 32:
+            raise ValueError(f"the key has {len(key)} bytes, expected 32 or more (openssl rand -hex 32)")
+        return key
 
 
 def _digest(key: str) -> bytes:

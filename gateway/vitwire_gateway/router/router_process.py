@@ -32,7 +32,7 @@ from vitwire_gateway.metrics import Metrics
 from vitwire_gateway.requests.content_parts import Images
 from vitwire_gateway.requests.dialects import mode_of
 from vitwire_gateway.router.endpoint import Endpoint, Exchange, RouteName
-from vitwire_gateway.router.entrance import Admission, Ticket, engine_key_of
+from vitwire_gateway.router.entrance import Admission, Ticket, content_key_of, engine_key_of
 from vitwire_gateway.router.image_apis import embedding_apis, image_apis
 from vitwire_gateway.router.llm_engine import Engine
 from vitwire_gateway.router.readiness import Readiness
@@ -61,7 +61,7 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
     engine, fetcher = Engine(settings), Fetcher(settings)
     memory = memory_for(settings.max_image_pixels, settings.max_body_bytes)
     workers = Workers("vitwire_gateway.router.routing", memory)
-    encoder = Encoder(client, workers, settings.max_image_pixels, settings.max_encoding)
+    encoder = Encoder(client, workers, settings.max_image_pixels, settings.max_encoding, content_key_of(settings))
     images = Images(settings, encoder, fetcher, metrics)
     engine_key = engine_key_of(settings)
     router = Router(settings, metrics, engine, images, bool(admission.keys or engine_key), engine_key)

@@ -21,6 +21,7 @@ from vitwire_gateway.embeddings.embedding_requests import EmbeddingRequest
 from vitwire_gateway.fairness import Caller, Turns
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.metrics import FALLBACKS, Metrics
+from vitwire_gateway.requests.caller_fields import clean_body
 from vitwire_gateway.requests.content_parts import Images, size_of
 from vitwire_gateway.requests.dialects import Dialect, Part
 from vitwire_gateway.requests.filling import Filled, filled
@@ -35,6 +36,8 @@ logger = logging.getLogger("vitwire.router")
 
 _PROXIED = ("/v1", "/tokenize", "/detokenize", "/version", "/pooling", "/classify", "/score", "/rerank")
 """Paths that are passed on, with those under them: the engine's API, not its administration."""
+_FORMS = "/v1/audio/"
+"""Begins the paths whose forms are passed on unread: engines read no content parts there."""
 _MAX_EVENT = 1 << 20
 """Bytes of an event that is translated, which takes about 10 ms if they are few values."""
 Check = Callable[[bool], Awaitable[None]]
@@ -65,25 +68,35 @@ class Router:
     async def embeddings(self, api: EmbeddingApi, exchange: Exchange, ticket: Ticket) -> None:
         """Embeddings: of images, or the engine's."""
         exchange.is_vitwires = True
-        try:
-            _check_posted(exchange)
-        except ApiError:
-            if not api.is_shared:
-                raise
+        if api.is_shared and exchange.request.method != "POST":
             await self.proxied(exchange, ticket)
             return
+        _check_posted(exchange)
         body = await self._body(exchange, ticket)
         await exchange.unless_disconnected(self._embeddings(api, exchange, ticket, body))
 
     async def proxied(self, exchange: Exchange, ticket: Ticket) -> None:
-        """Any other request: it and its response pass as they are."""
+        """Any other request: it and its response pass as they are, without what only the router may say."""
         if error := refused_path(exchange.request.scope["path"], has_engine=not self.settings.no_engine):
             raise error
         body = await self._body(exchange, ticket)
-        await exchange.unless_disconnected(self._forward(exchange, body))
+        await exchange.unless_disconnected(self._passed(exchange, ticket, body))
+
+    async def _passed(self, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
+        """Forward a request that the router does not answer; it passes only if it can be inspected. Raises ApiError."""
+        request, is_new = exchange.request, False
+        if request.headers.get("content-type", "").lower().startswith(("multipart/", "application/x-www-form")):
+            if not request.scope["path"].startswith(_FORMS):
+                raise ApiError(415, "forms are not supported here, send JSON", "unsupported_form")
+        elif pieces := await self._read(clean_body, exchange, ticket, body):
+            body, is_new = bytes(pieces[0]), True
+            ticket.bytes.take(len(body))
+        await self._forward(exchange, body, as_json=is_new)
 
     async def _body(self, exchange: Exchange, ticket: Ticket) -> bytes:
         settings = self.settings
+        if not {"identity"}.issuperset(exchange.request.headers.getlist("content-encoding")):
+            raise ApiError(415, "a compressed body is not supported", "unsupported_encoding")
         with self._timed("receive"):
             body = await read_body(exchange.request, ticket.bytes, settings.max_body_bytes, settings.body_seconds)
         ticket.place.take(1)
@@ -93,7 +106,7 @@ class Router:
         """As `request_reading.read`."""
         exchange.stage = "images"
         settings, workers = self.settings, self.images.encoder.workers
-        limits = Limits(settings.max_images, settings.max_image_bytes)
+        limits = Limits(settings.max_images, settings.max_image_bytes, settings.allow_caller_embeds)
         return await read(workers, ticket.caller, job, body, exchange.request.headers.get("content-type", ""), limits)
 
     async def _generated(self, api: ImageApi, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
@@ -105,7 +118,7 @@ class Router:
             images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take)
             await self._encoded(api.dialect, exchange, ticket, images, request)
             return
-        if request.pieces:  # of a form
+        if request.pieces:  # of a form, or cleaned
             body = b"".join(request.pieces)
             ticket.bytes.take(len(body))
         await self._forward(exchange, body, as_json=True)
@@ -113,7 +126,7 @@ class Router:
     async def _embeddings(self, api: EmbeddingApi, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
         found = await self._read(api.read, exchange, ticket, body)
         if found is None:
-            await self._forward(exchange, body)
+            await self._passed(exchange, ticket, body)
             return
         request = EmbeddingRequest.of(found)
         exchange.images, exchange.model = len(request.images.places), request.images.model
@@ -138,12 +151,12 @@ class Router:
     async def _encoded(
         self, dialect: Dialect, exchange: Exchange, ticket: Ticket, images: Images, request: CutRequest
     ) -> None:
-        async def forward(parts: Sequence[Part], check: Check | None = None) -> None:
+        async def forward(parts: Sequence[Part], ids: Sequence[str] = (), check: Check | None = None) -> None:
             limit = self.settings.max_buffered_bytes
             if (needed := sum(map(size_of, parts))) > limit:  # equal images are held once, and sent in each place
                 text = f"the engine would get {needed} bytes for the images of this request, the limit is {limit}"
                 raise ApiError(413, text, "request_too_large")
-            body = await run_sync(filled, request.pieces, parts)
+            body = await run_sync(filled, request.pieces, parts, ids)
             ticket.bytes.take(body.held)
             await self._forward(exchange, body, as_json=True, check=check)
 
@@ -153,7 +166,8 @@ class Router:
                     loaded = await images.load(request.images)
                     async with images.in_time(loaded):
                         parts = await images.parts(loaded, dialect.part)
-                await forward(parts, lambda failed: images.check_stored(loaded, still=failed))
+                ids = [part["uuid"] for part in parts] if dialect.has_ids else []
+                await forward(parts, ids, lambda failed: images.check_stored(loaded, still=failed))
                 return
         except ApiError as error:  # of the encoder only before the response has begun
             reason = error.code.removeprefix("encoder_")
@@ -177,8 +191,8 @@ class Router:
         exchange.is_vitwires = False
         request = exchange.request
         changed: dict[bytes, bytes | None] = {b"x-request-id": exchange.request_id.encode()}
-        if as_json:
-            changed[b"content-type"] = b"application/json"
+        kind = request.headers.get("content-type")  # of several, the one by which the body was read
+        changed[b"content-type"] = b"application/json" if as_json else kind.encode("latin-1") if kind else None
         if exchange.translated_for:
             changed[b"accept-encoding"] = b"identity"
         if self.engine_key or self.drops_authorization:
@@ -255,8 +269,6 @@ def refused_path(path: str, *, has_engine: bool) -> ApiError | None:
 
 
 def _check_posted(exchange: Exchange) -> None:
-    """Raises ApiError for another method, and for a compressed body."""
+    """Raises ApiError for another method."""
     if exchange.request.method != "POST":
         raise ApiError(405, "expected POST", "method_not_allowed", headers={"allow": "POST"})
-    if exchange.request.headers.get("content-encoding", "identity") != "identity":
-        raise ApiError(415, "a compressed body is not supported", "unsupported_encoding")

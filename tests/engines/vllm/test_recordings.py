@@ -37,12 +37,17 @@ def pictures() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def recorded(server: ServerProcess, mp4: bytes, pictures: list[str]) -> Recorded:
+def recorded(
+    server: ServerProcess, mp4: bytes, pictures: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Recorded:
     """What a router of each mode sends for two images, one of them twice, and a clip."""
     image, other = ({"type": "image_url", "image_url": {"url": url, "detail": "low"}} for url in pictures)
     clip = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64," + b64encode(mp4).decode()}}
     parts = [{"type": "text", "text": "A"}, image, clip | {"uuid": "the caller's"}, other, image]
-    return cache(lambda mode: sent_to_engine(server.target, parts, f"--mode={mode}", temperature=0.5))
+    key = tmp_path_factory.mktemp("keys") / "content"
+    key.write_text("k" * 64)
+    flag = f"--content-key-file={key}"
+    return cache(lambda mode: sent_to_engine(server.target, parts, f"--mode={mode}", flag, temperature=0.5))
 
 
 @pytest.fixture(scope="module")

@@ -106,12 +106,13 @@ class VitwireECConnector(ECConnectorBase):  # type: ignore[misc]  # as above
     def ensure_cache_available(self, request: "Request", num_computed_tokens: int) -> bool:
         if has_ec_transfer() and isinstance(worker := get_ec_transfer(), VitwireECConnector):
             self._report(worker.take_outcomes())  # vLLM calls scheduler and worker in one thread then
+        contents = _contents(request)
         needed, passed = [], []
         for index, feature in enumerate(request.mm_features):
             if feature.mm_position.offset + feature.mm_position.length <= num_computed_tokens:
                 passed.append(feature.identifier)
-            elif content := _content(request, index):
-                needed.append(content)
+            elif index in contents:
+                needed.append(contents[index])
         still = {content.identifier for content in needed}
         self._table.release(request.request_id, (each for each in passed if each not in still))
         return self._table.ensure(request.request_id, needed, time.monotonic(), urgent=num_computed_tokens > 0)
@@ -207,29 +208,34 @@ def _expected(vllm_config: VllmConfig) -> Expected:
     return Expected(model.get_inputs_embeds_size() * (1 + levels), model.dtype, device)
 
 
-def _content(request: "Request", index: int) -> Content | None:
-    """The content to fetch for a feature; None if vLLM encodes it itself."""
-    feature: MultiModalFeatureSpec = request.mm_features[index]
-    grid = f"{feature.modality}_grid_thw"
-    if feature.modality not in _MODALITIES or not feature.data or grid not in feature.data:
-        return None
-    if any("pixel_values" in name or name.endswith("_embeds") for name in feature.data):
-        return None
-    t, h, w = feature.data[grid].data.flatten().tolist()
-    modality = _MODALITIES[feature.modality == "video"]
-    return Content(
-        feature.identifier, _content_id(request, index), modality, (t, h, w), request.get_num_encoder_embeds(index)
-    )
+def _contents(request: "Request") -> dict[int, Content]:
+    """The contents to fetch, by the index of the feature; vLLM encodes the others itself.
 
-
-def _content_id(request: "Request", index: int) -> str:
-    """The uuid of the image.
-
-    vLLM replaces uuids by hashes if media or processor options are set, so a request may repeat them in
-    `ec_transfer_params`: `{"content_ids": [...]}`, in the order of its images.
+    Each is cached under its uuid. vLLM replaces uuids by hashes if media or processor options are set, so a request
+    repeats them in `ec_transfer_params`: `{"content_ids": [...]}`, in order. They belong to its last references: those
+    of earlier turns, which vLLM keeps, come first.
     """
-    feature = request.mm_features[index]
-    content_ids = (request.ec_transfer_params or {}).get("content_ids")
-    if isinstance(content_ids, list) and index < len(content_ids) and isinstance(content_ids[index], str):
-        return str(content_ids[index])
-    return str(feature.mm_hash or feature.identifier)
+    grids = {index: grid for index, each in enumerate(request.mm_features) if (grid := _grid(each))}
+    params = request.ec_transfer_params
+    ids = params.get("content_ids") if isinstance(params, dict) else None
+    if not isinstance(ids, list) or len(ids) > len(grids) or not all(isinstance(each, str) for each in ids):
+        ids = []
+    contents = {}
+    for number, (index, grid) in enumerate(grids.items(), len(ids) - len(grids)):
+        feature = request.mm_features[index]
+        own = str(feature.mm_hash or feature.identifier)
+        content_id = own if number < 0 or own in ids else ids[number]
+        modality, rows = _MODALITIES[feature.modality == "video"], request.get_num_encoder_embeds(index)
+        contents[index] = Content(feature.identifier, content_id, modality, grid, rows)
+    return contents
+
+
+def _grid(feature: "MultiModalFeatureSpec") -> tuple[int, int, int] | None:
+    """The grid of an image or clip that comes without pixels and rows; None for others."""
+    name = f"{feature.modality}_grid_thw"
+    if feature.modality not in _MODALITIES or not feature.data or name not in feature.data:
+        return None
+    if any("pixel_values" in each or each.endswith("_embeds") for each in feature.data):
+        return None
+    t, h, w = feature.data[name].data.flatten().tolist()
+    return t, h, w

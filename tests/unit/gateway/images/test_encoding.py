@@ -1,7 +1,10 @@
 """Image files on their way through the router's encoder: read in a worker, sent as they are, named by their content."""
 
 import asyncio
+import hashlib
+import hmac
 import io
+import secrets
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -241,12 +244,27 @@ def test_the_same_bytes_as_image_and_as_clip_are_two_contents() -> None:
 
 def test_content_ids_follow_from_what_decides_the_rows() -> None:
     """And from nothing else, so that replicas of one model share them."""
-    digest = bytes(32)
+    file, key = ImageFile.of(b"file"), bytes(32)
     others = [
         replace(MODEL, weights_fingerprint="other"),
         replace(MODEL, dtype="float32"),
         replace(MODEL, preparation_fingerprint="other"),
+        replace(MODEL, weights_fingerprint=MODEL.weights_fingerprint + MODEL.dtype, dtype=""),
     ]
-    ids = {content_id_of(digest, each) for each in (MODEL, *others)} | {content_id_of(bytes(31), MODEL)}
-    assert len(ids) == 5
-    assert content_id_of(digest, replace(MODEL, device="another", budgets=())) == content_id_of(digest, MODEL)
+    ids = {content_id_of(file, each, key) for each in (MODEL, *others)}
+    ids |= {content_id_of(each, MODEL, key) for each in (ImageFile.of(b"other"), ImageFile.of(b"file", "video"))}
+    ids |= {content_id_of(file._replace(modality="video"), MODEL, key), content_id_of(file, MODEL, b"another key")}
+    assert len(ids) == 9
+    assert content_id_of(file, replace(MODEL, device="another", budgets=()), key) == content_id_of(file, MODEL, key)
+
+
+def test_nobody_without_the_key_can_compute_an_id() -> None:
+    """As anyone could before, from what the server says of its model, and the file."""
+    file = ImageFile.of(b"the victim's")
+    recipe = hashlib.sha256(f"{MODEL.weights_fingerprint} {MODEL.dtype} {MODEL.preparation_fingerprint}".encode())
+    public = hashlib.sha256(recipe.digest() + hashlib.sha256(b"the victim's").digest()).hexdigest()
+    names = (MODEL.weights_fingerprint, MODEL.dtype, MODEL.preparation_fingerprint, "image", "")
+    framed = b"".join(hashlib.sha256(each.encode()).digest() for each in names) + file.digest
+    key = secrets.token_bytes(32)
+    assert content_id_of(file, MODEL, key) == hmac.new(key, framed, "sha256").hexdigest()
+    assert content_id_of(file, MODEL, key) not in (public, hashlib.sha256(framed).hexdigest())

@@ -154,6 +154,22 @@ def test_options_of_clips_are_refused(options: dict[str, Any]) -> None:
     assert (caught.value.code, caught.value.param) == ("unsupported_option", "messages[1].content[1].video_url.fps")
 
 
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"mm_processor_kwargs": {"min_pixels": 1, "fps": 1}}, "mm_processor_kwargs"),
+        ({"mm_processor_kwargs": [1]}, "mm_processor_kwargs"),
+        ({"media_io_kwargs": {"image": {"image_mode": "L"}}}, "media_io_kwargs"),
+        ({}, "messages[1].content[0].image_url.max_dynamic_patch"),
+    ],
+)
+def test_options_of_images_are_refused(options: dict[str, Any], param: str) -> None:
+    url = {"url": "data:image/png;base64,QUJD", "detail": "high"} | ({} if options else {"max_dynamic_patch": 4})
+    with pytest.raises(ApiError, match="no effect on images") as caught:
+        read(chat(image(url)) | options)
+    assert (caught.value.code, caught.value.param) == ("unsupported_option", param)
+
+
 def test_one_url_may_be_of_an_image_and_of_a_clip() -> None:
     url = "data:video/mp4;base64,QUJD"
     parts = (image(url), {"type": "video_url", "video_url": {"url": url}}, image(url))
