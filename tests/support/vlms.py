@@ -12,6 +12,7 @@ from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
 
 from client_models import client_model
 from prompts import TOKENS, Inputs, clip, images, prompt
+from reference import as_published
 from rigs import Rig
 from vitwire import Embedding, Item, Model
 from vitwire.embeddings import Report
@@ -41,7 +42,7 @@ _SETTINGS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 def language_model(model_type: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The part that generates text: of omni models the thinker, as audio needs voices that are files of their own."""
     auto: Any = AutoModelForMultimodalLM if model_type in _MULTIMODAL else AutoModelForImageTextToText
-    model = auto.from_pretrained(folder, dtype=dtype).eval()
+    model = as_published(auto.from_pretrained(folder, dtype=dtype).eval())
     model = getattr(model, "thinker", model)
     if model_type == "kimi_k25":
         model.model.get_video_features = MethodType(_kimi_clips, model.model)
