@@ -6,6 +6,7 @@ import signal
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is import
 
 import pytest
 import torch
+import transformers
 from filelock import FileLock
+from packaging.version import Version
 
 from checkpoints import Checkpoints
 from reference import Reference
 from references import reference_of
 from rigs import Yardstick
 from vitwire_server.demo.checkpoint import write_demo_checkpoint
+from vitwire_server.towers.registry import FAMILIES
 
 with suppress(ModuleNotFoundError):  # an interpreter for tests/gpu may lack it
     import hypothesis
@@ -31,16 +35,31 @@ with suppress(ModuleNotFoundError):  # an interpreter for tests/gpu may lack it
     hypothesis.settings.load_profile("patient")
 
 
+SHARES = ("VITWIRE_MATRIX_SHARE", "VITWIRE_MODEL_SHARE")
+"""Shares of the tests that are marked `matrix`, and of the model types; VITWIRE_SAMPLE_SEED decides which they are."""
+
+
 def pytest_configure() -> None:
     """A session in the background of a shell ignores SIGINT, and so would the processes that tests interrupt."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_report_header() -> list[str]:
+    """How to repeat a run of a sample."""
+    shares = [f"{name}={os.environ[name]}" for name in SHARES if name in os.environ]
+    return [f"sample: {' '.join(shares)} VITWIRE_SAMPLE_SEED={_seed()}"] if shares else []
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """VITWIRE_MATRIX_SHARE=0.4 runs two fifths of the matrix tier, the same ones each time."""
-    share = float(os.environ.get("VITWIRE_MATRIX_SHARE", "1"))
-    kept = [item for item in items if not item.get_closest_marker("matrix") or _rank(item) < share]
+    """VITWIRE_MATRIX_SHARE=0.4 runs two fifths of the matrix tier, other ones each day."""
+    tests, models = (float(os.environ.get(name, "1")) for name in SHARES)
+    kept = [
+        item
+        for item in items
+        if (not item.get_closest_marker("matrix") or _rank(item.nodeid) < tests)
+        and ((model_type := _model_type(item)) is None or _rank(model_type) < models)
+    ]
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
@@ -52,20 +71,39 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _rank(item: pytest.Item) -> float:
-    """A place from 0 to 1 that only the test's name decides."""
-    return zlib.crc32(item.nodeid.encode()) / 2**32
+def _rank(name: str) -> float:
+    """A place from 0 to 1 that only the name and the seed decide."""
+    return zlib.crc32(f"{_seed()} {name}".encode()) / 2**32
+
+
+def _seed() -> str:
+    """The date, unless it is given; workers of pytest-xdist take that of the process that started them."""
+    return os.environ.setdefault("VITWIRE_SAMPLE_SEED", datetime.now(UTC).date().isoformat())
+
+
+def _model_type(item: pytest.Item) -> str | None:
+    """The model type that a test is about, if it is about one."""
+    call = getattr(item, "callspec", None)
+    return call.params.get("model_type") if call else None
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """Tiny whole VLMs by model_type, each written once a session, by the worker of pytest-xdist that asks first."""
+    """Tiny whole VLMs by model_type, each written once a session, by the worker of pytest-xdist that asks first.
+
+    Whoever asks for one that the installed transformers is too old for is skipped.
+    """
     own = tmp_path_factory.getbasetemp()
     shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "checkpoints"
     shared.mkdir(exist_ok=True)
 
-    @cache
     def checkpoint(model_type: str) -> Path:
+        if Version(transformers.__version__) < Version(floor := FAMILIES[model_type].transformers):
+            pytest.skip(f"{model_type} needs transformers {floor}, {transformers.__version__} is installed")
+        return written(model_type)
+
+    @cache
+    def written(model_type: str) -> Path:
         folder = shared / f"tiny-{model_type}"
         with FileLock(f"{folder}.lock"):
             if not folder.exists():

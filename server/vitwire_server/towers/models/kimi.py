@@ -50,7 +50,9 @@ class FrameMeans(Head):
     def __init__(self, parts: Parts, bare: Geometry) -> None:
         super().__init__(parts, bare)
         tower: Any = parts["tower"]
-        tower.temporal_merge = lambda states, *_, **__: states  # since transformers 5.24 a method, which clips would sync
+        tower.temporal_merge = lambda states, *_, **__: (
+            states
+        )  # since transformers 5.24 a method, which clips would sync
 
     def sizes(self, bare: Geometry) -> Geometry:
         return of_clips(bare, most_frames=self._chunk, pooled=0)
@@ -79,7 +81,7 @@ class FrameMeans(Head):
         }
 
     def keywords(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Before transformers 5.24, the stock pooling takes clips of one length only: it gets a single, unused token."""
+        """Before transformers 5.24, the stock pooling takes clips of one length only: it gets one token, unused."""
         return {"frame_index": tensors["frame_index"], "temporal_merge_index": tensors["patches"][:1, :, None]}
 
     def rows(self, output: Output, tensors: Mapping[str, Tensor]) -> Tensor:
