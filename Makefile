@@ -77,7 +77,7 @@ VERSIONED := $(foreach name,towers attached attached_modules attached_processors
 tier-versions: $(READY) $(VERSIONS:%=.tools/transformers-%/.ready) .tools/trained/.ready
 	set -e; for version in $(VERSIONS); do PYTHONPATH=.tools/transformers-$$version \
 		$(BIN)/python -m pytest $(WORKERS) -m 'matrix or not matrix' $(VERSIONED) $(FLAGS); done
-	$(BIN)/python -m pytest tests/trained
+	FORK_SERVERS=0 $(BIN)/python -m pytest tests/trained
 
 .tools/transformers-%/.ready: tests/versions/%.txt | $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --require-hashes --target $(@D) --upgrade --requirement $<
