@@ -76,7 +76,7 @@ VERSIONED := $(foreach name,towers attached attached_modules attached_processors
 # VITWIRE_MODEL_SHARE=0.1 runs a tenth of the models, by the day too. VERSIONS=5.24.0 runs one release.
 tier-versions: $(READY) $(VERSIONS:%=.tools/transformers-%/.ready) .tools/trained/.ready
 	set -e; for version in $(VERSIONS); do PYTHONPATH=.tools/transformers-$$version \
-		$(BIN)/python -m pytest $(WORKERS) -m 'matrix or not matrix' $(VERSIONED) $(FLAGS); done
+		$(BIN)/python -m pytest $(WORKERS) -m 'matrix or not matrix' -W ignore::FutureWarning $(VERSIONED) $(FLAGS); done
 	FORK_SERVERS=0 $(BIN)/python -m pytest tests/trained
 
 .tools/transformers-%/.ready: tests/versions/%.txt | $(READY)

@@ -108,7 +108,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
         with FileLock(f"{folder}.lock"):
             if not folder.exists():
                 unfinished = folder.with_suffix(".unfinished")
-                write_demo_checkpoint(model_type, unfinished)
+                try:
+                    write_demo_checkpoint(model_type, unfinished)
+                except ImportError as error:  # of some processors before 5.23
+                    if "Torchvision" not in str(error):
+                        raise
+                    pytest.skip(
+                        f"{model_type}: its processor in transformers {transformers.__version__} needs torchvision"
+                    )
                 unfinished.rename(folder)
         return folder
 
