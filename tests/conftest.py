@@ -12,17 +12,20 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
-os.environ.setdefault("VITWIRE_MATRIX_DAY", datetime.now(UTC).date().isoformat())  # the same in all workers
+os.environ.setdefault("VITWIRE_SAMPLE_DAY", datetime.now(UTC).date().isoformat())  # the same in all workers
 
 import pytest
 import torch
+import transformers
 from filelock import FileLock
+from packaging.version import Version
 
 from checkpoints import Checkpoints
 from reference import Reference
 from references import reference_of
 from rigs import Yardstick
 from vitwire_server.demo.checkpoint import write_demo_checkpoint
+from vitwire_server.towers.registry import FAMILIES
 
 with suppress(ModuleNotFoundError):  # an interpreter for tests/gpu may lack it
     import hypothesis
@@ -31,6 +34,10 @@ with suppress(ModuleNotFoundError):  # an interpreter for tests/gpu may lack it
     patience: Any = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
     hypothesis.settings.register_profile("patient", **patience)
     hypothesis.settings.load_profile("patient")
+
+
+SHARES = ("VITWIRE_MATRIX_SHARE", "VITWIRE_MODEL_SHARE")
+"""Shares of the tests that are marked `matrix`, and of the model types. VITWIRE_SAMPLE_DAY decides which they are."""
 
 
 def pytest_configure() -> None:
@@ -42,18 +49,20 @@ def pytest_configure() -> None:
 
 
 def pytest_report_header() -> list[str]:
-    """How to run the same part of the matrix tier again."""
-    shown = [
-        f"{name}={os.environ[name]}" for name in ("VITWIRE_MATRIX_SHARE", "VITWIRE_MATRIX_DAY") if name in os.environ
-    ]
-    return [" ".join(shown)] if len(shown) > 1 else []
+    """How to repeat a run of a sample."""
+    shares = [f"{name}={os.environ[name]}" for name in SHARES if name in os.environ]
+    return [f"sample: {' '.join(shares)} VITWIRE_SAMPLE_DAY={os.environ['VITWIRE_SAMPLE_DAY']}"] if shares else []
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """VITWIRE_MATRIX_SHARE=0.1 runs a tenth of the matrix tier: another one each day, all within ten days."""
-    share = float(os.environ.get("VITWIRE_MATRIX_SHARE", "1"))
-    first = date.fromisoformat(os.environ["VITWIRE_MATRIX_DAY"]).toordinal() * share
-    kept = [item for item in items if not item.get_closest_marker("matrix") or (_rank(item) - first) % 1 < share]
+    """A share of 0.1 runs a tenth: another one each day, all within ten days."""
+    tests, models = (float(os.environ.get(name, "1")) for name in SHARES)
+    kept = [
+        item
+        for item in items
+        if (not item.get_closest_marker("matrix") or _is_due(item.nodeid, tests))
+        and ((model_type := _model_type(item)) is None or _is_due(model_type, models))
+    ]
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
@@ -65,25 +74,47 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _rank(item: pytest.Item) -> float:
-    """A place from 0 to 1 that only the test's name decides."""
-    return zlib.crc32(item.nodeid.encode()) / 2**32
+def _is_due(name: str, share: float) -> bool:
+    """Whether a name belongs to the day's share, which begins where that of the day before ends."""
+    begin = date.fromisoformat(os.environ["VITWIRE_SAMPLE_DAY"]).toordinal() * share
+    return (zlib.crc32(name.encode()) / 2**32 - begin) % 1 < share
+
+
+def _model_type(item: pytest.Item) -> str | None:
+    """The model type that a test is about, if it is about one."""
+    call = getattr(item, "callspec", None)
+    return call.params.get("model_type") if call else None
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """Tiny whole VLMs by model_type, each written once a session, by the worker of pytest-xdist that asks first."""
+    """Tiny whole VLMs by model_type, each written once a session, by the worker of pytest-xdist that asks first.
+
+    Whoever asks for one that the installed transformers is too old for is skipped.
+    """
     own = tmp_path_factory.getbasetemp()
     shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "checkpoints"
     shared.mkdir(exist_ok=True)
 
-    @cache
     def checkpoint(model_type: str) -> Path:
+        if Version(transformers.__version__) < Version(floor := FAMILIES[model_type].transformers):
+            pytest.skip(f"{model_type} needs transformers {floor}, {transformers.__version__} is installed")
+        return written(model_type)
+
+    @cache
+    def written(model_type: str) -> Path:
         folder = shared / f"tiny-{model_type}"
         with FileLock(f"{folder}.lock"):
             if not folder.exists():
                 unfinished = folder.with_suffix(".unfinished")
-                write_demo_checkpoint(model_type, unfinished)
+                try:
+                    write_demo_checkpoint(model_type, unfinished)
+                except ImportError as error:  # of some processors before 5.23
+                    if "Torchvision" not in str(error):
+                        raise
+                    pytest.skip(
+                        f"{model_type}: its processor in transformers {transformers.__version__} needs torchvision"
+                    )
                 unfinished.rename(folder)
         return folder
 

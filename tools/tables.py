@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeGuard, get_type_hints
 
+from packaging.version import Version
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from pydantic.fields import FieldInfo
@@ -19,7 +20,7 @@ from vitwire_gateway.gateway_settings import MIB, Flag, RouterSettings
 from vitwire_gateway.metrics import Metrics as RouterMetrics
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.observe.metrics import Metrics
-from vitwire_server.towers.family import Accepts, Family
+from vitwire_server.towers.family import TESTED, Accepts, Family
 from vitwire_server.towers.registry import FAMILIES
 
 _ROOT = Path(__file__).parents[1]
@@ -80,6 +81,15 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str
     yield f"|{'---|' * len(header)}"
     for row in rows:
         yield f"| {' | '.join(row)} |"
+
+
+def releases_table() -> Iterator[str]:
+    """The releases of transformers that every model is tested with."""
+    return _table(("transformers", "models"), [(release, str(_served_by(release))) for release in TESTED])
+
+
+def _served_by(release: str) -> int:
+    return sum(Version(row.transformers) <= Version(release) for row in FAMILIES.values())
 
 
 def flags_table() -> Iterator[str]:
@@ -153,6 +163,7 @@ def _labels(collector: Any) -> str:  # noqa: ANN401 - prometheus_client's collec
 
 TABLES: Mapping[tuple[str, str], Callable[[], Iterator[str]]] = {
     ("docs/models.md", "models"): long_table,
+    ("docs/models.md", "releases"): releases_table,
     ("docs/configuration.md", "flags"): flags_table,
     ("docs/metrics.md", "metrics"): metrics_table,
     ("docs/router.md", "flags"): router_flags_table,

@@ -281,6 +281,30 @@ def test_a_transformers_that_is_too_old_is_told_of_in_one_sentence(
         open_checkpoint(str(checkpoints("qwen2_vl")))
 
 
+def test_what_the_installed_transformers_lacks_is_skipped_by_name(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPU tests run with a release that the machine has."""
+    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    with pytest.raises(pytest.skip.Exception, match=r"radio needs transformers 5.23.0, 5.17.0 is installed"):
+        checkpoints("radio")
+
+
+@pytest.mark.parametrize(("installed", "lines"), [("5.17.0", 0), ("5.24.0", 0), ("5.24.1", 1), ("6.0.0.dev0", 1)])
+def test_a_transformers_that_is_newer_than_tested_is_one_log_line(
+    installed: str,
+    lines: int,
+    checkpoints: Checkpoints,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(transformers, "__version__", installed)
+    open_checkpoint(str(checkpoints("qwen2_vl")))
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("vitwire_server")] == [
+        f"transformers {installed} is newer than 5.24.0, the newest that was tested"
+    ] * lines
+
+
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "kimi_k25", "llava_onevision", "step3p7"])
 @pytest.mark.parametrize("value", [0, 100_000_000])
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from checkpoints import Checkpoints
+from vitwire_server.towers.family import TESTED
 
 ROOT = Path(__file__).parents[2]
 INPUTS = ("Makefile", "pyproject.toml", "constraints.txt", "requirements-tools.txt")
@@ -39,6 +40,17 @@ def test_the_demo_needs_a_part_of_what_the_tests_need() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras["demo"] == ["vitwire[cli,server,videos]", "scikit-image"]
     assert "demo" in extras["dev"][0]
+
+
+def test_every_release_of_transformers_that_is_not_pinned_is_tested_by_a_tier() -> None:
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines()[1:])
+    others = [release for release in TESTED if release != pins["transformers"]]
+    assert len(others) == len(TESTED) - 1, "the pinned release is one of those that are said to be tested"
+    done = subprocess.run(["make", "-n", "test", "TIER=versions"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert f"for version in {' '.join(others)};" in done.stdout
+    files = {file.stem: file.read_text() for file in (ROOT / "tests" / "versions").iterdir()}
+    assert files.keys() == set(others)
+    assert all(f"\ntransformers=={release} --hash" in f"\n{text}" for release, text in files.items())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.matrix)])

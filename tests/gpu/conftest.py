@@ -10,11 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 
 from rigs import Rig
-from vitwire_server.towers.registry import FAMILIES
 
 _DEVICE = os.environ.get("VITWIRE_GPU_TEST_DEVICE", "cuda")
 
@@ -36,27 +33,12 @@ def device() -> torch.device:
 
 
 @pytest.fixture
-def installed() -> Callable[[str], None]:
-    """Skips a model_type that the installed transformers is too old for."""
-
-    def check(model_type: str) -> None:
-        floor = FAMILIES[model_type].transformers
-        if Version(transformers.__version__) < Version(floor):
-            pytest.skip(f"needs transformers {floor}, {transformers.__version__} is installed")
-
-    return check
-
-
-@pytest.fixture
-def captured(
-    checkpoints: Callable[[str], Path], device: torch.device, installed: Callable[[str], None]
-) -> Callable[[str], Rig]:
+def captured(checkpoints: Callable[[str], Path], device: torch.device) -> Callable[[str], Rig]:
     """A tower of a model_type in bfloat16, all of whose budgets were captured; skips what cannot be served here."""
 
     def rig(model_type: str) -> Rig:
         if device.type == "cpu":
             pytest.skip("tests/contract says it of simulated graphs")
-        installed(model_type)
         made = Rig.of(checkpoints(model_type), torch.bfloat16, device)
         assert not made.graphs.dropped, made.graphs.dropped
         return made

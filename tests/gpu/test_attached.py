@@ -1,21 +1,15 @@
 """A model on a device whose tower was replaced by a service's: where its weights and rows are."""
 
-import pytest
 import torch
-import transformers
-from packaging.version import Version
 
 from checkpoints import Checkpoints
 from vitwire.integrations.transformers import attach, detach
-from vitwire.integrations.transformers._attach import OLDEST
 from vlms import TowerEncoder, cases, generated, language_model
 
 
 def test_the_weights_of_the_tower_leave_the_device_and_come_back(
     checkpoints: Checkpoints, device: torch.device
 ) -> None:
-    if Version(transformers.__version__) < OLDEST:
-        pytest.skip(f"needs transformers {OLDEST}, {transformers.__version__} is installed")
     folder = checkpoints("qwen3_vl")
     model = language_model("qwen3_vl", folder, torch.bfloat16)
     inputs = dict(cases(model))["images"]

@@ -71,9 +71,7 @@ def test_a_fused_tower_gives_the_rows_of_the_stock_one(
     dtype: torch.dtype,
     checkpoints: Callable[[str], Path],
     device: torch.device,
-    installed: Callable[[str], None],
 ) -> None:
-    installed(model_type)
     if Version(transformers.__version__) < Version(RENAMED.get(model_type, "0")):
         pytest.skip(f"its layers had other names before transformers {RENAMED[model_type]}")
     rig = Rig.of(checkpoints(model_type), dtype, device, sizes=(), fused=False)
@@ -179,10 +177,9 @@ def test_a_layer_that_computes_more_is_left_alone(
 
 @torch.inference_mode()
 def test_a_layer_whose_attention_takes_more_is_left_alone(
-    dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device, installed: Callable[[str], None]
+    dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device
 ) -> None:
     """Layers pass other arguments on by keyword: MiniMax's has the form of SigLIP's, but rotary positions."""
-    installed("minimax_m3_vl")
     tower = Rig.of(checkpoints("minimax_m3_vl"), dtype, device, sizes=(), fused=False).tower
     blocks: Any = tower.blocks
     for block in blocks:

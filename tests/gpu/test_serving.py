@@ -29,11 +29,10 @@ def check_memory(nbytes: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("model_type", EVERYDAY)
 def test_rows_are_those_of_transformers(
-    model_type: str, checkpoints: Callable[[str], Path], device: torch.device, installed: Callable[[str], None]
+    model_type: str, checkpoints: Callable[[str], Path], device: torch.device
 ) -> None:
     if device.type == "cpu":
         pytest.skip("tests/e2e does it on a CPU")
-    installed(model_type)
     folder = checkpoints(model_type)
     rig = Rig.of(folder, torch.float32, torch.device("cpu"), sizes=())
     grids = draw_grids(rig, 3, 10)

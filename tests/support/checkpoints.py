@@ -49,6 +49,6 @@ def sampled(names: Iterable[str]) -> list[Any]:
     return [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.matrix) for name in names]
 
 
-ROWS = sampled(MODEL_TYPES)
+ROWS = sampled(FAMILIES)
 Checkpoints = Callable[[str], Path]
 """From a model_type to the directory of its tiny checkpoint."""

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
+from packaging.version import Version
 from torch import Tensor
 
 from vitwire_server.demo.checkpoint import random_model
@@ -26,7 +27,7 @@ class Reference:
     def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         settings = json.loads((checkpoint / "config.json").read_text())
         model: Any = getattr(transformers, settings["architectures"][0]).from_pretrained(checkpoint, dtype=dtype)
-        self.model = model.eval().to(device)
+        self.model = as_published(model).eval().to(device)
         thinker = getattr(model, "thinker", getattr(model, "vlm", model))
         # Before 5.18, the thinkers had their vision tower beside the language model rather than within `model`.
         self.core: Any = thinker.model if _has_tower(thinker) else thinker
@@ -58,6 +59,14 @@ class Reference:
     def shaped(self, pixels: Tensor) -> Tensor:
         """Rows of patches as the model's own processor emits them."""
         return pixels
+
+
+def as_published(model: Any) -> Any:
+    """A model that reads Muse Glimmer's learned positions as Meta's code does, which transformers does since 5.24."""
+    if model.config.model_type == "muse_glimmer" and Version(transformers.__version__) < Version("5.24"):
+        embedder = model.model.vision_tower.patch_embedder
+        embedder.register_forward_pre_hook(lambda _, given: (given[0], given[1][:, [0, 2, 1]]))
+    return model
 
 
 class VideoLlama3(Reference):

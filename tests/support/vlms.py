@@ -6,16 +6,21 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
+import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
 
 from client_models import client_model
 from prompts import TOKENS, Inputs, clip, images, prompt
+from reference import as_published
 from rigs import Rig
 from vitwire import Embedding, Item, Model
 from vitwire.embeddings import Report
 from vitwire.integrations.transformers import Encoder, attach, detach
+from vitwire.integrations.transformers._attach import OLDEST
 from vitwire_server.core.grids import Grid
 
 _MULTIMODAL = {"qwen2_5_omni", "qwen3_omni_moe", "diffusion_gemma", "phi4_multimodal", "nemotron_h_omni"}
@@ -39,9 +44,14 @@ _SETTINGS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 
 
 def language_model(model_type: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The part that generates text: of omni models the thinker, as audio needs voices that are files of their own."""
+    """The part that generates text: of omni models the thinker, as audio needs voices that are files of their own.
+
+    It skips where the installed transformers is too old to attach an encoder.
+    """
+    if Version(transformers.__version__) < OLDEST:
+        pytest.skip(f"attach needs transformers {OLDEST}, {transformers.__version__} is installed")
     auto: Any = AutoModelForMultimodalLM if model_type in _MULTIMODAL else AutoModelForImageTextToText
-    model = auto.from_pretrained(folder, dtype=dtype).eval()
+    model = as_published(auto.from_pretrained(folder, dtype=dtype).eval())
     model = getattr(model, "thinker", model)
     if model_type == "kimi_k25":
         model.model.get_video_features = MethodType(_kimi_clips, model.model)

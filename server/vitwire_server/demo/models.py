@@ -184,7 +184,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
     "clip_vision_model": _demo(build=CLIPVisionModelWithProjection._from_config),  # noqa: SLF001 - as automatic classes
     "cohere2_vision": _demo(image={**HALF, **_square(56), "max_patches": 6}),
     "cohere_compass": _demo(text={"rope_parameters": _TWO_ROPES}),
-    "colpali": _demo(fields={"vlm_config": {"projection_dim": 64}}),
+    "colpali": _demo(fields={"vlm_config": {"model_type": "paligemma", "projection_dim": 64}}),
     "colmodernvbert": _demo(fields={"vlm_config": _BERT}, processor="idefics3"),
     "cosmos3_edge": _demo({"num_hidden_layers": 4, "patch_size": 16}),
     "deepseek_ocr2": _demo(

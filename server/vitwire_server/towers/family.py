@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from vitwire_server.towers.tower import Tower
 
 Weights = dict[str, "Tensor"]
+TESTED = ("5.17.0", "5.23.0", "5.24.0")
+"""Releases of transformers with which every model is tested, by `make test TIER=versions`; oldest first."""
 Parts = Mapping[str, Any]
 """Loaded modules by name; those of transformers are typed in part only."""
 
@@ -187,7 +189,7 @@ class Family(ABC):
     """Ways to pool rows; of several for one pooling, the first that the checkpoint has is used."""
     pooler: Pooler | None = None
     """The one that is served, set by `pooled`; None for rows that are not pooled."""
-    transformers: str = "5.17.0"
+    transformers: str = TESTED[0]
     """Oldest release of transformers that computes this tower correctly."""
     images: Accepts = Accepts.PICTURES
     videos: Accepts = Accepts.PICTURES

@@ -1,5 +1,6 @@
 """A checkpoint in hub layout: its configuration is read first, then only its vision tower is built."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,13 +20,14 @@ from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.checkpoints.lora import Adapter
 from vitwire_server.towers.checkpoints.weights import BROKEN, Track, download, fingerprint, read_weights, refused
 from vitwire_server.towers.configs import Config, absurd_layers
-from vitwire_server.towers.family import Family, Module, Weights
+from vitwire_server.towers.family import TESTED, Family, Module, Weights
 from vitwire_server.towers.files import CheckpointError, local_folder, read_json
 from vitwire_server.towers.processors.sampling import read_sampling
 from vitwire_server.towers.processors.settings import ProcessorFiles
 from vitwire_server.towers.registry import family_of, unsupported
 from vitwire_server.towers.tower import Tower
 
+_log = logging.getLogger(__name__)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -89,11 +91,12 @@ def open_checkpoint(model: str) -> Checkpoint:
     family = family_of(settings)
     if family is None:
         raise CheckpointError(f"{model}: {unsupported(settings.get('model_type'))}")
-    if Version(transformers.__version__) < Version(family.transformers):
+    if (installed := Version(transformers.__version__)) < Version(family.transformers):
         raise CheckpointError(
-            f"{model}: {family.title} needs transformers {family.transformers} or newer, "
-            f"{transformers.__version__} is installed"
+            f"{model}: {family.title} needs transformers {family.transformers} or newer, {installed} is installed"
         )
+    if installed > Version(TESTED[-1]):
+        _log.warning("transformers %s is newer than %s, the newest that was tested", installed, TESTED[-1])
     config = _read_config(folder, settings, family)
     dtype = config.dtype or family.tower.configuration(config).dtype or torch.float32
     if dtype not in _DTYPES:

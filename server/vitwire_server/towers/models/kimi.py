@@ -10,7 +10,7 @@ from torch import Tensor
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry
 from vitwire_server.towers.configs import Config, Served, dtype_of, new_config, require
-from vitwire_server.towers.family import Accepts, Weights, in_model, stripped
+from vitwire_server.towers.family import Accepts, Parts, Weights, in_model, stripped
 from vitwire_server.towers.layouts.heads import Head, Output, of_clips
 from vitwire_server.towers.layouts.packed import AttentionSpan, Inputs, PackedFamily, frame_of
 from vitwire_server.towers.layouts.patches import neighbours
@@ -47,6 +47,13 @@ class FrameMeans(Head):
 
     pools_frames = True
 
+    def __init__(self, parts: Parts, bare: Geometry) -> None:
+        super().__init__(parts, bare)
+        tower: Any = parts["tower"]
+        tower.temporal_merge = lambda states, *_, **__: (
+            states
+        )  # since transformers 5.24 a method, which clips would sync
+
     def sizes(self, bare: Geometry) -> Geometry:
         return of_clips(bare, most_frames=self._chunk, pooled=0)
 
@@ -74,7 +81,7 @@ class FrameMeans(Head):
         }
 
     def keywords(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The stock pooling takes clips of one length only: it gets a single token, whose result is not used."""
+        """Before transformers 5.24, the stock pooling takes clips of one length only: it gets one token, unused."""
         return {"frame_index": tensors["frame_index"], "temporal_merge_index": tensors["patches"][:1, :, None]}
 
     def rows(self, output: Output, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -37,8 +37,6 @@ def _muse_settings(files: ProcessorFiles, config: Config) -> dict[Modality, Prep
 class MuseTower(RasterTower):
     """Patches are brought into the order of windows for all layers; some of these see the whole frame."""
 
-    swapped = False
-
     def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
         super().__init__(family, parts, config)
         self._adapter, self._projection = parts["adapter"], parts["projector"]
@@ -69,11 +67,14 @@ class MuseTower(RasterTower):
         }
 
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
-        """Neighbours are numbered in the order of windows."""
+        """Neighbours are numbered in the order of windows.
+
+        Learned positions are read as Meta's own code does: resampled to `(w, h)`, but taken line by line. Only images
+        that are not square show it; transformers before 5.24 resamples Muse Glimmer's to `(h, w)`.
+        """
         embedder = self.model.patch_embedder
-        sides = (grid.w, grid.h) if self.swapped else (grid.h, grid.w)
         indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-            torch.tensor([(1, *sides)]),
+            torch.tensor([(1, grid.w, grid.h)]),
             num_grid_per_side=embedder.num_grid_per_side,
             mode=embedder.interpolation_mode,
             align_corners=embedder.interpolation_align_corners,
@@ -111,12 +112,6 @@ class MuseTower(RasterTower):
         return functional.rms_norm(rows.float(), rows.shape[-1:], eps=self._eps).to(rows.dtype)
 
 
-class MuseSparkTower(MuseTower):
-    """The patch at (row, column) has the learned position of (column, row)."""
-
-    swapped = True
-
-
 @dataclass(frozen=True, kw_only=True)
 class MuseFamily(RasterFamily):
     """Muse, whose patches have a mean and a deviation for each channel of each frame."""
@@ -149,5 +144,5 @@ _GLIMMER = MuseFamily(
 
 ROWS = (
     _GLIMMER,
-    variant(_GLIMMER, "muse_spark", "Muse Spark", "muse_spark.MuseSparkVisionModel", forward=MuseSparkTower),
+    variant(_GLIMMER, "muse_spark", "Muse Spark", "muse_spark.MuseSparkVisionModel"),
 )

@@ -4,11 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from transformers.models.deepseek_ocr2.configuration_deepseek_ocr2 import DeepseekOcr2SamVisionConfig
 from transformers.models.deepseek_ocr2.modeling_deepseek_ocr2 import DeepseekOcr2SamVisionEncoder
 from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionEmbeddings
 from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionEmbeddings
 
+from checkpoints import Checkpoints
+from rigs import Rig
+from vitwire_server.core.grids import Grid
 from vitwire_server.demo.checkpoint import randomise
 from vitwire_server.towers.shared.learned import fractional_positions, gather_relative_positions
 
@@ -57,3 +61,21 @@ def test_gathered_positions_give_the_rows_of_the_stock_forward(side: int) -> Non
                 for _, rows in tables.named_buffers():
                     rows.zero_()
         assert not torch.allclose(encoder(pixels).last_hidden_state, expected), "positions come from what was gathered"
+
+
+@pytest.mark.parametrize("model_type", ["muse_glimmer", "muse_spark"])
+@pytest.mark.parametrize(("rows", "columns"), [(4, 10), (10, 4), (6, 6)])
+def test_muse_reads_its_positions_as_the_code_that_meta_published(
+    model_type: str, rows: int, columns: int, checkpoints: Checkpoints
+) -> None:
+    """torchtitan's `_VisionPosEmbed` in the commit that added the model: coordinates `(y, x)` of an "xy" mesh."""
+    tower: Any = Rig.of(checkpoints(model_type), torch.float32, torch.device("cpu"), sizes=()).tower
+    table = tower.model.patch_embedder.position_embedding_table.weight.detach()
+    side = round(len(table) ** 0.5)
+    down, across = (torch.linspace(1 / count - 1, 1 - 1 / count, count) for count in (rows, columns))
+    places = torch.stack(torch.meshgrid(down, across, indexing="xy"), dim=-1).view(1, 1, -1, 2)
+    image = table.T.view(1, -1, side, side)
+    expected = functional.grid_sample(image, places, mode="bilinear", align_corners=False)[0, :, 0].T
+    computed = tower._compute(Grid(2, rows, columns))
+    read = (table[computed["interp_indices"]] * computed["interp_weights"][:, :, None]).sum(1)
+    torch.testing.assert_close(read, expected.repeat(2, 1))
