@@ -63,7 +63,7 @@ WORKERS = --numprocesses $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_co
 tier-everyday: $(READY)
 	$(BIN)/python -m pytest $(WORKERS) $(FLAGS)
 
-# VITWIRE_MATRIX_SHARE=0.1 runs a tenth, another one each day (VITWIRE_SAMPLE_DAY=2026-11-28 that of a day).
+# VITWIRE_MATRIX_SHARE=0.1 runs a tenth, another one each day (SAMPLE_DAY=2026-11-28 that of a day).
 tier-matrix: $(READY)
 	$(BIN)/python -m pytest $(WORKERS) -m matrix $(FLAGS)
 

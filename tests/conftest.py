@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
-os.environ.setdefault("VITWIRE_SAMPLE_DAY", datetime.now(UTC).date().isoformat())  # the same in all workers
+os.environ.setdefault("SAMPLE_DAY", datetime.now(UTC).date().isoformat())  # the same in all workers
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ with suppress(ModuleNotFoundError):  # an interpreter for tests/gpu may lack it
 
 
 SHARES = ("VITWIRE_MATRIX_SHARE", "VITWIRE_MODEL_SHARE")
-"""Shares of the tests that are marked `matrix`, and of the model types. VITWIRE_SAMPLE_DAY decides which they are."""
+"""Shares of the tests that are marked `matrix`, and of the model types. SAMPLE_DAY decides which they are."""
 
 
 def pytest_configure() -> None:
@@ -51,7 +51,7 @@ def pytest_configure() -> None:
 def pytest_report_header() -> list[str]:
     """How to repeat a run of a sample."""
     shares = [f"{name}={os.environ[name]}" for name in SHARES if name in os.environ]
-    return [f"sample: {' '.join(shares)} VITWIRE_SAMPLE_DAY={os.environ['VITWIRE_SAMPLE_DAY']}"] if shares else []
+    return [f"sample: {' '.join(shares)} SAMPLE_DAY={os.environ['SAMPLE_DAY']}"] if shares else []
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -76,14 +76,15 @@ def pytest_collection_finish() -> None:
 
 def _is_due(name: str, share: float) -> bool:
     """Whether a name belongs to the day's share, which begins where that of the day before ends."""
-    begin = date.fromisoformat(os.environ["VITWIRE_SAMPLE_DAY"]).toordinal() * share
+    begin = date.fromisoformat(os.environ["SAMPLE_DAY"]).toordinal() * share
     return (zlib.crc32(name.encode()) / 2**32 - begin) % 1 < share
 
 
 def _model_type(item: pytest.Item) -> str | None:
     """The model type that a test is about, if it is about one."""
     call = getattr(item, "callspec", None)
-    return call.params.get("model_type") if call else None
+    found = call.params.get("model_type") if call else None
+    return found if isinstance(found, str) else None
 
 
 @pytest.fixture(scope="session")

@@ -67,8 +67,10 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         try:
             with recording(), torch.cuda.stream(self._stream), captured(graph, self._pool):
-                forward()
-                join()
+                try:
+                    forward()
+                finally:
+                    join()  # else CUDA's complaint about a second stream would replace an error of the forward
         except RuntimeError:
             self._abandon(graph)
             raise
