@@ -18,6 +18,8 @@ from vitwire import Client, Item
 Json = dict[str, Any]
 UUID = "f" * 64
 NOBODY = "127.0.0.1:1"
+HTTP = httpx2.Client(timeout=60)
+"""Each client of its own would load certificates."""
 URL = {"url": "https://example.com/x"}
 EMBEDS: list[Json] = [
     {"type": "image_embeds", "image_embeds": {"image_embeds": "AA", "image_grid_thw": "AA"}},
@@ -81,9 +83,7 @@ def proxy(stand_in: EngineProcess) -> Iterator[RouterProcess]:
 
 def posted(proxy: RouterProcess, path: str, body: Json | bytes, **headers: str) -> httpx2.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx2.post(
-        proxy.url + path, content=content, headers={"content-type": "application/json"} | headers, timeout=60
-    )
+    return HTTP.post(proxy.url + path, content=content, headers={"content-type": "application/json"} | headers)
 
 
 def got(received: EngineProcess) -> Any:
@@ -136,7 +136,7 @@ def test_allowed_embeddings_have_no_ids(stand_in: EngineProcess, received: Engin
 )
 def test_paths_around_the_renderer_are_not_passed_on(proxy: RouterProcess, received: EngineProcess, path: str) -> None:
     url = httpx2.URL(proxy.url).copy_with(raw_path=path.encode())
-    assert httpx2.post(url, json={"features": {"mm_hashes": {"image": [UUID]}}}, timeout=60).status_code == 404
+    assert HTTP.post(url, json={"features": {"mm_hashes": {"image": [UUID]}}}).status_code == 404
     assert received.requests() == []
 
 
@@ -149,9 +149,7 @@ def test_bodies_that_cannot_be_read_are_refused(proxy: RouterProcess, received: 
     for kind in ("multipart/form-data; boundary=B", "application/x-www-form-urlencoded", "Multipart/Mixed; boundary=B"):
         assert posted(proxy, "/pooling", b"--B--", **{"content-type": kind}).status_code == 415
     twice = [("content-encoding", "identity"), ("content-encoding", "gzip")]
-    assert (
-        httpx2.post(f"{proxy.url}/pooling", content=gzip.compress(body), headers=twice, timeout=60).status_code == 415
-    )
+    assert HTTP.post(f"{proxy.url}/pooling", content=gzip.compress(body), headers=twice).status_code == 415
     assert received.requests() == []
 
 
@@ -163,7 +161,7 @@ def test_bodies_are_read_whatever_is_said_of_them(
 ) -> None:
     content = json.dumps(in_chat(MEDIA[2] | {"uuid": UUID})).encode(encoding)
     headers = [("content-type", kind), ("content-type", "application/json")] if kind else []
-    answer = httpx2.request(method, f"{proxy.url}/pooling", content=content, headers=headers, timeout=60)
+    answer = HTTP.request(method, f"{proxy.url}/pooling", content=content, headers=headers)
     assert answer.status_code == 200, answer.text
     (request,) = received.requests()
     assert json.loads(request["body"]) == in_chat(MEDIA[2])
@@ -181,7 +179,7 @@ def test_sound_passes_as_it_is(proxy: RouterProcess, received: EngineProcess) ->
     """Its bytes may look like anything; engines read no parts in these forms."""
     file = b"\0\1uuid\xff{"
     form: Any = {"files": {"file": ("a.m4a", file)}, "data": {"model": "m"}}
-    answer = httpx2.post(f"{proxy.url}/v1/audio/transcriptions", timeout=60, **form)
+    answer = HTTP.post(f"{proxy.url}/v1/audio/transcriptions", **form)
     assert answer.status_code == 200
     (request,) = received.requests()
     assert file.decode("latin-1") in request["body"]

@@ -174,7 +174,7 @@ def test_a_forward_that_is_captured_later_takes_the_choices_for_more_rows(
     torch.cuda.synchronize()
     with recording(), torch.cuda.stream(stream):
         later()
-    recorder.capture(later)()()
+    recorder.capture(later)()
     torch.cuda.synchronize()
     del kept
     for got, want in zip(results, expected, strict=True):
@@ -345,7 +345,7 @@ def test_a_recording_that_failed_leaves_nothing_to_join(cuda: torch.device) -> N
 
     with pytest.raises(RuntimeError):
         recorder.capture(failing)
-    recorder.capture(lambda: model.merger(rows))()()
+    recorder.capture(lambda: model.merger(rows))()
     torch.cuda.synchronize()
 
 

@@ -55,7 +55,7 @@ class Referenced(NamedTuple):
     grid: tuple[int, int, int]
     model: Model
     times: Accepted | Report
-    """Has those of a clip."""
+    """Has the times of a clip's frames."""
 
 
 class Recent(Generic[T]):

@@ -178,7 +178,7 @@ class DecodePool:
             task.add_done_callback(self._returning.discard)
 
     def _bounds(self, cost: int) -> tuple[float, float]:
-        """Processor time and wall-clock time for a job, of so many pixels or bytes."""
+        """Processor time and wall-clock time for a job that costs this many pixels or bytes."""
         seconds = min(self._setup.sizes.seconds, _LEAST_SECONDS + cost * _SECONDS_PER_PIXEL)
         return seconds, _PATIENCE * (1 + seconds)
 

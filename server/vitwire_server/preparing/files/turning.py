@@ -48,7 +48,7 @@ def turn_of(stream: VideoStream) -> Turn:
 def _matrix(stream: VideoStream) -> tuple[int, ...]:
     """The display matrix, up to its fifth number. PyAV passes it to writers only: it is read in a file without frames.
 
-    Streams that MP4 files cannot have, which are those of VP8 and of damaged files, are shown as they are.
+    Streams that an MP4 file cannot hold (VP8, and those of damaged files) are shown as they are.
     """
     with suppress(av.FFmpegError, ValueError), BytesIO() as file:
         with av.open(file, "w", "mp4", options=_NO_FRAMES) as container:

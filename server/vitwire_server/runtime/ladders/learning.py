@@ -80,7 +80,7 @@ class LadderLearner:
         self._fit_after = 0.0
         self._change: Change | None = None
         self._steps: Generator[None, None, Planner] | None = None
-        """Of the change."""
+        """What is left of the change that is under way."""
         self._judged: Future[float] | None = None
         """The gain by the new budgets' measured times, while it is computed."""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="fitting")

@@ -93,14 +93,14 @@ class TestOutOfMemory:
 
     def limit(self, rig: Rig, monkeypatch: pytest.MonkeyPatch, patches: int) -> None:
         """Eager forwards of more than so many patches run out of memory."""
-        forward = rig.engine._forward
+        forward = rig.tower.forward
 
         def limited(pixels: Tensor, metadata: Any) -> Tensor:
             if len(pixels) > patches:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 99 GiB.")
             return forward(pixels, metadata)
 
-        monkeypatch.setattr(rig.engine, "_forward", limited)
+        monkeypatch.setattr(rig.tower, "forward", limited)
 
     def test_items_succeed_one_by_one(self, rig: Rig, yardstick: Yardstick, monkeypatch: pytest.MonkeyPatch) -> None:
         self.limit(rig, monkeypatch, max(grid.patches for grid in GRIDS))
@@ -165,7 +165,7 @@ class TestDeviceLost:
         def forward(*_: Any) -> Tensor:
             raise error
 
-        monkeypatch.setattr(rig.engine, "_forward", forward)
+        monkeypatch.setattr(rig.tower, "forward", forward)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
