@@ -2,9 +2,12 @@
 
 import ctypes
 import errno
+import fcntl
 import json
 import os
+import resource
 import socket
+import struct
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +17,7 @@ from vitwire_children import confine
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _COLUMN = {"x86_64": 0, "aarch64": 1}[os.uname().machine]
 _FORKS = ("fork", "vfork", "clone")
+_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 15, 0x8901, 0x8902
 NEWER = range(424, 472)
 """System calls since Linux 5.1, io_uring, openat2 and clone3 among them."""
 TOKEN, OPEN_TO_ALL = "token", "open to all"
@@ -62,6 +66,13 @@ def _named() -> dict[str, Callable[[], object]]:
         "a socket": lambda: socket.socket(socket.AF_UNIX),
         "signal the server": lambda: os.kill(server, 0),
         "signal all": lambda: os.kill(-1, 0),
+        "own signals to the server": lambda: fcntl.fcntl(0, fcntl.F_SETOWN, server),
+        "own signals to it, newer": lambda: fcntl.fcntl(0, _SETOWN_EX, struct.pack("ii", 1, server)),
+        "own signals of a socket": lambda: fcntl.ioctl(0, _FIOSETOWN, struct.pack("i", server)),
+        "own signals of a socket, older": lambda: fcntl.ioctl(0, _SIOCSPGRP, struct.pack("i", server)),
+        "limit the server": lambda: resource.prlimit(server, resource.RLIMIT_CPU, (1, 1)),
+        "slow the server": lambda: os.setpriority(os.PRIO_PROCESS, server, 19),
+        "bind the server to a core": lambda: os.sched_setaffinity(server, {0}),
         "fork": _forked,
         "start a program": lambda: os.execv("/bin/true", ["true"]),
         "become root": lambda: os.setresuid(0, 0, 0),
