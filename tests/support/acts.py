@@ -9,6 +9,7 @@ import resource
 import socket
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from vitwire_children import confine
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _COLUMN = {"x86_64": 0, "aarch64": 1}[os.uname().machine]
+FORGED = "a forged line"
+"""Written to the standard error, which is the server's log."""
 _FORKS = ("fork", "vfork", "clone")
 _SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 15, 0x8901, 0x8902
 NEWER = range(424, 472)
@@ -35,6 +38,8 @@ def prepared(folder: Path) -> None:
 
 def results() -> str:
     """JSON: what came of each act, `done` or the name of an error. The folder is the variable HOME."""
+    with suppress(OSError):
+        os.write(2, FORGED.encode())
     return json.dumps({name: _tried(act) for name, act in (_named() | _called()).items()})
 
 
