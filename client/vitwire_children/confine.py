@@ -51,16 +51,24 @@ _REACHING = {
     "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "setns": (308, 268),
     "unshare": (272, 97), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265), "personality": (135, 92),
+    "open_by_handle_at": (304, 265), "personality": (135, 92), "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119), "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
+    "setpriority": (141, 140), "ioprio_set": (251, 30), "migrate_pages": (256, 238), "move_pages": (279, 239),
+    "ftruncate": (77, 46),
 }  # fmt: skip
 """Calls that reach other processes, other programs, and names of files."""
 _OPENING = {
     "open": (2, None), "openat": (257, 56), "creat": (85, None), "socket": (41, 198), "connect": (42, 203),
     "bind": (49, 200), "listen": (50, 201), "accept": (43, 202), "accept4": (288, 242), "sendmmsg": (307, 269),
-    "memfd_create": (319, 279),
+    "memfd_create": (319, 279), "socketpair": (53, 199),
 }  # fmt: skip
 """Calls that open files and connections."""
 _CLONE, _CLONE_THREAD = (56, 220), 0x10000
+_LIMITS = 302, 261
+"""prlimit64, which is for other processes too unless its first argument is 0."""
+_OWNED = {(72, 25): (8, 15), (16, 29): (0x8901, 0x8902)}
+"""fcntl and ioctl, with commands by which signals of a descriptor go to any process of the user: F_SETOWN and its like.
+"""
 _FIRST_REFUSED = 424
 """Calls that are newer than Linux 5.0 have the same numbers everywhere: io_uring, pidfd, openat2 and clone3, without
 which libraries use the older ones. The numbers of x32 are beyond them too."""
@@ -71,7 +79,7 @@ _SET_FILTER, _ALL_THREADS, _SPECULATING = 1, 1, 4
 """SECCOMP_SET_MODE_FILTER, and its flags. Newer kernels let confined processes speculate as others do without being
 asked."""
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER_AT, _MACHINE_AT, _FLAGS_AT = 0, 4, 16
+_NUMBER_AT, _MACHINE_AT, _FIRST_AT, _SECOND_AT = 0, 4, 16, 24
 _ALLOW, _REFUSE, _UNKNOWN, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS, 0x80000000
 
 
@@ -162,8 +170,13 @@ def _filter_calls(libc: ctypes.CDLL, may: May) -> None:
     ends = (_REFUSE, _ALLOW) if may is May.COMPUTE else (_ALLOW, _REFUSE)
     program = [(_LOAD, 0, 0, _MACHINE_AT), (_IF_EQUAL, 1, 0, machine), (_RETURN, 0, 0, _KILL)]
     program += [(_LOAD, 0, 0, _NUMBER_AT), (_IF_AT_LEAST, 0, 1, _FIRST_REFUSED), (_RETURN, 0, 0, _UNKNOWN)]
-    program += [(_IF_EQUAL, 0, 4, _CLONE[column]), (_LOAD, 0, 0, _FLAGS_AT), (_IF_BITS, 0, 1, _CLONE_THREAD)]
+    program += [(_IF_EQUAL, 0, 4, _CLONE[column]), (_LOAD, 0, 0, _FIRST_AT), (_IF_BITS, 0, 1, _CLONE_THREAD)]
     program += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE)]
+    program += [(_IF_EQUAL, 0, 4, _LIMITS[column]), (_LOAD, 0, 0, _FIRST_AT), (_IF_EQUAL, 1, 0, 0)]
+    program += [(_RETURN, 0, 0, _REFUSE), (_LOAD, 0, 0, _NUMBER_AT)]
+    for call, commands in _OWNED.items():
+        program += [(_IF_EQUAL, 0, 5, call[column]), (_LOAD, 0, 0, _SECOND_AT), (_IF_EQUAL, 1, 0, commands[0])]
+        program += [(_IF_EQUAL, 0, 1, commands[1]), (_RETURN, 0, 0, _REFUSE), (_LOAD, 0, 0, _NUMBER_AT)]
     program += [(_IF_EQUAL, len(numbers) - at, 0, number) for at, number in enumerate(numbers)]
     program += [(_RETURN, 0, 0, end) for end in ends]
     filters = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *each) for each in program))

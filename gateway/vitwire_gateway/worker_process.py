@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import pickle
 import signal
 import socket
@@ -28,6 +29,7 @@ def main() -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     warnings.simplefilter("ignore")  # what is read is untrusted: its oddities are not news
     importlib.import_module(module)
+    os.dup2(1, 2)  # to /dev/null: what was taken over must not write, or fill, the router's log
     with socket.socket(fileno=int(end)) as link, link.makefile("rb") as received:
         _send(link, confined(int(parent), May.COMPUTE, int(memory)))
         while size := received.read(_LENGTH.size):

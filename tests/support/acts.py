@@ -2,10 +2,14 @@
 
 import ctypes
 import errno
+import fcntl
 import json
 import os
+import resource
 import socket
+import struct
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +17,10 @@ from vitwire_children import confine
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _COLUMN = {"x86_64": 0, "aarch64": 1}[os.uname().machine]
+FORGED = "a forged line"
+"""Written to the standard error, which is the server's log."""
 _FORKS = ("fork", "vfork", "clone")
+_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 15, 0x8901, 0x8902
 NEWER = range(424, 472)
 """System calls since Linux 5.1, io_uring, openat2 and clone3 among them."""
 TOKEN, OPEN_TO_ALL = "token", "open to all"
@@ -31,6 +38,8 @@ def prepared(folder: Path) -> None:
 
 def results() -> str:
     """JSON: what came of each act, `done` or the name of an error. The folder is the variable HOME."""
+    with suppress(OSError):
+        os.write(2, FORGED.encode())
     return json.dumps({name: _tried(act) for name, act in (_named() | _called()).items()})
 
 
@@ -62,6 +71,13 @@ def _named() -> dict[str, Callable[[], object]]:
         "a socket": lambda: socket.socket(socket.AF_UNIX),
         "signal the server": lambda: os.kill(server, 0),
         "signal all": lambda: os.kill(-1, 0),
+        "own signals to the server": lambda: fcntl.fcntl(0, fcntl.F_SETOWN, server),
+        "own signals to it, newer": lambda: fcntl.fcntl(0, _SETOWN_EX, struct.pack("ii", 1, server)),
+        "own signals of a socket": lambda: fcntl.ioctl(0, _FIOSETOWN, struct.pack("i", server)),
+        "own signals of a socket, older": lambda: fcntl.ioctl(0, _SIOCSPGRP, struct.pack("i", server)),
+        "limit the server": lambda: resource.prlimit(server, resource.RLIMIT_CPU, (1, 1)),
+        "slow the server": lambda: os.setpriority(os.PRIO_PROCESS, server, 19),
+        "bind the server to a core": lambda: os.sched_setaffinity(server, {0}),
         "fork": _forked,
         "start a program": lambda: os.execv("/bin/true", ["true"]),
         "become root": lambda: os.setresuid(0, 0, 0),

@@ -13,9 +13,10 @@ _BEFORE = b" \t\r\n\0\xef\xbb\xbf\xfe\xff"
 """May come before an object in JSON, in any encoding; what begins otherwise is no request for an engine to read."""
 _MEDIA = ("image", "audio", "video", "vision", "embeds")
 """One of these is in a field or the type of each part that engines read as media."""
-_OF_CALLERS = frozenset(
-    ("arguments", "chat_template_kwargs", "metadata", "parameters", "response_format", "structured_outputs", "tools")
-)
+_OF_CALLERS = {
+    "arguments", "chat_template_kwargs", "metadata", "parameters", "response_format", "schema", "structured_outputs",
+    "tools",
+}  # fmt: skip
 """Fields whose objects, such as schemas, are the caller's: engines read no parts there."""
 
 

@@ -20,8 +20,8 @@ _LEAST_MICROSECONDS, _PIXELS_PER_MICROSECOND = 20_000, 20
 
 
 def predicted(cost: int) -> int:
-    """Predicted microseconds of a job that decodes `cost` pixels."""
-    return _LEAST_MICROSECONDS + cost // _PIXELS_PER_MICROSECOND
+    """Predicted microseconds of a job that decodes `cost` pixels, which a decoder says that may be taken over."""
+    return _LEAST_MICROSECONDS + max(0, cost) // _PIXELS_PER_MICROSECOND
 
 
 class Flow(NamedTuple):

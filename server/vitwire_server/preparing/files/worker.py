@@ -64,6 +64,7 @@ def serve(ahead: Callable[[], Answering], may: May = May.COMPUTE) -> NoReturn:
         setup = TO_DECODER.decode(link.recv(MAX_MESSAGE))
         assert isinstance(setup, Setup), "the first message"
         answer = made(setup, mmap.mmap(memory, 0))
+        os.dup2(1, 2)  # to /dev/null: what was taken over must not write, or fill, the server's log
         link.sendall(msgpack.encode(Ready(confined(parent, may, setup.sizes.memory if may is May.COMPUTE else None))))
         while raw := link.recv(MAX_MESSAGE):
             job = TO_DECODER.decode(raw)

@@ -122,6 +122,8 @@ def test_what_is_the_callers_stays() -> None:
     request = {
         "tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}],
         "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
+        "text": {"format": {"type": "json_schema", "name": "cup", "schema": schema}},
+        "output_config": {"format": {"type": "json_schema", "schema": schema}},
         "metadata": {"uuid": UUID},
         "messages": [
             {"role": "user", "content": "my uuid, image_embeds and ec_transfer_params"},

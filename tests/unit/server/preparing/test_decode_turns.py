@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from vitwire_server.preparing.files.turns import Flow, Turn, Turns
+from vitwire_server.preparing.files.turns import Flow, Turn, Turns, predicted
 from vitwire_server.scheduling.tickets import Priority
 
 SHORT, LONG = 70_000, 3_000_000
@@ -51,6 +51,16 @@ class Line:
 async def settled() -> None:
     for _ in range(4):
         await asyncio.sleep(0)
+
+
+async def test_a_decoder_that_lies_about_costs_holds_up_nobody() -> None:
+    """A job that costs nothing left those behind it waiting, and the flow of one that costs less went first."""
+    line = Line(places=1)
+    await line.add("lie", predicted(-400_000), Flow("liar"))
+    await line.add("honest", predicted(0), Flow("other"))
+    await line.finish_all()
+    assert line.granted == ["lie", "honest"]
+    assert predicted(-(10**15)) == predicted(0)
 
 
 @pytest.mark.parametrize(
