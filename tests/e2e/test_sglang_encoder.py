@@ -348,7 +348,7 @@ def test_it_registers_with_sglangs_bootstrap_server_and_leaves(vitwire: ServerPr
     assert calls == [("POST", "/register_encoder_url", url)] * 2 + [("DELETE", "/unregister_encoder_url", url)]
 
 
-def test_spans_and_metrics_go_to_a_collector(vitwire: ServerProcess, images: list[Path]) -> None:
+def test_spans_go_to_a_collector(vitwire: ServerProcess, images: list[Path]) -> None:
     trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
     parent = f"00-{trace_id}-00f067aa0ba902b7-01"
     with collecting() as collector, zmq.Context() as context, context.socket(zmq.PULL) as socket:
@@ -364,7 +364,6 @@ def test_spans_and_metrics_go_to_a_collector(vitwire: ServerProcess, images: lis
                     encoder.Encode(bad, timeout=_SECONDS)
             assert post(adapter, "/encode", part(uris(images[:1]), port))[0] == 200
             assert adapter.server.stop() == 0
-        assert "process_resident_memory_bytes" in collector.metrics.exports[-1]
     assert {each["service.name"] for each in collector.resources} == {"vitwire-sglang-encoder"}
     good, failed = (each for each in collector.spans if each.name == "sglang.grpc.encoder.SglangEncoder/Encode")
     assert (good.trace_id.hex(), good.parent_span_id.hex()) == (trace_id, "00f067aa0ba902b7")

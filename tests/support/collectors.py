@@ -7,17 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2_grpc import (
-    MetricsServiceServicer,
-    add_MetricsServiceServicer_to_server,
-)
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     TraceServiceServicer,
     add_TraceServiceServicer_to_server,
 )
-from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 _ARRIVAL_SECONDS = 30
@@ -30,7 +24,6 @@ class Collector(TraceServiceServicer):
         self.endpoint = ""
         self.spans: list[Span] = []
         self.resources: list[dict[str, str]] = []
-        self.metrics = MetricsCollector()
 
     def Export(self, request: Any, context: Any) -> ExportTraceServiceResponse:  # noqa: N802 - the contract's name
         for batch in request.resource_spans:
@@ -48,45 +41,17 @@ class Collector(TraceServiceServicer):
         return found
 
 
-class MetricsCollector(MetricsServiceServicer):
-    """Keeps all exports of metrics, by name, and the attributes of their resources."""
-
-    def __init__(self) -> None:
-        self.exports: list[dict[str, Metric]] = []
-        self.resources: list[dict[str, str]] = []
-
-    def Export(self, request: Any, context: Any) -> ExportMetricsServiceResponse:  # noqa: N802 - the contract's name
-        (batch,) = request.resource_metrics
-        self.resources.append({each.key: each.value.string_value for each in batch.resource.attributes})
-        (scope,) = batch.scope_metrics
-        found = {metric.name: metric for metric in scope.metrics}
-        assert len(found) == len(scope.metrics), "each once"
-        self.exports.append(found)
-        return ExportMetricsServiceResponse()
-
-    def next(self) -> dict[str, Metric]:
-        """Wait for an export that begins from now on."""
-        wanted = len(self.exports) + 2
-        deadline = time.monotonic() + _ARRIVAL_SECONDS
-        while len(self.exports) < wanted:
-            assert time.monotonic() < deadline, "metrics are not exported"
-            time.sleep(0.02)
-        return self.exports[-1]
-
-
 def attributes(span: Span) -> dict[str, str | int]:
     """The attributes of a span that are strings or integers."""
     return {each.key: each.value.string_value or each.value.int_value for each in span.attributes}
 
 
 @contextmanager
-def collecting(*, takes_metrics: bool = True) -> Iterator[Collector]:
-    """A collector on a free loopback port. Without `takes_metrics` it answers UNIMPLEMENTED to metrics."""
+def collecting() -> Iterator[Collector]:
+    """A collector on a free loopback port."""
     collector = Collector()
     server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
     add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]  # generated
-    if takes_metrics:
-        add_MetricsServiceServicer_to_server(collector.metrics, server)  # type: ignore[no-untyped-call]  # generated
     collector.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     try:

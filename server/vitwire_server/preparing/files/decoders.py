@@ -20,9 +20,10 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 class CpuDecoders:
     """Processes that are started ahead, or when they are needed; those that died are replaced then."""
 
-    def __init__(self, setup: asyncio.Future[Setup], changed: Callable[[int, int], None]) -> None:
-        """`changed` is called with the number of processes, and of those that have a job."""
+    def __init__(self, setup: asyncio.Future[Setup], most: int, changed: Callable[[int, int], None]) -> None:
+        """At most `most` processes; `changed` is called with their number, and the number of those that have a job."""
         self._setup = setup
+        self._free = asyncio.Semaphore(most)
         self._changed = changed
         self._idle: list[Child] = []
         self._all: set[Child] = set()
@@ -36,7 +37,15 @@ class CpuDecoders:
                 await self.give_back(child)
 
     async def take(self) -> Child:
-        """A decoder for one job. Raises NotDecoded if none can be started, or once `closed`."""
+        """A decoder for one job, as soon as one is free. Raises NotDecoded if none can be started, or once `closed`."""
+        await self._free.acquire()
+        try:
+            return await self._taken()
+        except BaseException:
+            self._free.release()
+            raise
+
+    async def _taken(self) -> Child:
         while self._idle and not self.closed:
             child = self._idle.pop()
             if child.is_alive:
@@ -56,6 +65,7 @@ class CpuDecoders:
 
     async def give_back(self, child: Child) -> None:
         """Keep it for the next job, if it is alive."""
+        self._free.release()
         if child.is_alive:
             child.discard()
             self._idle.append(child)

@@ -50,7 +50,7 @@ class DecodePool:
         """Start `processes` decoders, one more for headers, and one on `device`. They load their libraries now."""
         self._monitor = monitor
         self._awaited: asyncio.Future[Setup] = asyncio.get_running_loop().create_future()
-        self._decoders = CpuDecoders(self._awaited, monitor.decoders)
+        self._decoders = CpuDecoders(self._awaited, processes + 1, monitor.decoders)
         self._measuring = Turns(_HEADERS, self._count_waiting)
         self._decoding = Turns(processes, self._count_waiting)
         self._on_device = Turns(1, self._count_waiting)

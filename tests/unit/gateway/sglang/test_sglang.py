@@ -236,7 +236,7 @@ async def test_embeddings_that_wait_for_receivers_are_bounded() -> None:
     source = base64.b64encode(file.getvalue()).decode()
     with serving(Fake()) as running:
         async with AsyncClient(running.target) as client:
-            workers = Workers("vitwire_gateway.sglang.posted", 512 << 20)
+            workers = Workers("vitwire_gateway.sglang.services", 512 << 20)
             encoder = Encoder(client, workers, 10_000, max_encoding=2)
             size = (await encoder.encode(ImageFile.of(file.getvalue()))).embedding._host().nbytes
             pusher = Pusher(1.0)

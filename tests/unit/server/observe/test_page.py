@@ -141,7 +141,6 @@ def test_names_are_escaped(metrics: Metrics) -> None:
         device=HOSTILE,
         graphs=HOSTILE,
         attention=HOSTILE,
-        similarity=1.0,
     )
     health = serving()
     health.change(State.FAILED, HOSTILE)
