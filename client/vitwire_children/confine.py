@@ -57,6 +57,8 @@ _REACHING = {
     "ftruncate": (77, 46),
 }  # fmt: skip
 """Calls that reach other processes, other programs, and names of files."""
+_OF_DRIVERS = "unlink", "unlinkat"
+"""Calls that CUDA makes to share memory: a sender ended where they were refused."""
 _OPENING = {
     "open": (2, None), "openat": (257, 56), "creat": (85, None), "socket": (41, 198), "connect": (42, 203),
     "bind": (49, 200), "listen": (50, 201), "accept": (43, 202), "accept4": (288, 242), "sendmmsg": (307, 269),
@@ -165,7 +167,8 @@ def _filter_calls(libc: ctypes.CDLL, may: May) -> None:
     if platform.machine() not in _MACHINES:
         raise OSError(errno.ENOSYS, f"there is no confinement on {platform.machine()}")
     column, machine = _MACHINES[platform.machine()]
-    listed = {May.COMPUTE: _COMPUTING, May.USE_DEVICE: _REACHING | _OPENING, May.SEND: _REACHING}[may]
+    sending = {name: each for name, each in _REACHING.items() if name not in _OF_DRIVERS}
+    listed = {May.COMPUTE: _COMPUTING, May.USE_DEVICE: _REACHING | _OPENING, May.SEND: sending}[may]
     numbers = [number for each in listed.values() if (number := each[column]) is not None]
     ends = (_REFUSE, _ALLOW) if may is May.COMPUTE else (_ALLOW, _REFUSE)
     program = [(_LOAD, 0, 0, _MACHINE_AT), (_IF_EQUAL, 1, 0, machine), (_RETURN, 0, 0, _KILL)]
