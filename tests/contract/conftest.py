@@ -1,13 +1,8 @@
 """What several files of this folder use."""
 
 import pytest
-import transformers
-from packaging.version import Version
 
 from manifests import TARGETS, Document, documents_of
-
-collect_ignore = [] if Version(transformers.__version__) >= Version("5.23") else ["test_tile_processors.py"]
-"""It compares with processors that older releases lack."""
 
 
 @pytest.fixture(params=TARGETS)
