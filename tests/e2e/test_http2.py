@@ -18,7 +18,7 @@ MAX_CONCURRENT_STREAMS = 3
 """Identifier of a setting."""
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 RESETS = 40_000
-AT_A_TIME = 400
+AT_A_TIME = 900
 
 
 @pytest.fixture(scope="module", params=["1", "2"])

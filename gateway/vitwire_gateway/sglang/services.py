@@ -34,7 +34,7 @@ _BODY_SECONDS = 60.0
 _SERVICE = pb.DESCRIPTOR.services_by_name["SglangEncoder"].full_name
 _SERVICES = ("", _SERVICE)
 _WATCH_SECONDS = 5.0
-_STREAMS = ("grpc.max_concurrent_streams", 400)
+_STREAMS = ("grpc.max_concurrent_streams", 900)
 """As Vitwire's server: more RPCs of one connection would fill gRPC's queue, which ends those of others."""
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,

@@ -26,7 +26,7 @@ _FOREVER_MS = (1 << 31) - 1
 _HANDSHAKE_MS = 20_000
 """A connection that has not completed its TLS and HTTP/2 handshake by then is closed."""
 _PING_MS = 20_000
-_MAX_STREAMS = 400
+_MAX_STREAMS = 900
 """RPCs of a connection, reset ones included until they are cleared away; further ones wait at the client. Without
 it one connection fills gRPC's queue of RPCs that no handler has, and gRPC ends those of others with CANCELLED."""
 Request: TypeAlias = pb.HealthCheckRequest | Malformed
