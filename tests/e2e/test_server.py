@@ -124,7 +124,7 @@ def test_head_is_get_without_its_body(server: ServerProcess, path: str) -> None:
 def test_not_ready_while_loading_and_exit_on_sigterm(checkpoints: Checkpoints) -> None:
     """The port is open before the model is there, and health tells the two states apart."""
     slow = (
-        "import time, vitwire_server.process.loading as l\n"
+        "import time, vitwire_server.assembling.placing as l\n"
         "load = l.load_tower\n"
         "l.load_tower = lambda *a, **k: (time.sleep(60), load(*a, **k))[1]\n"
         "from vitwire_server.__main__ import main; main()"
