@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 from bench.calls import Row, Threads, Work
 
+from vitwire_server.assembling.loading import load_model
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels
 from vitwire_server.observe.metrics import Metrics
-from vitwire_server.process.loading import load_model
 
 
 class Tower(Threads):

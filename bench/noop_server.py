@@ -12,10 +12,10 @@ from functools import cached_property
 import torch
 
 from vitwire_server import __main__
+from vitwire_server.assembling import loading
 from vitwire_server.core.budgets import Budget
 from vitwire_server.core.items import Embedding, Item
 from vitwire_server.core.runner import Collected, Running, Timings
-from vitwire_server.process import loading
 from vitwire_server.runtime.engine import Engine
 
 MOST_ROWS = 1280

@@ -1,9 +1,12 @@
 """How heavy the product is: lines of each room, long functions, many parameters, large classes.
 
-`python tools/weight.py` prints a table of client, gateway and server, without generated stubs.
+`python tools/weight.py` prints a table of client, gateway and server, without generated stubs. With `--check` it exits
+with 1 if something is above its ceiling. A ceiling changes only by an issue that names the new number.
 """
 
 import ast
+import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +16,17 @@ ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("client/vitwire", "client/vitwire_children", "gateway/vitwire_gateway", "server/vitwire_server")
 STUBS = "v1"
 MOST_LINES, MOST_PARAMETERS, MOST_METHODS = 60, 6, 15
+CEILINGS = {
+    "product": 50_700,
+    "tests": 52_000,
+    "bench": 8_000,
+    "docs/performance": 1_000,
+    "broad excepts": 30,
+    "ANN401": 40,
+    "noqa": 200,
+}
+"""Lines, but for the last three: how often the product has them."""
+_BROAD = re.compile(r"^\s*except \(?.*\b(Base)?Exception\b", re.MULTILINE)
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -33,6 +47,29 @@ def sources() -> Iterator[Source]:
             if STUBS not in inner:
                 text = path.read_text(encoding="utf-8")
                 yield Source(path, "/".join((base, *inner[:1][: len(inner) - 1])), text.count("\n"), ast.parse(text))
+
+
+def weights(product: Sequence[Source]) -> dict[str, int]:
+    """What the ceilings bound."""
+    texts = [source.path.read_text(encoding="utf-8") for source in product]
+
+    def count(pattern: str | re.Pattern[str]) -> int:
+        return sum(len(re.findall(pattern, text)) for text in texts)
+
+    return {
+        "product": sum(source.lines for source in product),
+        "tests": lines_below("tests", "*.py"),
+        "bench": lines_below("bench", "*.py"),
+        "docs/performance": lines_below("docs/performance", "*.md"),
+        "broad excepts": count(_BROAD),
+        "ANN401": count(r"# noqa:.*\bANN401"),
+        "noqa": count("# noqa"),
+    }
+
+
+def lines_below(folder: str, pattern: str) -> int:
+    """Lines of all files of a folder whose names match."""
+    return sum(path.read_text(encoding="utf-8").count("\n") for path in (ROOT / folder).rglob(pattern))
 
 
 def long_functions(source: Source) -> Iterator[str]:
@@ -68,8 +105,11 @@ def functions(tree: ast.Module) -> Iterator[Function]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table, or check the ceilings."""
     found = list(sources())
+    if "--check" in sys.argv[1:]:
+        over = {name: weight for name, weight in weights(found).items() if weight > CEILINGS[name]}
+        sys.exit("\n".join(f"{name}: {weight:,}, at most {CEILINGS[name]:,}" for name, weight in over.items()))
     lines, files = Counter[str](), Counter[str]()
     for source in found:
         lines[source.room] += source.lines
@@ -80,6 +120,8 @@ def main() -> None:
     names = Counter(source.path.stem for source in found if source.path.stem != "__init__")
     repeated = sum(count for count in names.values() if count > 1)
     print(f"{sum(count > 1 for count in names.values())} names of {repeated} files repeat")
+    for name, weight in weights(found).items():
+        print(f"{name}: {weight:,} of {CEILINGS[name]:,}")
     show(f"functions of more than {MOST_LINES} lines", [name for each in found for name in long_functions(each)])
     show(f"more than {MOST_PARAMETERS} parameters", [name for each in found for name in many_parameters(each)])
     show(f"classes of more than {MOST_METHODS} methods", [name for each in found for name in large_classes(each)])

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from checkpoints import Checkpoints
+from vitwire_server.assembling.capturing import bounds_of, default_ladder
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality, total
-from vitwire_server.process.capturing import bounds_of, default_ladder
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.tower import Tower
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from vitwire_server.process import computing
+from vitwire_server.assembling import placing
 from vitwire_server.runtime import toolchain
 
 ROOT = Path(__file__).parents[2]
@@ -100,10 +100,10 @@ def test_blocks_that_cannot_be_fused_are_a_warning_with_a_remedy(
     triton.__spec__ = SimpleNamespace()  # type: ignore[assignment] # there is one
     for module in (triton, runtime):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(computing, "kernel_fault", lambda _: "")
+    monkeypatch.setattr(placing, "kernel_fault", lambda _: "")
     tower: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     unused: Any = None
-    computing.fuse_blocks(tower, unused)
+    placing.fuse_blocks(tower, unused)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith(f"blocks are not fused, which is slower: {error}")

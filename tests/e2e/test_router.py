@@ -211,9 +211,9 @@ def test_other_routes_pass_as_they_are(llm: OpenAI, proxy: RouterProcess, receiv
         "/v1/v1/messages",
     ):
         raw = httpx2.URL(proxy.url).copy_with(raw_path=path.encode())
-        refused = httpx2.post(raw)
+        refused = httpx2.post(raw, timeout=60)
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "unknown_path")
-    assert httpx2.get(proxy.url + CHAT).status_code == 405
+    assert httpx2.get(proxy.url + CHAT, timeout=60).status_code == 405
     assert received.requests() == []
 
 

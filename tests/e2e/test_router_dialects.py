@@ -324,7 +324,7 @@ def test_errors_have_the_form_of_the_api(proxies: dict[str, RouterProcess], path
     ]
     for answer, status in [
         *((httpx2.post(url, timeout=60, **each), code) for code, each in requests),
-        (httpx2.get(url), 405),
+        (httpx2.get(url, timeout=60), 405),
     ]:
         body = answer.json()
         assert (answer.status_code, bool(body["error"]["message"])) == (status, True), answer.text

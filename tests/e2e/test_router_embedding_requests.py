@@ -127,8 +127,8 @@ def test_without_an_engine(client: OpenAI, proxy: RouterProcess) -> None:
     status, health = proxy.page("/health")
     assert (status, json.loads(health)) == (200, {"status": "ready", "encoder": "SERVING"})
     for path in (EMBEDDINGS, "/v2/embed"):
-        assert httpx2.get(proxy.url + path).status_code == 405
-        compressed = httpx2.post(proxy.url + path, content=b"", headers={"content-encoding": "gzip"})
+        assert httpx2.get(proxy.url + path, timeout=60).status_code == 405
+        compressed = httpx2.post(proxy.url + path, content=b"", headers={"content-encoding": "gzip"}, timeout=60)
         assert compressed.status_code == 415
     embedded(client, picture())
     assert proxy.metric("vitwire_router_requests_total", route="embeddings", code="200") >= 1
@@ -150,16 +150,16 @@ TEXTS: list[Json] = [
 def test_texts_reach_the_engine(beside: RouterProcess, received: EngineProcess) -> None:
     for body in TEXTS:
         content = json.dumps(body, indent=3).encode()
-        answer = httpx2.post(beside.url + EMBEDDINGS, content=content, headers={"x-mine": "1"})
+        answer = httpx2.post(beside.url + EMBEDDINGS, content=content, headers={"x-mine": "1"}, timeout=60)
         assert (answer.status_code, answer.content) == (200, content), "as it is"
         (request,) = received.requests()
         assert (request["path"], request["body"], request["headers"]["x-mine"]) == (EMBEDDINGS, content.decode(), "1")
     squeezed = gzip.compress(json.dumps(TEXTS[0]).encode())
-    found = httpx2.post(beside.url + EMBEDDINGS, content=squeezed, headers={"content-encoding": "gzip"})
-    assert (found.status_code, httpx2.get(beside.url + EMBEDDINGS).status_code) == (415, 200)
+    found = httpx2.post(beside.url + EMBEDDINGS, content=squeezed, headers={"content-encoding": "gzip"}, timeout=60)
+    assert (found.status_code, httpx2.get(beside.url + EMBEDDINGS, timeout=60).status_code) == (415, 200)
     assert [each["method"] for each in received.requests()] == ["GET"], "what cannot be read is not passed on"
     long = json.dumps({"input": ["an image " * 20_000]}).encode()
-    assert httpx2.post(beside.url + EMBEDDINGS, content=long).content == long
+    assert httpx2.post(beside.url + EMBEDDINGS, content=long, timeout=60).content == long
 
 
 def test_images_beside_an_engine(beside: RouterProcess, received: EngineProcess, client: OpenAI) -> None:

@@ -210,6 +210,6 @@ def test_the_blocks_of_the_document(proxy: RouterProcess, checkpoint: Path, tmp_
 
 
 def _ran(*command: str, folder: Path) -> str:
-    process = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    process = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert process.returncode == 0, process.stderr
     return process.stdout

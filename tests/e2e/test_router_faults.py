@@ -100,12 +100,15 @@ def test_limits_of_images(llm: OpenAI, urls: list[str], code: str) -> None:
 
 
 def test_limits_of_requests(proxy: RouterProcess, stand_in: EngineProcess) -> None:
-    answer = httpx2.post(proxy.url + CHAT, content=b"x" * 500_000)
+    answer = httpx2.post(proxy.url + CHAT, content=b"x" * 500_000, timeout=60)
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
     chunks = (b"x" * 1000 for _ in range(500))
-    assert httpx2.post(proxy.url + CHAT, content=chunks).status_code == 413
-    assert httpx2.get(proxy.url + "/v1/models", headers={"x": "y" * 5000}).status_code == 431
-    assert httpx2.post(proxy.url + CHAT, content=b"{}", headers={"content-encoding": "gzip"}).status_code == 415
+    assert httpx2.post(proxy.url + CHAT, content=chunks, timeout=60).status_code == 413
+    assert httpx2.get(proxy.url + "/v1/models", headers={"x": "y" * 5000}, timeout=60).status_code == 431
+    assert (
+        httpx2.post(proxy.url + CHAT, content=b"{}", headers={"content-encoding": "gzip"}, timeout=60).status_code
+        == 415
+    )
     stand_in.requests()
 
 

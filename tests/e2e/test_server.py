@@ -124,7 +124,7 @@ def test_head_is_get_without_its_body(server: ServerProcess, path: str) -> None:
 def test_not_ready_while_loading_and_exit_on_sigterm(checkpoints: Checkpoints) -> None:
     """The port is open before the model is there, and health tells the two states apart."""
     slow = (
-        "import time, vitwire_server.process.loading as l\n"
+        "import time, vitwire_server.assembling.placing as l\n"
         "load = l.load_tower\n"
         "l.load_tower = lambda *a, **k: (time.sleep(60), load(*a, **k))[1]\n"
         "from vitwire_server.__main__ import main; main()"
@@ -146,7 +146,7 @@ def test_not_ready_while_loading_and_exit_on_sigterm(checkpoints: Checkpoints) -
 
 def test_sigterm_drains_without_losing_what_is_in_flight(checkpoints: Checkpoints) -> None:
     columns = 3 * 2 * 14 * 14
-    items = [Item(np.ones((1024, columns), np.float32), (1, 32, 32))] * 24
+    items = [Item(np.ones((1024, columns), np.float32), (1, 32, 32))] * 8
     with serving(checkpoints("qwen2_vl"), "--lame-duck-seconds", "1", "--drain-seconds", "60") as process:
 
         def begun() -> float:
@@ -164,7 +164,7 @@ def test_sigterm_drains_without_losing_what_is_in_flight(checkpoints: Checkpoint
                 assert next(watch).status == NOT_SERVING
                 assert channel.unary_unary(f"/{SERVICE}/GetModel")(b"", timeout=10), "a lame duck still serves"
                 watch.cancel()
-            assert [len(call.result(60)) for call in calls] == [24] * 4
+            assert [len(call.result(60)) for call in calls] == [8] * 4
         assert process.process.wait(60) == 0
 
 

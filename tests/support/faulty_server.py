@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from vitwire_server import __main__
+from vitwire_server.assembling import loading
 from vitwire_server.core.budgets import Budget
 from vitwire_server.core.items import Item
-from vitwire_server.process import loading
 from vitwire_server.runtime.engine import Engine, Launch
 
 _POLL_SECONDS = 0.02

@@ -25,6 +25,8 @@ _READY_SECONDS = 120
 _STOP_SECONDS = 60
 _SHOWN = 4000
 """Characters of the log that a failed test shows."""
+starts = 0
+"""Programs that this process started by `spawn`."""
 
 
 @dataclass(slots=True)
@@ -83,6 +85,8 @@ def spawn(
     program: Sequence[str], flags: Sequence[str], log: IO[bytes], wrapper: Sequence[str] = ()
 ) -> subprocess.Popen[bytes]:
     """Start a Python program with its output in a file; `wrapper` is a command that runs it."""
+    global starts  # noqa: PLW0603 - a profile of the suite reads it
+    starts += 1
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     if not wrapper and (server := forked(program, flags, environment, stdout=log, stderr=subprocess.STDOUT)):
         return server

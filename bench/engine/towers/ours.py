@@ -10,6 +10,7 @@ from bench.engine.towers.answering import Row, Tower, answering
 from bench.models import plain
 from torch import Tensor
 
+from vitwire_server.assembling.loading import load_model
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels
@@ -18,7 +19,6 @@ from vitwire_server.core.plans import Batch
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.rules.recipe import recipes_of
-from vitwire_server.process.loading import load_model
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.memory.streams import TORCH_TYPES
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint

@@ -17,6 +17,7 @@ from weakref import finalize
 import numpy as np
 import numpy.typing as npt
 
+from vitwire._inputs.tensors import Tensor
 from vitwire.embeddings import STORAGE
 from vitwire.errors import EncodeFailed
 from vitwire.shared.agents import Agent, AgentError, Memory
@@ -127,7 +128,7 @@ class Lease:
         self._open = True
         self.region = region
 
-    def rows(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:  # noqa: ANN401 - array or tensor
+    def rows(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Tensor:
         """The rows that the server wrote; the region is free again when they and all their views are gone."""
         if self._ended():
             return self._pool.memory.rows(self.region, shape, dtype, lambda: self._pool.free(self.region))

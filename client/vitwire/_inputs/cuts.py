@@ -259,7 +259,7 @@ def _reordered(tensor: Tensor, *axes: int) -> Tensor:
     return tensor.permute(*axes) if hasattr(tensor, "permute") else tensor.transpose(axes)
 
 
-def _plain(value: Any) -> Any:  # noqa: ANN401  # callers may pass anything
+def _plain(value: object) -> Any:  # noqa: ANN401  # lists of whatever callers pass
     """Tensors, arrays and nested lists of them as nested lists."""
     if hasattr(value, "tolist"):
         return value.tolist()

@@ -147,7 +147,7 @@ def _together(tensors: Sequence[Any], field: str) -> Sequence[Tensor]:
     return [own.reshape(each.shape) for own, each in zip(flat, tensors, strict=True)]
 
 
-def _copied(tensor: Any, field: str) -> Tensor:  # noqa: ANN401  # array or tensor
+def _copied(tensor: Tensor, field: str) -> Tensor:
     """The tensor on the host, without a gradient; float64 is converted on its device."""
     if isinstance(tensor, np.ndarray):
         return tensor

@@ -43,14 +43,14 @@ class AsyncArrivals(Generic[T]):
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[T | Exception | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[T | BaseException | None] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, results: AsyncGenerator[T | None, None]) -> None:
         """Iterate over these results in a task."""
         task = self._loop.create_task(self._read(results))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._end)
 
     def start_thread(self, results: Iterable[T]) -> None:
         """Iterate over these results in a thread."""
@@ -59,7 +59,7 @@ class AsyncArrivals(Generic[T]):
     async def next(self) -> T | None:
         """The next result; None also if a task or thread has ended. Raises the error of a task or thread."""
         result = await self._queue.get()
-        if isinstance(result, Exception):
+        if isinstance(result, BaseException):
             raise result
         return result
 
@@ -70,13 +70,14 @@ class AsyncArrivals(Generic[T]):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self, results: AsyncGenerator[T | None, None]) -> None:
-        try:
-            async with aclosing(results):
-                async for result in results:
-                    self._queue.put_nowait(result)
-            self._queue.put_nowait(None)
-        except Exception as error:  # noqa: BLE001  # raised again by `next`
-            self._queue.put_nowait(error)
+        async with aclosing(results):
+            async for result in results:
+                self._queue.put_nowait(result)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            self._queue.put_nowait(task.exception())
 
     def _put_from_thread(self, result: T | Exception | None) -> None:
         with suppress(RuntimeError):  # the event loop is closed

@@ -6,12 +6,12 @@ float32 pixels are rounded here, as torch rounds: half the bytes, and the same r
 
 import sys
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from vitwire._inputs.tensors import DATA_TYPES, Array, Pixels, TorchTensor, type_name
+from vitwire._inputs.tensors import DATA_TYPES, Array, Pixels, Tensor, TorchTensor, type_name
 from vitwire.items import MODALITIES, Item, bytes_of
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import ItemTensors
@@ -88,7 +88,7 @@ def _from_torch(tensor: TorchTensor) -> Array:
     return array
 
 
-def single(pixels: Any, patch: Patch) -> Any:  # noqa: ANN401  # an array or a tensor
+def single(pixels: Tensor, patch: Patch) -> Tensor:
     """Patches `(patches, C*p*p)` with one of the equal frames of `pixels`, `(patches, C*T*p*p)`.
 
     Returns `pixels` if its frames differ in any bit, or if it has another shape.
@@ -102,11 +102,11 @@ def single(pixels: Any, patch: Patch) -> Any:  # noqa: ANN401  # an array or a t
     return pixels.reshape(rows, *patch)[:, :, 0].reshape(rows, patch.channels * patch.area)
 
 
-def _equal(bits: Any, frames: int) -> bool:  # noqa: ANN401  # as above
+def _equal(bits: Tensor, frames: int) -> bool:
     return all(bool((bits[:, :, 0] == bits[:, :, frame]).all()) for frame in range(1, frames))
 
 
-def _bits(pixels: Any) -> Any:  # noqa: ANN401  # as above
+def _bits(pixels: Tensor) -> Tensor:
     """As integers: zeros of two signs differ, and NaN equals itself."""
     if isinstance(pixels, np.ndarray):
         return pixels.view(f"i{pixels.dtype.itemsize}") if pixels.dtype.kind == "f" else pixels
@@ -114,7 +114,7 @@ def _bits(pixels: Any) -> Any:  # noqa: ANN401  # as above
     return pixels.detach().view({2: torch.int16, 4: torch.int32}.get(pixels.element_size(), pixels.dtype))
 
 
-def rounded(tensor: Any, dtype: str) -> Any | None:  # noqa: ANN401  # torch is not imported
+def rounded(tensor: Tensor, dtype: str) -> Tensor | None:
     """A float32 array or tensor in `dtype`, bfloat16 as uint16 in numpy; None if it has to stay as it is.
 
     That is for other types, and for values that are not finite or would not be: the server names the fault.

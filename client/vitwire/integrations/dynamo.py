@@ -10,6 +10,7 @@ them to its device.
 import asyncio
 import logging
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -53,14 +54,12 @@ class VitwireEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo has 
         certificates that cannot be read, and VitwireError if the server does not become ready.
         """
         logging.getLogger(AiohttpClient.__module__).setLevel(logging.WARNING)  # else it writes a line for each URL
-        client = _client()
-        try:
+        with ExitStack() as failing:
+            client = failing.enter_context(_client())
             _log.info("waiting up to %.0f s for the server of %r", _START_SECONDS, client)
             model = client.with_options(wait_for_ready=True).model(_START_SECONDS)
             _check(model, model_id)
-        except BaseException:
-            client.close()
-            raise
+            failing.pop_all()
         self._client, self._width = client, model.embedding_width
 
     def preprocess(self, raw: str) -> Preprocessed:

@@ -141,13 +141,13 @@ class Encoder:
     @asynccontextmanager
     async def storing(self) -> AsyncGenerator[None, None]:
         """A block that ends when all is stored that was begun in it; if it fails, the rest is cancelled."""
+        is_whole = False
         try:
             yield
-        except BaseException:
-            for task in self.stores.values():
-                task.cancel()
-            raise
+            is_whole = True
         finally:
+            for task in () if is_whole else self.stores.values():
+                task.cancel()
             await asyncio.gather(*self.stores.values(), return_exceptions=True)
 
     async def store(self, image: ImageFile) -> Referenced:

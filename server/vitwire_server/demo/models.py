@@ -45,7 +45,7 @@ def _demo(
     return DemoModel(config=config, **others)
 
 
-def _file(**settings: Any) -> Mapping[str, Json]:  # noqa: ANN401 - any setting
+def _file(**settings: object) -> Mapping[str, Json]:
     return {"preprocessor_config.json": {**STEPS, **settings}}
 
 

@@ -31,7 +31,7 @@ def nvlm(config: Config, dtype: torch.dtype) -> nn.Module:
 def assembled(parts: Callable[[Any], Mapping[str, nn.Module]]) -> Build:
     """Builds a model of its parts."""
 
-    def build(config: Any, dtype: torch.dtype) -> nn.Module:  # noqa: ANN401 - of any class
+    def build(config: Config, dtype: torch.dtype) -> nn.Module:
         whole: Any = nn.ModuleDict(parts(config)).to(dtype)
         whole.config, whole.can_generate = config, lambda: False
         return whole  # type: ignore[no-any-return]

@@ -148,7 +148,7 @@ save_intern_vit = save_published(_intern_vit, _INTERN_NAMES, fused=True)
 def save_internvl(
     model_type: str = "internvl_chat",
     architecture: str = "InternVLChatModel",
-    **fields: Any,  # noqa: ANN401 - of config.json
+    **fields: object,
 ) -> Save:
     """As OpenGVLab writes it, with other fields of its kin."""
 

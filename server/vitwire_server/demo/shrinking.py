@@ -116,7 +116,7 @@ def _shrunk(name: str, value: Any, usual: Any, before: int, layers: int) -> Any:
     return value if most is None or isinstance(value, (str, Mapping)) else _bounded(value, most)
 
 
-def _most(name: str, value: Any, usual: Any) -> int | None:  # noqa: ANN401 - fields of any type
+def _most(name: str, value: object, usual: object) -> int | None:
     """The largest value of a field; None without one."""
     if name == "num_key_value_heads":  # shared by as many query heads, or by none
         return 4 if value == getattr(usual, "num_attention_heads", 0) else 2

@@ -14,6 +14,8 @@ import torch
 
 from vitwire.shared.agents import MISSING, AgentError, is_installed
 from vitwire.shared.garbage import exempt_loaded
+from vitwire_server.assembling.capturing import check_state_dir
+from vitwire_server.assembling.loading import LoadedModel, load_model
 from vitwire_server.caching.cache import EmbeddingCache
 from vitwire_server.caching.downloads import Downloads
 from vitwire_server.caching.single_flight import SingleFlight
@@ -32,12 +34,10 @@ from vitwire_server.observe.logs import plain_line
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.metrics.edges import EdgeMetrics
 from vitwire_server.process import preparing
-from vitwire_server.process.capturing import check_state_dir
 from vitwire_server.process.edge_front import EdgeFront
 from vitwire_server.process.front import LocalFront
 from vitwire_server.process.hanging_files import in_daemon_thread, read_at_start
 from vitwire_server.process.lifecycle import EngineThread, Lifecycle
-from vitwire_server.process.loading import LoadedModel, load_model
 from vitwire_server.process.system import metrics_connections, on_signals, raise_limit
 from vitwire_server.rpc.server import bracketed
 from vitwire_server.runtime.ladders.learning import LadderLearner

@@ -13,7 +13,7 @@ from vitwire_server.core.errors import EncoderError, Overloaded
 from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.observe.tracing import REQUEST_ID, Span, Tracer, exemplar, request_id
 from vitwire_server.rpc.credentials import IS_REFUSED
-from vitwire_server.rpc.grpc_types import Behaviour, Context, Continuation, RpcHandler, replaced
+from vitwire_server.rpc.grpc_types import Behaviour, Context, Continuation, RpcHandler, cancelled_if_gone, replaced
 from vitwire_server.rpc.status import code_of, message_of, trailers_of
 
 _log = logging.getLogger(__name__)
@@ -133,14 +133,10 @@ class RpcBoundary(grpc.aio.ServerInterceptor):
         """End an RPC; a client that does not read its status is cut off. Raises CancelledError if it is gone."""
         code, message, trailers = ending
         try:
-            async with asyncio.timeout(self._stall_seconds):
-                await context.abort(code, message, (*trailers, *(context.trailing_metadata() or ())))
-        except grpc.aio.AbortError:  # which ends the RPC
-            raise
+            with cancelled_if_gone("its status was sent"):
+                async with asyncio.timeout(self._stall_seconds):
+                    await context.abort(code, message, (*trailers, *(context.trailing_metadata() or ())))
         except TimeoutError:
-            raise asyncio.CancelledError from None
-        except Exception as error:  # noqa: BLE001 - gRPC raises errors of its private core when a stream is gone
-            _log.debug("a client left before its status was sent: %r", error)
             raise asyncio.CancelledError from None
 
 

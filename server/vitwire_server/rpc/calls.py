@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -88,12 +88,19 @@ class Call:
                 await submit()
             except EncoderError as error:
                 self.answers.settle(index, error)
-            except Exception as error:  # noqa: BLE001 - the RPC raises and maps it
-                self.answers.end(error)
 
-        task = asyncio.create_task(run())
+        self.run(run())
+
+    def run(self, work: Coroutine[object, object, None]) -> None:
+        """Run in a task, which ends with the call; its error is the RPC's."""
+        task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self.answers.end(error)
 
     async def reserve(self, index: int, item: Item) -> memoryview:
         """Admit an item whose bytes are still to come; returns the memory to write them into. Raises as Session."""

@@ -1,7 +1,9 @@
 """Names for gRPC's types, and typed access to what its stubs leave out."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import grpc
@@ -20,6 +22,7 @@ else:
     RpcHandler = grpc.RpcMethodHandler
 Continuation: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[RpcHandler | None]]
 
+_log = logging.getLogger(__name__)
 _CANCELLATION_SECONDS = 0.1
 _METHODS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
@@ -28,6 +31,18 @@ async def read(context: Stream[M, Any]) -> M | None:
     """The next message; None at the end of the stream."""
     message = await context.read()
     return None if message is grpc.aio.EOF else message
+
+
+@contextmanager
+def cancelled_if_gone(doing: str) -> Iterator[None]:
+    """Raises CancelledError if the client is gone: gRPC raises errors of its private core then."""
+    try:
+        yield
+    except (grpc.aio.AbortError, TimeoutError):
+        raise
+    except Exception as error:  # noqa: BLE001 - see above
+        _log.debug("a client left while %s: %r", doing, error)
+        raise asyncio.CancelledError from None
 
 
 async def wait_for_cancellation() -> None:

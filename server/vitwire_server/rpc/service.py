@@ -1,6 +1,5 @@
 """EncoderService: check, call, map errors, fill."""
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -91,11 +90,8 @@ class EncoderService:
         """Items in chunks, many in flight, answered as each is done. Returns the worst code among them."""
         async with ResponseWriter(context, self._writes, self._metrics) as writer:
             with self._call(context) as call:
-                reading = asyncio.create_task(self._read(call, context))
-                try:
-                    return await self._answer_all(pb.EncodeStreamResponse, call, writer)
-                finally:
-                    reading.cancel()
+                call.run(Uploads(call, self._stall_seconds).read_all(context))
+                return await self._answer_all(pb.EncodeStreamResponse, call, writer)
 
     async def _get_model(self, request: object, _: Context) -> pb.GetModelResponse:
         """The served model and its limits."""
@@ -160,10 +156,3 @@ class EncoderService:
             self._metrics.sent(sending)
             trace_item(index, outcome, sending)
         return worst
-
-    async def _read(self, call: Call, context: Context) -> None:
-        """Handle the stream's messages; an error ends the call."""
-        try:
-            await Uploads(call, self._stall_seconds).read_all(context)
-        except Exception as error:  # noqa: BLE001 - the RPC, which waits for outcomes, raises and maps it
-            call.answers.end(error)

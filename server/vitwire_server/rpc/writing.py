@@ -7,7 +7,7 @@ from types import TracebackType
 
 from vitwire_server.core.errors import DeadlineExceeded
 from vitwire_server.observe.metrics.rpc import RpcMetrics
-from vitwire_server.rpc.grpc_types import Context
+from vitwire_server.rpc.grpc_types import Context, cancelled_if_gone
 from vitwire_server.rpc.responses import Outgoing
 
 _log = logging.getLogger(__name__)
@@ -99,13 +99,11 @@ class ResponseWriter:
         """Send a message. Raises CancelledError if the client is gone, DeadlineExceeded if it does not read."""
         await self._settle_headers()
         try:
-            await self._writes.complete(self._context.write(message.raw))
+            with cancelled_if_gone("its response was written"):
+                await self._writes.complete(self._context.write(message.raw))
             self._metrics.delivered(message.rows_bytes)
         except TimeoutError:
             raise DeadlineExceeded(f"the client did not read the response for {self._writes.seconds:g} s") from None
-        except Exception as error:  # noqa: BLE001 - gRPC raises errors of its private core when a stream is gone
-            _log.debug("a client left while its response was written: %r", error)
-            raise asyncio.CancelledError from None
 
     async def _settle_headers(self) -> None:
         """Send no headers from now on; wait for those that are being sent."""

@@ -113,11 +113,9 @@ class Scheduler:
         try:
             while self._launched or not self.intake.is_finished:
                 self._step()
-        except BaseException:
-            for entry in self.intake.abandon():
-                self._deliver(entry, EncodeFailed("the engine stopped"))
-            raise
         finally:
+            for entry in self.intake.abandon():  # none after an ordinary end
+                self._deliver(entry, EncodeFailed("the engine stopped"))
             if self._learner:
                 self._learner.stop()
 

@@ -48,7 +48,7 @@ def changed(config: Config, fields: Mapping[str, object]) -> Config:
     return copied
 
 
-def new_config(model_type: str, /, **fields: Any) -> Config:  # noqa: ANN401 - of the class
+def new_config(model_type: str, /, **fields: object) -> Config:
     """A configuration of transformers' class for this `model_type`. Raises what the class raises over its fields."""
     config_class: Any = CONFIG_MAPPING[model_type]
     config: Config = config_class(**fields)
@@ -141,7 +141,7 @@ def absurd_layers(settings: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _fields(whole: Any, outer: str = "") -> Iterator[tuple[str, str, Any]]:  # noqa: ANN401 - a config.json or its class
+def _fields(whole: object, outer: str = "") -> Iterator[tuple[str, str, Any]]:
     """Path, name and value of each field of a configuration or of a config.json, and of those within."""
     kind, fields = (dict, whole) if isinstance(whole, dict) else (PreTrainedConfig, vars(whole))
     for name, value in fields.items():

@@ -10,6 +10,9 @@ import torch
 for _name in ("nms", "qnms"):
     torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
+# On a processor with AMX vLLM would pack weights by `convert_weight_packed`, which only its CPU build has.
+torch.cpu._is_amx_tile_supported = lambda: False
+
 import vllm.platforms  # noqa: E402  # after its library
 from vllm.platforms.cpu import CpuPlatform  # noqa: E402
 

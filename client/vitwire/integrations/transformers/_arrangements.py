@@ -217,7 +217,7 @@ def with_blank_tiles(outputs: Mapping[str, Any]) -> list[Item]:
     return [Item(own.pixels, own.grid) for own in images_of_layouts(outputs, blank=True)]
 
 
-def projected_states(call: Call, rows: list[Tensor]) -> Any:  # noqa: ANN401  # an output of transformers
+def projected_states(call: Call, rows: list[Tensor]) -> BaseModelOutput:
     """Projected already, `(prompts, images, tiles, rows of a tile, width)`. Raises ValueError over padding."""
     prompts, images, tiles = call.pixels.shape[:3]
     if len(rows) != prompts * images:

@@ -10,8 +10,8 @@ from typing import Any, NoReturn, cast
 import torch
 import transformers
 from packaging.version import Version
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from vitwire.aio import AsyncClient
 from vitwire.client import Client
@@ -158,11 +158,11 @@ def _check(owner: PreTrainedModel, remote: Model, fingerprint: str | None) -> No
 class RemoteTower(nn.Module):
     """Stands where the vision tower was; it has no weights, and only the attribute `config`."""
 
-    def __init__(self, config: Any) -> None:  # noqa: ANN401  # a PreTrainedConfig of any tower
+    def __init__(self, config: PreTrainedConfig | None) -> None:
         super().__init__()
         self.config = config
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # as of nn.Module
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
         try:
             return super().__getattr__(name)
         except AttributeError as error:

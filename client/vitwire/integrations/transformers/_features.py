@@ -76,7 +76,7 @@ class Layout:
         return Item.from_processor(outputs, described, grid_thw=self.tiles(call))
 
 
-def _sent(name: str, value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401  # any argument
+def _sent(name: str, value: object, dtype: torch.dtype) -> object:
     """Pixels in the dtype that the service converts them to, if it is narrower; other arguments as they are."""
     if not isinstance(value, Tensor) or "pixel_values" not in name:
         return value

@@ -73,11 +73,9 @@ class Fetcher:
         held = self._held.get(order.number)
         if held is None:
             held = self._threads.submit(self._rows, order.content)
-        try:
-            rows = held.result()
-        except Exception as error:
+        if error := held.exception():
             raise RuntimeError(f"{_named(order.content)} was to be loaded, but is gone: {error}") from error
-        return rows.to(self._expected.device, self._expected.dtype, non_blocking=True, copy=True)
+        return held.result().to(self._expected.device, self._expected.dtype, non_blocking=True, copy=True)
 
     def _release(self, number: int) -> None:
         if held := self._held.pop(number, None):

@@ -19,6 +19,7 @@ from itertools import cycle
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -102,7 +103,7 @@ class Hardware:
         return torch.from_numpy(np.asarray(self._image))
 
 
-def _library() -> Any:  # noqa: ANN401 - the module
+def _library() -> ModuleType:
     """nvImageCodec with its extensions for JPEG alone. Raises ImportError."""
     found = find_spec("nvidia.nvimgcodec")
     if found is None or found.origin is None:

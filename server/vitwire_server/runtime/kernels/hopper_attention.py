@@ -1,5 +1,6 @@
 """Attention within packed segments for Hopper: how `hopper_kernel` is compiled, and what it is launched with."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -59,11 +60,11 @@ def _compiled(head_dim: int, dependent: bool) -> dict[int, Any]:
 
 
 @cute_cache().jit_cache
-def _compile(head_dim: int, groups: int, dependent: bool, source: int) -> Any:  # noqa: ANN401 - of the compiler
+def _compile(head_dim: int, groups: int, dependent: bool, source: int) -> Callable[..., None]:
     """The kernel for any number of rows, heads and segments, from disk if it is there; `source` is for its name."""
     del source
 
-    def rows() -> Any:  # noqa: ANN401 - as above
+    def rows() -> object:
         stride = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
         shape = (cute.sym_int(), cute.sym_int(), head_dim)
         return cute.runtime.make_fake_tensor(BFloat16, shape, stride=stride, assumed_align=16)
@@ -71,4 +72,7 @@ def _compile(head_dim: int, groups: int, dependent: bool, source: int) -> Any:  
     tiles = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), 4), stride=(4, 1), assumed_align=16)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     samples = (*(rows() for _ in range(4)), tiles, Float32(1), Int32(1), Int32(1), stream)
-    return cute.compile(Attention(head_dim, groups, dependent=dependent), *samples, options="--enable-tvm-ffi")
+    kernel: Callable[..., None] = cute.compile(
+        Attention(head_dim, groups, dependent=dependent), *samples, options="--enable-tvm-ffi"
+    )
+    return kernel

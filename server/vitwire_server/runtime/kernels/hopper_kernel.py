@@ -87,7 +87,7 @@ class Attention:
             use_pdl=self.dependent,
         )  # fmt: skip
 
-    def _product(self, columns: int, of_values: bool) -> Any:  # noqa: ANN401 - of the compiler
+    def _product(self, columns: int, of_values: bool) -> cute.TiledMma:
         """A product of 64 rows for each group and `columns`: of queries and keys, or of weights and values."""
         major = OperandMajorMode.MN if of_values else OperandMajorMode.K
         return hopper_helpers.make_trivial_tiled_mma(

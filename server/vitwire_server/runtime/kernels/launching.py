@@ -4,15 +4,17 @@ Triton binds and classifies the arguments of each launch and formats them as the
 several times as long as the launch: eager forwards of one image are bound by that. Here the key is looked up as it is.
 """
 
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import triton
 from packaging.version import Version
 from torch import Tensor
-from triton.runtime import JITFunction, driver
+from triton.runtime import JITFunction, KernelInterface, driver
 
 _IS_KNOWN = Version("3.6") <= Version(triton.__version__) < Version("3.10")
 """True for releases of Triton whose compiled kernels take the arguments that are passed here."""
@@ -20,11 +22,12 @@ _ALIGNMENT = 16
 """Triton compiles pointers and integers that are multiples of it separately."""
 
 
-def cute_cache() -> Any:  # noqa: ANN401 - a module of a package without types
+def cute_cache() -> ModuleType:
     """quack's cache of kernels in the CuTe DSL, on disk beside Triton's. Raises ImportError without quack."""
-    cache: Any = import_module("quack.cache")
+    module = import_module("quack.cache")
+    cache: Any = module
     cache.CACHE_DIR = cache.CACHE_DIR or str(Path(triton.knobs.cache.dir) / "quack")
-    return cache
+    return module
 
 
 class Kernel:
@@ -34,12 +37,12 @@ class Kernel:
     has to compile, and kernels in its interpreter. Its launch hooks are not called.
     """
 
-    def __init__(self, function: Any) -> None:  # noqa: ANN401 - Triton has no types
+    def __init__(self, function: KernelInterface) -> None:
         """`function` is decorated by `triton.jit`; its constants come last."""
         self._function = function
         self._bound: dict[tuple[object, ...], Bound] = {}
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:  # noqa: ANN401 - as above
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         """The launch of `grid` programs."""
         return partial(self._launch, grid)
 
@@ -57,7 +60,7 @@ class Kernel:
 class Bound:
     """A kernel and its constants, launched as `bound(grid, *arguments)`."""
 
-    def __init__(self, function: Any, constants: dict[str, object]) -> None:  # noqa: ANN401 - as above
+    def __init__(self, function: KernelInterface, constants: dict[str, object]) -> None:
         self._function, self._constants = function, constants
         self._is_compiled = _IS_KNOWN and isinstance(function, JITFunction)
         self._values = [constants[name] for name in function.arg_names if name in constants]

@@ -156,13 +156,11 @@ class LadderLearner:
         self._fit = self._worker.submit(propose, self._histogram.loads, current, self._default, costs, self._served)
 
     def _begin(self, fit: "Future[Proposal | None]") -> None:
-        try:
-            proposal = fit.result()
-        except Exception:  # noqa: BLE001 - a fit that fails must not end the engine
+        if error := fit.exception():  # which must not end the engine
             self._failures = _MOST_FAILURES
-            _log.exception("no ladder is learned any more: the fit failed")
+            _log.error("no ladder is learned any more: the fit failed", exc_info=error)
             return
-        if proposal is None:
+        if (proposal := fit.result()) is None:
             self._monitor.refitted(Refit.KEPT)
             return
         self._change = Change(proposal, self._clock())
@@ -193,14 +191,12 @@ class LadderLearner:
                 saved[budget] = max(0.0, (others or 0.0) - seconds)
             yield
         costs = replace(planner.costs, measured=MappingProxyType(measured), saved=MappingProxyType(saved))
-        self._judged = self._worker.submit(gain, self._histogram.loads, sorted(known), proposal.sizes, costs)
+        judged = self._judged = self._worker.submit(gain, self._histogram.loads, sorted(known), proposal.sizes, costs)
         yield
-        try:
-            change.gain = self._judged.result()
-        except Exception as error:  # it must not end the engine
+        self._judged = None
+        if error := judged.exception():
             raise CaptureFailed(f"the new ladder could not be judged: {error!r}") from error
-        finally:
-            self._judged = None
+        change.gain = judged.result()
         self._planner = planner.changed(worthwhile(ladder, costs) if change.gain > 0 else planner.ladder, costs)
         return self._planner
 

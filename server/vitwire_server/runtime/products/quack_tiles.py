@@ -5,6 +5,7 @@ H200). A release of quack that differs is not used. Used on the engine thread.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
@@ -145,7 +146,7 @@ class Quack:
             return []
         return plans
 
-    def _configured(self, tile: ClusterTile) -> Any:  # noqa: ANN401 - of a package without types
+    def _configured(self, tile: ClusterTile) -> object:
         tall, wide = tile.cluster
         sizes = {"tile_m": tile.rows, "tile_n": tile.columns, "cluster_m": tall, "cluster_n": wide}
         kind = {"pingpong": tile.columns <= _MOST_IN_TURNS, "swap_ab": tile.transposed}
@@ -155,7 +156,7 @@ class Quack:
 class _Gelu:
     """quack's tanh GELU, under a name for its cache: quack cannot fingerprint it with cutlass-dsl 4.8."""
 
-    def __init__(self, function: Any, release: str) -> None:  # noqa: ANN401 - of a package without types
+    def __init__(self, function: Callable[[Any], Any], release: str) -> None:
         self._function, self._release = function, release
 
     def __call__(self, value: Any) -> Any:  # noqa: ANN401 - quack traces it

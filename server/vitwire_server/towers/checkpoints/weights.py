@@ -192,7 +192,7 @@ def _reason(error: Exception) -> str:
     return said or next((line for line, _, _ in lines if "GLOBAL" in line), lines[0][0] if lines else "it is empty")
 
 
-def _usable(tensor: Any, name: str, path: Path) -> Tensor:  # noqa: ANN401 - whatever a file holds
+def _usable(tensor: object, name: str, path: Path) -> Tensor:
     """A weight that a tower can compute with. Raises CheckpointError."""
     if not isinstance(tensor, Tensor):
         raise CheckpointError(f"{path}: {name} must be a tensor, but is of type {type(tensor).__name__}")

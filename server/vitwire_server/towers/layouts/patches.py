@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +115,7 @@ def _bytes(measured: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in measured.values())
 
 
-def attend(module: nn.Module, implementation: str, heads: Sequence[Tensor], **attended: Any) -> Tensor:  # noqa: ANN401
+def attend(module: nn.Module, implementation: str, heads: Sequence[Tensor], **attended: object) -> Tensor:
     """Packed attention by the function that transformers knows by this name, for modules that it is not handed on to.
 
     `heads` are queries, keys and values `(1, rows, heads, head_dim)`, the result is of the queries' shape; `attended`

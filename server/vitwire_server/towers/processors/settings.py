@@ -212,7 +212,7 @@ def rescale_factor(config: Mapping[str, Any]) -> float:
     return _converted(float, key, config.get(key, 1 / 255)) if config.get("do_rescale", True) else 1.0
 
 
-def _converted(kind: type[Number], key: str, value: Any) -> Number:  # noqa: ANN401 - whatever a file holds
+def _converted(kind: Callable[[Any], Number], key: str, value: object) -> Number:
     try:
         return kind(value)
     except (TypeError, ValueError, OverflowError):

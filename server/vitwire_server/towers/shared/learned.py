@@ -28,7 +28,7 @@ def positioned(embeddings: Any, pixels: Tensor, positions: Tensor, side: int) ->
     return states
 
 
-def fix_positions(embeddings: Any, resampled: Tensor, table: str, resample: str) -> None:  # noqa: ANN401 - a stock module
+def fix_positions(embeddings: nn.Module, resampled: Tensor, table: str, resample: str) -> None:
     """Give a module the positions of one size of tiles, in place of its `table`.
 
     Its method `resample`, which it would call in every forward, returns them.

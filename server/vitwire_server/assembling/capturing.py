@@ -1,4 +1,4 @@
-"""The graphs of a model: their ladder, its capture, what replays cost, and how `--budgets learn` changes it."""
+"""The second step: the graphs of a placed tower, on the ladder of `--budgets` or the one learned before."""
 
 import errno
 import logging
@@ -11,42 +11,121 @@ from tempfile import gettempdir
 
 import torch
 
+from vitwire_server.assembling.placing import Placed
 from vitwire_server.config.model_flags import GraphSettings
-from vitwire_server.config.settings import UsageError
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.capacities import CropCapacities
-from vitwire_server.core.costs import Costs
+from vitwire_server.core.costs import ASSUMED, ASSUMED_ON_HOST, Costs
 from vitwire_server.core.reports import LadderMonitor
 from vitwire_server.fitting.learned import Demands, Learned, StateFile
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.progress import progress
-from vitwire_server.runtime.devices import kernel_fault, memory
+from vitwire_server.runtime.devices import memory
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
 from vitwire_server.runtime.ladders.calibration import measure_costs, worthwhile
 from vitwire_server.runtime.ladders.learning import LadderLearner
 from vitwire_server.runtime.ladders.live_capture import LiveCapture
-from vitwire_server.runtime.memory.streams import CudaStreams, Streams
+from vitwire_server.runtime.memory.streams import CudaStreams
 from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.towers.tower import Tower
 
 _log = logging.getLogger(__name__)
 _POOL_BYTES_PER_VALUE = 20
 """Estimated bytes of a graph's intermediates per patch and hidden column; measured 20-25 KB per patch at 1152."""
+_LEAST_ROOM = 64 << 20
+"""Bytes that the graphs may grow by even if those at the start took all of `--graph-memory`."""
 
 
-def graph_mode(graphs: str, device: torch.device) -> str:
-    """cuda, simulated or off."""
-    if graphs == "cuda" and device.type != "cuda":
-        raise UsageError(
-            f"--graphs cuda: {device} has no CUDA graphs; use a CUDA device, or --graphs simulated for tests"
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """The ladder that `--budgets learn` starts with, and what it comes from."""
+
+    ladder: Ladder
+    default: Ladder
+    demands: Demands
+    file: StateFile
+    learned: Learned | None
+
+    def learner(self, capture: LiveCapture, planner: Planner, monitor: LadderMonitor) -> LadderLearner | None:
+        """Adapts the ladder of `planner` to the loads; None if no captured budget could be changed."""
+        most = planner.ladder.largest.tokens if planner.ladder.largest else 0
+        captured = Ladder(tuple(budget for budget in self.default if budget.tokens <= most))
+        if captured.largest is None:
+            return None
+        demands = replace(self.demands, largest=captured.largest.tokens, completed=capture.completed)
+        return LadderLearner(capture, planner, demands, captured, monitor, keep=self.file.write, learned=self.learned)
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A placed tower and its graphs."""
+
+    placed: Placed
+    bounds: Bounds
+    graphs: GraphSet
+    recorder: Recorder
+    nbytes: int
+    """Bytes that the graphs take."""
+    learning: Learning | None
+
+    def learner(self, planner: Planner, monitor: LadderMonitor) -> LadderLearner | None:
+        """Fits the ladder of `planner` to the loads; None if no captured budget could be changed."""
+        if self.learning is None:
+            return None
+        placed = self.placed
+        room = max(_LEAST_ROOM, placed.settings.graph_memory - self.nbytes)
+        capture = LiveCapture(placed.tower, self.graphs, placed.streams, self.recorder, placed.completed, room)
+        return self.learning.learner(capture, planner, monitor)
+
+    def timed(self, engine: Engine) -> Costs:
+        """Time all budgets; those for short segments that are not faster are dropped. Assumed without CUDA graphs."""
+        device = self.placed.tower.device
+        if self.placed.mode != "cuda":
+            return ASSUMED if device.type == "cuda" else ASSUMED_ON_HOST
+        start = time.perf_counter()
+        costs = measure_costs(engine, self.placed.tower, self.graphs.ladder, self.bounds.tokens, self.bounds.items)
+        _log.info(
+            "timed %d budgets in %.1f s; an eager forward takes %.2f ms + %.2f us per token of the device, at least "
+            "%.2f ms, and %.2f ms of the host; a replay takes %.2f ms of the host",
+            len(costs.measured),
+            time.perf_counter() - start,
+            1e3 * costs.eager_fixed,
+            1e6 * costs.eager_token,
+            1e3 * costs.eager_floor,
+            1e3 * costs.eager_host,
+            1e3 * costs.replay_host,
         )
-    if graphs != "auto":
-        return graphs
-    if device.type == "cuda" and (fault := kernel_fault(device)):
-        _log.warning("--graphs auto: graphs are off: %s", fault)
-        return "off"
-    return "cuda" if device.type == "cuda" else "off"
+        self.graphs.keep(worthwhile(self.graphs.ladder, costs))
+        return costs
+
+
+def capture(placed: Placed, metrics: Metrics) -> Captured:
+    """Capture a graph for each budget. Raises UsageError."""
+    tower, settings = placed.tower, placed.settings
+    bounds = bounds_of(settings, tower)
+    ladder = default_ladder(settings, bounds, tower, placed.mode)
+    learning = learning_of(settings, bounds, tower, placed.fingerprint, ladder)
+    ladder = placed.completed(learning.ladder if learning else ladder)
+    if len(ladder):
+        _log.info("capturing %d budgets up to %d tokens", len(ladder), ladder.budgets[-1].tokens)
+    start = time.perf_counter()
+    on_cuda = tower.device.type == "cuda"
+    before = torch.cuda.memory_reserved(tower.device) if on_cuda else 0
+    recorder = _recorder(placed)
+    graphs = GraphSet(tower, ladder, recorder, lambda budgets: progress(budgets, "capturing", len(ladder)))
+    reserved = torch.cuda.memory_reserved(tower.device) - before if on_cuda else graphs.nbytes
+    if on_cuda:
+        metrics.memory.reads(partial(memory, tower.device, reserved))
+    metrics.model.captured(len(graphs.dropped), time.perf_counter() - start, reserved)
+    return Captured(placed, bounds, graphs, recorder, reserved, learning)
+
+
+def _recorder(placed: Placed) -> Recorder:
+    streams = placed.streams
+    if placed.mode == "cuda" and isinstance(streams, CudaStreams):
+        return CudaRecorder(streams.compute)
+    return SimulatedRecorder()
 
 
 def bounds_of(settings: GraphSettings, tower: Tower) -> Bounds:
@@ -90,67 +169,9 @@ def _bytes_per_token(tower: Tower) -> int:
     return geometry.merge**2 * patch + geometry.width * tower.dtype.itemsize
 
 
-def recorder_of(mode: str, streams: Streams) -> Recorder:
-    return CudaRecorder(streams.compute) if mode == "cuda" and isinstance(streams, CudaStreams) else SimulatedRecorder()
-
-
-def capture_ladder(tower: Tower, ladder: Ladder, recorder: Recorder, metrics: Metrics) -> tuple[GraphSet, int]:
-    """The graphs, and the bytes that they take."""
-    if len(ladder):
-        _log.info("capturing %d budgets up to %d tokens", len(ladder), ladder.budgets[-1].tokens)
-    start = time.perf_counter()
-    on_cuda = tower.device.type == "cuda"
-    before = torch.cuda.memory_reserved(tower.device) if on_cuda else 0
-    graphs = GraphSet(tower, ladder, recorder, lambda budgets: progress(budgets, "capturing", len(ladder)))
-    reserved = torch.cuda.memory_reserved(tower.device) - before if on_cuda else graphs.nbytes
-    if on_cuda:
-        metrics.memory.reads(partial(memory, tower.device, reserved))
-    metrics.model.captured(len(graphs.dropped), time.perf_counter() - start, reserved)
-    return graphs, reserved
-
-
-def timed_costs(bounds: Bounds, engine: Engine, tower: Tower, graphs: GraphSet) -> Costs:
-    """Time all budgets; those for short segments that are not faster are dropped."""
-    start = time.perf_counter()
-    costs = measure_costs(engine, tower, graphs.ladder, bounds.tokens, bounds.items)
-    _log.info(
-        "timed %d budgets in %.1f s; an eager forward takes %.2f ms + %.2f us per token of the device, at least "
-        "%.2f ms, and %.2f ms of the host; a replay takes %.2f ms of the host",
-        len(costs.measured),
-        time.perf_counter() - start,
-        1e3 * costs.eager_fixed,
-        1e6 * costs.eager_token,
-        1e3 * costs.eager_floor,
-        1e3 * costs.eager_host,
-        1e3 * costs.replay_host,
-    )
-    graphs.keep(worthwhile(graphs.ladder, costs))
-    return costs
-
-
-@dataclass(frozen=True, slots=True)
-class Beginning:
-    """The ladder that `--budgets learn` begins with, and what it comes from."""
-
-    ladder: Ladder
-    default: Ladder
-    demands: Demands
-    file: StateFile
-    learned: Learned | None
-
-    def learner(self, capture: LiveCapture, planner: Planner, monitor: LadderMonitor) -> LadderLearner | None:
-        """Adapts the ladder of `planner` to the loads; None if no captured budget could be changed."""
-        most = planner.ladder.largest.tokens if planner.ladder.largest else 0
-        captured = Ladder(tuple(budget for budget in self.default if budget.tokens <= most))
-        if captured.largest is None:
-            return None
-        demands = replace(self.demands, largest=captured.largest.tokens, completed=capture.completed)
-        return LadderLearner(capture, planner, demands, captured, monitor, keep=self.file.write, learned=self.learned)
-
-
-def beginning(
+def learning_of(
     settings: GraphSettings, bounds: Bounds, tower: Tower, fingerprint: str, default: Ladder
-) -> Beginning | None:
+) -> Learning | None:
     """The ladder learned before, or else `default`; None if nothing can be learned. Raises UsageError."""
     if not settings.learns or default.largest is None:
         return None
@@ -171,7 +192,7 @@ def beginning(
     demands = Demands(tower.capacities, largest, max_items=bounds.items, max_frames=bounds.frames)
     sizes = learned.sizes if learned else [budget.tokens for budget in default]
     ladder = Ladder(tuple(sorted({demands.budget(size) for size in sizes})))
-    return Beginning(ladder, default, demands, file, learned)
+    return Learning(ladder, default, demands, file, learned)
 
 
 def _kernel_folder() -> Path:

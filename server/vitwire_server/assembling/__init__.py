@@ -1,0 +1,1 @@
+"""From settings to a model that can encode, in three steps: placed on its device, captured, loaded."""
