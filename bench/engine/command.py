@@ -4,9 +4,8 @@ vLLM serves a random Qwen3-VL of published size, and a Vitwire server its tower 
 requests go each way: `local` (the engine's tower), `inline` (embeddings in the request) and `reference` (the engine
 fetches what the server stored); `again` is local once more, the control for the tokens, and `text` has as many tokens
 of text, without images.
-Pictures are decoded and split into patches beforehand, or with `--from jpeg` come as files over HTTP. With `--towers`
-no engine is started: its tower and the server's are measured side by side on one device. With `--setups`, engines and
-encoders share the devices in each of the ways that it lists. The last line of stdout is one JSON document.
+Pictures are decoded and split into patches beforehand, or with `--from jpeg` come as files over HTTP. With `--setups`,
+engines and encoders share the devices in each of the ways that it lists. The last line of stdout is one JSON document.
 """
 
 import argparse
@@ -15,44 +14,35 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from bench.engine import capacity, faults, sweep, vllm_engine
+from bench.engine import sweep, vllm_engine
 from bench.engine.answers import Answer, between_tokens, compared, figures, timeline
-from bench.engine.capacity import encoder_alone, together
 from bench.engine.encoders import Encoders, environment, starting, written
-from bench.engine.faults import Fault, outcome
 from bench.engine.front import Fronts
 from bench.engine.limits import Clock, OutOfTime, limited
 from bench.engine.loads import Load, Size
 from bench.engine.options import LOCAL, options_of
-from bench.engine.plots import plot
 from bench.engine.requests import Asked, draw
 from bench.engine.running import running
 from bench.engine.sending import Sender
 from bench.engine.streams import AnyWay, Stream
 from bench.engine.sweep import Sweep
-from bench.engine.towers.measuring import measure
 from bench.engine.ways import Inline, Local, Reference, Text
 from bench.report import Report
 
-from servers import ServerProcess
 from vitwire import AsyncClient
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
 TITLES = {
-    "towers": "towers side by side: milliseconds of a forward on the device, and of a call; norm errors of the rows",
     "streams": "streams of requests",
     "timeline": "milliseconds since the start of a request, medians; the server's stages are lengths",
     "itl": "times between the tokens of four generations that run beside each way",
-    "failures": "an encoder that fails under load, behind a router with --on-encoder-failure engine",
-    "alone": "the most of each by itself: prompts of text as long as those with images, and images that are stored",
-    "together": capacity.NOTE,
     "against_local": "beside the engine's own tower: ratios, and tokens that are equal",
     **sweep.TITLES,
 }
@@ -72,13 +62,6 @@ def main() -> None:
         except (OutOfTime, Exception) as error:  # noqa: BLE001 - what was measured is worth more
             traceback.print_exception(error)
             report.note("error", repr(_cause(error)))
-    if options.plot and options.setups:
-        report.skip("plot", "setups are not drawn")
-    elif options.plot and "device" in report.document():
-        try:
-            plot(report.document(), options.plot)
-        except ImportError as error:
-            report.skip("plot", f"{error.name} is not installed")
     report.end(TITLES)
     sys.exit(int("error" in report.document()))
 
@@ -95,10 +78,7 @@ class Bench:
 
     def run(self) -> None:
         self._options.model = written(self._options, self._options.language[0])
-        if self._options.towers:
-            measure(self._report, self._options, self._clock, environment(self._options))
-            return
-        if set(self._options.ways) <= LOCAL and not self._options.alone and not self._options.failures:
+        if set(self._options.ways) <= LOCAL:
             asyncio.run(self._measure("", None))
             return
         device = "cpu" if self._options.tiny else f"cuda:{self._options.devices - 1}"
@@ -113,21 +93,18 @@ class Bench:
             for index in range(options.engines):
                 engines.append(self._engine(target, index if options.engines > 1 else None))
                 stack.callback(engines[-1].shutdown)
-            client, server, sender = None, None, None
+            client, sender = None, None
             if starting:
                 encoders = await asyncio.wrap_future(starting)
                 await asyncio.to_thread(encoders.wait, max(1.0, min(READY_SECONDS, self._clock.left)))
-                (server,) = encoders.servers
                 client = await stack.enter_async_context(AsyncClient(target))
                 sender = await Sender.start(target)
                 stack.callback(sender.close)
-            fronts = None
-            of_files = options.sources == ["jpeg"]
-            if of_files or options.failures:
-                modes = sorted(set(options.ways) - LOCAL) if of_files else []
+            photos = None
+            if options.sources == ["jpeg"]:
+                modes = sorted(set(options.ways) - LOCAL)
                 started = Fronts.of(engines, options.model, target, environment(options), modes)
-                fronts = await stack.enter_async_context(started)
-            photos = fronts if of_files else None
+                photos = await stack.enter_async_context(started)
             ways = {
                 name: photos.ways(name) if photos else _ways(name, engines, client, sender) for name in options.ways
             }
@@ -135,11 +112,7 @@ class Bench:
                 await self._size(size, client, ways)
                 if options.itl:
                     await self._beside(size, await self._draw(size, client), ways, engines)
-                if options.alone and client:
-                    await self._alone(size, await self._draw(size, client), engines, client)
                 self._report.note("connector", vllm_engine.connector_counts())
-            if options.failures and fronts and server:
-                await self._failures(size, await self._draw(size, client), fronts, server)
 
     def _engine(self, target: str, device: int | None) -> Any:
         options, began = self._options, time.monotonic()
@@ -183,51 +156,6 @@ class Bench:
                         "against_local", place | ratios | (compared(answers, local) if name != "text" else {})
                     )
 
-    async def _alone(self, size: Size, asked: Sequence[Asked], engines: Sequence[Any], client: AsyncClient) -> None:
-        """The encoder and the engines by themselves at the last load, and what several of them give together."""
-        load = self._options.loads[-1]
-        place = {"size": str(size), "load": str(load)}
-        if not self._has_time("alone", place):
-            return
-        texts = await self._stream([Text(engine) for engine in engines], asked, load)
-        engine = self._report.add("alone", place | {"of": "engines without images"} | figures(texts, load))
-        encoder = await encoder_alone(client, asked, load, self._names)
-        encoder = self._report.add("alone", place | {"of": "encoder"} | encoder)
-        local = self._measured(place | {"way": "local"})
-        own, without, stored = (float(row.get("requests_per_s", 0)) for row in (local, engine, encoder))
-        if not (own and without and stored):
-            self._report.skip(f"together {size}", "one of the rates is missing")
-            return
-        self._report.note("together_note", capacity.NOTE)
-        for row in together(own / len(engines), without / len(engines), stored):
-            self._report.add("together", {"size": str(size)} | row)
-
-    def _measured(self, place: dict[str, str]) -> dict[str, Any]:
-        """The row of a stream; empty without one."""
-        rows = self._report.document().get("streams", [])
-        return next((row for row in rows if place.items() <= row.items()), {})
-
-    async def _failures(self, size: Size, asked: Sequence[Asked], fronts: Fronts, server: ServerProcess) -> None:
-        """The encoder fails after a third of the last load's requests; the engine's tower is what remains."""
-        options, load = self._options, self._options.loads[-1]
-        local = await self._stream(fronts.ways("local"), asked, load)
-        flags = ("--on-encoder-failure", "engine", "--encoder-wait", str(options.encoder_wait))
-        with fronts.routed(*flags) as (router, ways):
-            for name, number in faults.FAULTS.items():
-                place = {"size": str(size), "load": str(load), "fault": name}
-                if name not in options.failures or not self._has_time("failures", place):
-                    continue
-                await self._stream(ways, asked[:8], Load(closed=True, amount=4))
-                fault = Fault(server.process.pid, number, after=len(asked) // 3)
-                try:
-                    answers = await self._stream(ways, asked, load, fault.count)
-                finally:
-                    fault.over()
-                row = outcome(answers, fault.at, local, options.encoder_wait)
-                fallbacks = await asyncio.to_thread(router.metric, "vitwire_router_fallbacks_total")
-                self._report.add("failures", place | row | {"fallbacks_so_far": int(fallbacks)})
-                self._errors(place, answers)
-
     async def _beside(
         self, size: Size, asked: Sequence[Asked], ways: dict[str, list[AnyWay]], engines: Sequence[Any]
     ) -> None:
@@ -254,19 +182,10 @@ class Bench:
         self._report.skip(f"{what} {' '.join(place.values())}", "no time")
         return False
 
-    async def _stream(
-        self,
-        ways: Sequence[AnyWay],
-        asked: Sequence[Asked],
-        load: Load,
-        ended: Callable[[], None] = lambda: None,
-    ) -> list[Answer]:
-        """One stream over all engines in turn; what precedes the requests is done before it starts.
-
-        `ended` is called after each request.
-        """
+    async def _stream(self, ways: Sequence[AnyWay], asked: Sequence[Asked], load: Load) -> list[Answer]:
+        """One stream over all engines in turn; what precedes the requests is done before it starts."""
         stream = await Stream.prepare(ways, asked, self._names)
-        return await stream.drive(load, self._options.tokens, ended)
+        return await stream.drive(load, self._options.tokens)
 
 
 def _ways(name: str, engines: Sequence[Any], client: AsyncClient | None, sender: Sender | None) -> list[AnyWay]:

@@ -22,8 +22,6 @@ class Fronts:
     """An HTTP server for each engine, and routers before them."""
 
     urls: Sequence[str]
-    target: str
-    environment: Sequence[str]
     session: Any
     routers: Mapping[str, Sequence[str]]
     """Addresses by mode."""
@@ -43,17 +41,11 @@ class Fronts:
             for mode in modes:
                 started = [stack.enter_context(routed(target, url, environment, "--mode", mode)) for url in urls]
                 routers[mode] = [f"http://{each.target}" for each in started]
-            yield cls(urls, target, environment, await stack.enter_async_context(session()), routers)
+            yield cls(urls, await stack.enter_async_context(session()), routers)
 
     def ways(self, name: str) -> list[Any]:
         """The way of this name into each engine."""
         return [Photos(url, self.session) for url in (self.urls if name in LOCAL else self.routers[name])]
-
-    @contextmanager
-    def routed(self, *flags: str) -> Iterator[tuple[ServerProcess, list[Any]]]:
-        """Another router by reference to the first engine, and the way through it."""
-        with routed(self.target, self.urls[0], self.environment, "--mode", "reference", *flags) as router:
-            yield router, [Photos(f"http://{router.target}", self.session)]
 
 
 @asynccontextmanager

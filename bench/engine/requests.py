@@ -77,9 +77,9 @@ def image_tokens(images: int) -> list[int]:
 
 
 @lru_cache(maxsize=1)
-def pictures_of(size: Size, number: int) -> list[Any]:
-    """The pictures of a forward, which differ from number to number: Pillow's, or one clip `(frames, H, W, 3)`."""
-    frames = [picture(size.side, (number, size.side, index)) for index in range(size.images * size.frames)]
+def pictures_of(size: Size) -> list[Any]:
+    """The pictures of a forward: Pillow's, or one clip `(frames, H, W, 3)`."""
+    frames = [picture(size.side, (0, size.side, index)) for index in range(size.images * size.frames)]
     return frames if size.frames == 1 else [np.stack([np.asarray(each) for each in frames])]
 
 

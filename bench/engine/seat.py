@@ -15,8 +15,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.engine import faults, vllm_engine
+from bench.engine import vllm_engine
 from bench.engine.front import Fronts
+from bench.engine.limits import kill
 from bench.engine.loads import Load, Size
 from bench.engine.photos import Photos, session
 from bench.engine.requests import Asked, draw, renewed
@@ -126,7 +127,7 @@ class Seat:
         self.hang_up()
         self._process.join(0 if self._lost else max(0.0, seconds))
         if self._process.is_alive() and self._process.pid:
-            faults.kill(self._process.pid)
+            kill(self._process.pid)
             self._process.join()
 
 

@@ -1,7 +1,7 @@
 """A stream of requests over ways in turn; all that precedes a request is done before the stream starts."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Self
@@ -34,15 +34,11 @@ class Stream:
         ready = await asyncio.gather(*(way.prepare(each, name) for way, each, name in prepared))
         return cls(turns, asked, chosen, list(ready))
 
-    async def drive(
-        self, load: Load, tokens: int, ended: Callable[[], None] = lambda: None, seed: int = 0
-    ) -> list[Answer]:
-        """Make the requests, each `tokens` long; `ended` is called after each. seed: of Poisson arrivals."""
+    async def drive(self, load: Load, tokens: int, seed: int = 0) -> list[Answer]:
+        """Make the requests, each `tokens` long. seed: of Poisson arrivals."""
 
         async def call(number: int) -> Answer:
             one, self.ready[number] = self.ready[number], None
-            answer = await self.turns[number].answered(self.asked[number], one, self.names[number], tokens)
-            ended()
-            return answer
+            return await self.turns[number].answered(self.asked[number], one, self.names[number], tokens)
 
         return await loads.drive(load, len(self.asked), call, seed)

@@ -11,6 +11,7 @@ from itertools import product, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from bench.client_processes import cpu_seconds
 from bench.engine import equal_p99, vllm_engine
 from bench.engine.answers import Answer, Row, between_tokens, figures, rate, timeline
 from bench.engine.busy import Busy
@@ -20,7 +21,6 @@ from bench.engine.limits import Clock
 from bench.engine.loads import Load, Size
 from bench.engine.seat import BESIDE, OVER, ClientPlace, EnginePlace, Seat, SeatFailed, Share, answers_of, ask, seated
 from bench.engine.splits import Group, Split, grouped, shares
-from bench.fleet import cpu_seconds
 from bench.report import Report
 
 if TYPE_CHECKING:

@@ -146,23 +146,6 @@ def test_bench(run: Run, in_process: list[CoreClient], tmp_path: Path) -> None:
     assert not core.engine.errors
 
 
-def test_encoder_and_engine_alone(run: Run, in_process: list[CoreClient]) -> None:
-    """Twice the images of a stream are stored, and nothing of them is fetched."""
-    document = run("--sizes", "128x2", "--loads", "p50,c2", "--requests", "6", "--ways", "local", "--alone")
-    assert "error" not in document, document
-    engine, encoder = document["alone"]
-    assert (engine["of"], engine["load"], engine["errors"]) == ("engines without images", "c2", 0)
-    assert (encoder["of"], encoder["requests"], encoder["errors"]) == ("encoder", 12, 0)
-    assert encoder["rows_per_s"] == pytest.approx(32 * encoder["requests_per_s"], rel=0.02)
-    assert "computed, not measured" in document["together_note"]
-    local = document["streams"][1]["requests_per_s"]
-    assert [row["engines"] + row["encoders"] for row in document["together"]] == list(range(2, 9))
-    assert document["together"][0]["all_local"] == pytest.approx(2 * local, rel=0.01)
-    (core,) = in_process
-    assert core.engine.stats.get("fetched", 0) == 0
-    assert len(core.engine.encoded) == 2 * 6 * 3  # warmed up, and at each load
-
-
 def test_an_engine_that_fails_ends_the_run_with_what_was_measured(
     run: Run, in_process: list[CoreClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,23 +217,6 @@ async def test_a_request_that_nobody_answers(words: bytes, monkeypatch: pytest.M
         await asyncio.wait_for(hung_up.wait(), 60)
     assert answer.error == "not over after 0.5 s"
     assert answer.end > answer.start
-
-
-def test_an_encoder_that_is_stopped_and_killed(run: Run, in_process: list[CoreClient]) -> None:
-    words = ["--sizes", "128x1", "--loads", "c2", "--requests", "9", "--ways", "local"]
-    document = run(*words, "--failures", "killed,stopped", "--encoder-wait", "2")
-    assert "error" not in document, document
-    stopped, killed = document["failures"]
-    assert (stopped["fault"], killed["fault"]) == ("stopped", "killed")
-    for row in (stopped, killed):
-        assert (row["requests"], row["ended_before"] + row["ended_since"]) == (9, 9), document
-        assert row["ended_since"] >= 6
-        # A request whose rows were stored, but not fetched yet, ends in the engine's error.
-        assert row["errors"] <= 2, document
-        assert row["bound_ms"] == pytest.approx(4000 + row["ttft_max_local_ms"], abs=0.1)
-        assert row["longest_since_ms"] >= row["ttft_max_since_ms"] > 0
-    assert stopped["longest_since_ms"] >= 1900  # the encoder was waited for
-    assert 0 < stopped["fallbacks_so_far"] < killed["fallbacks_so_far"]
 
 
 @pytest.fixture
