@@ -30,7 +30,6 @@ from bench.random_towers import shrunk as shrunk_other
 from bench.report import environment, show
 from bench.stopwatch import FAILURES, Row, Stopwatch
 from rich.console import Console
-from transformers.utils.import_utils import is_flash_attn_2_available
 
 from vitwire_server.core.items import DType
 from vitwire_server.runtime.attention.selection import select
@@ -40,7 +39,7 @@ SIZES = (224, 448, 1024, 2048)
 CLIP_FRAMES = 8
 PACKED = {224: 16, 448: 8}
 """Images of a packed batch, by their side."""
-TIMES = ("plain_sdpa", "plain_flash", "eager", "graph_stock", "graph", "floor")
+TIMES = ("plain_sdpa", "eager", "graph_stock", "graph", "floor")
 WARM_UPS = 3
 SECONDS_EACH = 1.5
 """A measurement ends after this many seconds or after --repeats, but not before three repeats."""
@@ -158,16 +157,12 @@ class Bench:
         return row | {"floor": round(1e3 * floor_seconds(tower, load.grids, self._ceilings), 3)}
 
     def _plain(self, tower: PackedTower, loads: Sequence[Load], rows: dict[str, Row]) -> None:
-        """transformers with its own attention; null if the tower does not support flash attention."""
-        implementations = {"plain_sdpa": "sdpa"}
-        if self._device.type == "cuda" and is_flash_attn_2_available():
-            implementations["plain_flash"] = "flash_attention_2"
-        for column, implementation in implementations.items():
-            with stock(tower, implementation):
-                for load in loads:
-                    pixels = draw(tower, load.grids)
-                    once = partial(self._stopwatch.timed, partial(plain, tower, pixels, load.grids))
-                    self._stopwatch.measure(rows[load.name], column, once, SECONDS_EACH)
+        """transformers with its own attention."""
+        with stock(tower, "sdpa"):
+            for load in loads:
+                once = partial(plain, tower, draw(tower, load.grids), load.grids)
+                timed = partial(self._stopwatch.timed, once)
+                self._stopwatch.measure(rows[load.name], "plain_sdpa", timed, SECONDS_EACH)
 
     def _ours(
         self, name: str, tower: PackedTower, loads: Sequence[Load], rows: dict[str, Row], checkpoint: str

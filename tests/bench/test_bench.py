@@ -42,7 +42,6 @@ def test_gpu_bench_on_simulated_graphs(tmp_path: Path) -> None:
     assert len(document["rows"]) == 4
     for row in document["rows"]:
         assert min(row[name] for name in ("plain_sdpa", "eager", "graph")) > 0
-        assert row["plain_flash"] is None
         assert row["graph_stock"] > 0
     assert {row["tower"] for row in document["captures"]} == {"Qwen2.5-VL-7B"}
     assert len(document["profiles"]) == 4
