@@ -1,4 +1,4 @@
-"""Measurements of several paths in turns, so that a slow phase of the machine slows all of them."""
+"""Measurements of several paths in alternation, so that a slow phase of the machine slows all of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

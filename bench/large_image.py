@@ -33,7 +33,7 @@ _STAGES = ("queue", "stage_in", "execute", "stage_out", "send")
 
 
 def streams(server: ServerProcess, socket: Path, side: int, options: Namespace) -> Iterator[Row]:
-    """A call of each client with the steps that it takes itself, beside bare gRPC, in turns.
+    """A call of each client with the steps that it takes itself, beside bare gRPC, in alternation.
 
     socket: on which the server listens as well.
     """

@@ -2,7 +2,7 @@
 
 Round trips through a server whose tower costs nothing, beside a bare gRPC server that reads and writes the same bytes
 in the same messages; a real tower through the service, beside the same tower in process; small items and health checks
-beside large ones. Whatever is compared runs in turns within one run, with client processes of its own. The last line
+beside large ones. Whatever is compared alternates within one run, with client processes of its own. The last line
 of stdout is one JSON document.
 """
 
@@ -143,7 +143,7 @@ class Bench:
     # -- one small item --------------------------------------------------------------------------------
 
     def _small(self, server: ServerProcess) -> Row:
-        """A small item through the service and on the same tower in process, in turns."""
+        """A small item through the service and on the same tower in process, in alternation."""
         with ClientProcess("client", target=server.target) as library:
             clients = {"tower": self._tower("small"), "client": library}
             prepared(list(clients.values()), {"side": 64})
@@ -184,7 +184,7 @@ class Bench:
     # -- batches of a real tower -----------------------------------------------------------------------
 
     def _batches(self, server: ServerProcess) -> Row:
-        """Requests of the same images through the service, two in flight, and in process, in turns."""
+        """Requests of the same images through the service, two in flight, and in process, in alternation."""
         images = 2
         work = {"side": 64 if self._options.quick else 448, "images": images}
         bare = self._tower("real")
