@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from bench import stock
-from bench.other import IMAGE_TOKEN, PROJECTOR, Other
+from bench.random_towers import IMAGE_TOKEN, PROJECTOR, OtherTower
 
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.pooling import Pooling
@@ -36,8 +36,8 @@ _MISTRAL = {"model_type": "mistral", "head_dim": 16}
 _PINPOINTS = {"image_grid_pinpoints": [[384 * h, 384 * w] for h in range(1, 7) for w in range(1, 7)]}
 _ALONE = {"tower": ""}
 
-_TILES: Mapping[str, Other] = {
-    "InternVL3-8B": Other(
+_TILES: Mapping[str, OtherTower] = {
+    "InternVL3-8B": OtherTower(
         model_type="internvl",
         vision={
             **_LARGE,
@@ -53,7 +53,7 @@ _TILES: Mapping[str, Other] = {
         grid=_ONE_TILE,
         plain=stock.tiles,
     ),
-    "LLaVA-1.5-7B": Other(
+    "LLaVA-1.5-7B": OtherTower(
         model_type="llava",
         vision={**_LARGE, "model_type": "clip_vision_model", "image_size": 336, "patch_size": 14},
         width=4096,
@@ -62,7 +62,7 @@ _TILES: Mapping[str, Other] = {
         grid=_ONE_TILE,
         plain=stock.tiles,
     ),
-    "LLaVA-OneVision-7B": Other(
+    "LLaVA-OneVision-7B": OtherTower(
         model_type="llava_onevision",
         # The published file has 26 layers: rows are those of the last but one of SigLIP's 27.
         vision={**_SIGLIP, "num_hidden_layers": 26, "image_size": 384},
@@ -73,7 +73,7 @@ _TILES: Mapping[str, Other] = {
         grid=_ONE_TILE,
         plain=stock.single_tiles,
     ),
-    "Gemma-3-4B": Other(
+    "Gemma-3-4B": OtherTower(
         model_type="gemma3",
         vision={**_SIGLIP, "image_size": 896},
         width=2560,
@@ -83,7 +83,7 @@ _TILES: Mapping[str, Other] = {
         grid=_ONE_TILE,
         plain=stock.tiles,
     ),
-    "Idefics3-8B": Other(
+    "Idefics3-8B": OtherTower(
         model_type="idefics3",
         vision={**_SO400M, "model_type": "idefics3_vision", "image_size": 364, "patch_size": 14},
         width=4096,
@@ -101,7 +101,7 @@ _TILES: Mapping[str, Other] = {
         parts={"tower": "vision_model", "projector": "connector"},
         transformers="5.23.0",  # 5.17 rounds the positions of 26 patches to bfloat16
     ),
-    "SmolVLM2-500M": Other(
+    "SmolVLM2-500M": OtherTower(
         model_type="smolvlm",
         vision={
             "model_type": "smolvlm_vision",
@@ -126,7 +126,7 @@ _TILES: Mapping[str, Other] = {
         plain=stock.nested_tiles,
         parts={"tower": "vision_model", "projector": "connector"},
     ),
-    "Llama-3.2-11B-Vision": Other(
+    "Llama-3.2-11B-Vision": OtherTower(
         model_type="mllama",
         # Sizes, layouts and inner layers are the defaults of transformers' configuration, which are the published ones.
         vision={
@@ -158,8 +158,8 @@ _TILES: Mapping[str, Other] = {
     ),
 }
 
-_PATCHES: Mapping[str, Other] = {
-    "Pixtral-12B": Other(
+_PATCHES: Mapping[str, OtherTower] = {
+    "Pixtral-12B": OtherTower(
         model_type="llava",
         vision={**_PIXTRAL, "image_size": 1024, "patch_size": 16},
         width=5120,
@@ -170,7 +170,7 @@ _PATCHES: Mapping[str, Other] = {
         grid=Grid(1, 32, 32),
         plain=stock.whole_images,
     ),
-    "Mistral-Small-3.1-24B": Other(
+    "Mistral-Small-3.1-24B": OtherTower(
         model_type="mistral3",
         # foundation-model-stack's configuration of Pixtral's tower, and transformers' defaults.
         vision={**_PIXTRAL, "image_size": 1540, "patch_size": 14},
@@ -182,7 +182,7 @@ _PATCHES: Mapping[str, Other] = {
         grid=Grid(1, 32, 32),
         plain=stock.whole_images,
     ),
-    "LFM2-VL-1.6B": Other(
+    "LFM2-VL-1.6B": OtherTower(
         model_type="lfm2_vl",
         vision={**_SO400M, "model_type": "siglip2_vision_model", "num_hidden_layers": 26}
         | {"num_patches": 256, "patch_size": 16, "vision_use_head": False},
@@ -193,7 +193,7 @@ _PATCHES: Mapping[str, Other] = {
         grid=Grid(1, 32, 32),
         plain=stock.masked_patches,
     ),
-    "MiniCPM-V-2.6": Other(
+    "MiniCPM-V-2.6": OtherTower(
         model_type="minicpmv",
         vision={**_SO400M, "model_type": "siglip", "image_size": 980, "patch_size": 14},
         width=3584,
@@ -209,7 +209,7 @@ _PATCHES: Mapping[str, Other] = {
         parts={},
         stand_ins={"tower": "idefics2.modeling_idefics2:Idefics2VisionTransformer"},
     ),
-    "GLM-4.1V-9B": Other(
+    "GLM-4.1V-9B": OtherTower(
         model_type="glm4v",
         # The defaults of transformers' configuration, which are the published sizes.
         vision={
@@ -230,7 +230,7 @@ _PATCHES: Mapping[str, Other] = {
         plain=stock.grids_thw,
         parts={"tower": "visual"},
     ),
-    "Kimi-VL-A3B": Other(
+    "Kimi-VL-A3B": OtherTower(
         model_type="kimi_vl",
         # vLLM's configuration of MoonViT.
         vision={
@@ -249,8 +249,8 @@ _PATCHES: Mapping[str, Other] = {
     ),
 }
 
-_ENCODERS: Mapping[str, Other] = {
-    "CLIP-L/14": Other(
+_ENCODERS: Mapping[str, OtherTower] = {
+    "CLIP-L/14": OtherTower(
         model_type="clip",
         vision={**_LARGE, "model_type": "clip_vision_model", "image_size": 224, "patch_size": 14},
         width=768,
@@ -261,7 +261,7 @@ _ENCODERS: Mapping[str, Other] = {
         parts={"tower": "vision_model", "projection": "visual_projection"},
         pooling=Pooling.CLS,
     ),
-    "SigLIP2-so400m/14-384": Other(
+    "SigLIP2-so400m/14-384": OtherTower(
         model_type="siglip",
         vision={**_SIGLIP, "image_size": 384, "patch_size": 14, "vision_use_head": True},
         width=1152,
@@ -273,7 +273,7 @@ _ENCODERS: Mapping[str, Other] = {
         parts={"tower": "vision_model", "head": "vision_model.head"},
         pooling=Pooling.ATTENTION,
     ),
-    "DINOv2-L/14": Other(
+    "DINOv2-L/14": OtherTower(
         model_type="dinov2",
         # Tiles of 224: its positions are of 518, and resampled.
         vision={**_LARGE, "image_size": 518, "mlp_ratio": 4, "patch_size": 14},
@@ -283,7 +283,7 @@ _ENCODERS: Mapping[str, Other] = {
         parts=_ALONE,
         pooling=Pooling.CLS,
     ),
-    "DINOv3-L/16": Other(
+    "DINOv3-L/16": OtherTower(
         model_type="dinov3_vit",
         vision={**_LARGE, "image_size": 224, "num_register_tokens": 4, "patch_size": 16},
         image={**IMAGENET, **_square(224), "image_processor_type": "DINOv3ViTImageProcessorFast", "resample": 2},
@@ -294,5 +294,5 @@ _ENCODERS: Mapping[str, Other] = {
     ),
 }
 
-OTHERS: Mapping[str, Other] = MappingProxyType({**_TILES, **_PATCHES, **_ENCODERS})
+OTHERS: Mapping[str, OtherTower] = MappingProxyType({**_TILES, **_PATCHES, **_ENCODERS})
 """By a name that readers know."""

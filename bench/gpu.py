@@ -17,21 +17,19 @@ from pathlib import Path
 import torch
 from bench.beside_vllm import AIM, beside
 from bench.catalogue import OTHERS
-from bench.columns import Batches, Columns, Ran, fused, ladder_of
-from bench.eager import EagerBench
 from bench.engine.checkpoint import write_tower
 from bench.engine.loads import Size
-from bench.engine.towers.ours import Loaded
-from bench.engine.towers.sides import SideEnded
-from bench.figures import plot
+from bench.engine.towers.tower_process import TowerEnded
+from bench.engine.towers.vitwire_tower import Loaded
+from bench.engine_times import Batches, EngineTimes, Ran
 from bench.floor import Ceilings, floor_seconds
 from bench.kernels import by_group, kernel_times
 from bench.models import PUBLISHED, Load, build, draw, items, plain, preprocessing, shrunk, square, stock
-from bench.others import OtherBench
+from bench.other_towers import OtherBench
+from bench.random_towers import shrunk as shrunk_other
 from bench.report import environment, show
 from bench.stopwatch import FAILURES, Row, Stopwatch
 from rich.console import Console
-from transformers.utils.import_utils import is_flash_attn_2_available
 
 from vitwire_server.core.items import DType
 from vitwire_server.runtime.attention.selection import select
@@ -41,7 +39,7 @@ SIZES = (224, 448, 1024, 2048)
 CLIP_FRAMES = 8
 PACKED = {224: 16, 448: 8}
 """Images of a packed batch, by their side."""
-TIMES = ("plain_sdpa", "plain_flash", "eager", "graph_stock", "graph", "floor")
+TIMES = ("plain_sdpa", "eager", "graph_stock", "graph", "floor")
 WARM_UPS = 3
 SECONDS_EACH = 1.5
 """A measurement ends after this many seconds or after --repeats, but not before three repeats."""
@@ -63,14 +61,11 @@ def main() -> None:
     console = Console(width=120)
     show(console, "milliseconds of one batch on the device", bench.rows)
     show(console, "milliseconds of one batch on the device, towers of other makers", bench.others)
-    show(console, "milliseconds of the host for one image, eagerly and in turns", bench.eager.rows)
     show(console, f"milliseconds of a forward beside vLLM's tower, whose time should be {AIM} times ours", bench.vllm)
     for load, rows in bench.profiles.items():
         show(console, f"one replay: {load}", [*by_group(rows), *rows[:_KERNELS]])
     show(console, "captures", bench.captures)
     document = bench.document()
-    if options.plot:
-        plot(options.plot, document, TIMES)
     if options.out:
         options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(document))
@@ -96,9 +91,7 @@ class Bench:
             repeats=options.repeats,
             warm_ups=1 if options.tiny else WARM_UPS,
         )
-        attention = options.attention
-        self.eager = EagerBench(self._stopwatch, device, attention=attention, tiny=options.tiny)
-        self._others = OtherBench(self._stopwatch, self.captures, self._ceilings, attention=attention)
+        self._others = OtherBench(self._stopwatch, self.captures, self._ceilings, attention=options.attention)
 
     @property
     def others(self) -> list[Row]:
@@ -108,10 +101,7 @@ class Bench:
     def run(self, name: str) -> None:
         """All loads on one tower; frees its memory afterwards. Its failure does not end the run."""
         try:
-            if self._options.eager:
-                self.eager.run(name)
-            else:
-                self._other(name) if name in OTHERS else self._qwen(name)
+            self._other(name) if name in OTHERS else self._qwen(name)
         except FAILURES as error:
             self._stopwatch.failed(name, error)
         if self._device.type == "cuda":
@@ -136,7 +126,8 @@ class Bench:
     def _other(self, name: str) -> None:
         if not self._has_time(name):
             return
-        self._attention[name] = self._others.run(name, self._device, tiny=self._options.tiny)
+        other = shrunk_other(OTHERS[name]) if self._options.tiny else OTHERS[name]
+        self._attention[name] = self._others.run(name, other, self._device)
 
     def document(self) -> Row:
         """All that was measured, and the conditions."""
@@ -153,7 +144,6 @@ class Bench:
             "left_out": self._stopwatch.left_out,
             "rows": self.rows,
             "others": self.others,
-            "eager": self.eager.rows,
             "vllm_engine": self._vllm_engine,
             "vllm": self.vllm,
             "profiles": self.profiles,
@@ -167,16 +157,12 @@ class Bench:
         return row | {"floor": round(1e3 * floor_seconds(tower, load.grids, self._ceilings), 3)}
 
     def _plain(self, tower: PackedTower, loads: Sequence[Load], rows: dict[str, Row]) -> None:
-        """transformers with its own attention; null if the tower does not support flash attention."""
-        ways = {"plain_sdpa": "sdpa"}
-        if self._device.type == "cuda" and is_flash_attn_2_available():
-            ways["plain_flash"] = "flash_attention_2"
-        for column, implementation in ways.items():
-            with stock(tower, implementation):
-                for load in loads:
-                    pixels = draw(tower, load.grids)
-                    once = partial(self._stopwatch.timed, partial(plain, tower, pixels, load.grids))
-                    self._stopwatch.measure(rows[load.name], column, once, SECONDS_EACH)
+        """transformers with its own attention."""
+        with stock(tower, "sdpa"):
+            for load in loads:
+                once = partial(plain, tower, draw(tower, load.grids), load.grids)
+                timed = partial(self._stopwatch.timed, once)
+                self._stopwatch.measure(rows[load.name], "plain_sdpa", timed, SECONDS_EACH)
 
     def _ours(
         self, name: str, tower: PackedTower, loads: Sequence[Load], rows: dict[str, Row], checkpoint: str
@@ -185,13 +171,9 @@ class Bench:
         choice = select(self._options.attention, self._device, tower.dtype, *tower.attention_heads, captured=True)
         tower.use_attention(choice.implementation)
         self._attention[name] = f"{choice.name}, {choice.reason}"
-        columns = Columns(tower, name, self._stopwatch, self.captures, SECONDS_EACH)
+        times = EngineTimes(tower, name, self._stopwatch, self.captures, SECONDS_EACH)
         batches = {load.name: items(tower, load.grids, draw(tower, load.grids)) for load in loads}
-        ladder = ladder_of(tower, batches.values(), choice)
-        columns.measure("graph_stock", ladder, batches, rows)
-        sys.stderr.write(f"{name}: {fused(tower, choice)} blocks fused\n")
-        columns.measure("eager", ladder, batches, rows)
-        ran = columns.measure("graph", ladder, batches, rows)
+        *_, (_, ran) = times.measured(batches, rows, choice)
         if checkpoint and self._has_time(f"{name} vllm"):
             plan, dtype = ran.plan, DType.BFLOAT16
             self._vllm(name, Loaded(tower, ran.engine, plan, preprocessing(), dtype, checkpoint))
@@ -225,7 +207,7 @@ class Bench:
             for row in beside(loaded, sizes, self._options.vllm, left, skip, note):
                 self.vllm.append({"tower": name} | row)
                 sys.stderr.write(f"{self.vllm[-1]}\n")
-        except (SideEnded, *FAILURES) as error:
+        except (TowerEnded, *FAILURES) as error:
             sys.stderr.write(f"{error}\n")
             self._stopwatch.failed(f"{name} vllm", error)
 
@@ -253,7 +235,6 @@ def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
     listed = f"{', '.join(PUBLISHED)} (these by default); {ALL_OTHERS}, or of those {', '.join(OTHERS)}"
     add("--towers", nargs="+", choices=names, default=list(PUBLISHED), metavar="TOWER", help=listed)
     add("--sizes", type=_sizes, default=list(SIZES), help="sides of images in pixels, as 224,448; of the Qwen towers")
-    add("--eager", action="store_true", help="instead, one image eagerly and in turns with plain transformers")
     add("--attention", default="auto", help="the server's --attention-backend")
     vllm = "also vLLM's tower, of Qwen3-VL: the interpreter that has vLLM (default: this one) or a folder of packages"
     add("--vllm", nargs="?", const=sys.executable, metavar="PYTHON", help=vllm)
@@ -262,7 +243,6 @@ def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seconds", type=float, default=420, help="nothing new is started after so long")
     add("--tflops", type=float, default=790, help="the device's measured bf16 rate, for the floor")
     add("--terabytes", type=float, default=4.3, help="its measured memory bandwidth per second, for the floor")
-    add("--plot", type=Path, help="write a PNG here")
     add("--out", type=Path, help="write the JSON document here as well")
     return parser.parse_args(words)
 

@@ -1,10 +1,11 @@
 """The bare tower: the engine and planner of a server in the process that calls them, without a service."""
 
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
-from bench.calls import Row, Threads, Work
+from bench.callers import Row, Threads, Work
 
 from vitwire_server.assembling.loading import load_model
 from vitwire_server.config.settings import ServeSettings
@@ -20,25 +21,23 @@ class Tower(Threads):
         self._loaded = load_model(ServeSettings(model=model, **{"budgets": "auto", **settings}), Metrics())
 
     def prepare(self, work: Work) -> Row:
-        self._requests = [
+        drawn = [
             [self._image(work, work.images * seed + i) for i in range(work.images)] for seed in range(work.distinct)
         ]
-        self.call(0)
-        items = self._requests[0]
+        self._drawn, items = cycle(drawn), drawn[0]
+        self.encode(())
         tokens = sum(item.rows for item in items)
         down = tokens * self._loaded.card.geometry.width * items[0].output.size
         return {"up": sum(item.nbytes for item in items), "down": down, "tokens": tokens, "answer": []}
 
-    def call(self, number: int) -> str:
-        items = self._requests[number % len(self._requests)]
+    def encode(self, items: Sequence[Any]) -> Sequence[Any]:
+        """The next of the engine's own items in place of the client's; returns nothing. Raises the failure of one."""
+        items = next(self._drawn)
         for batch in self._loaded.planner.plan([item.footprint for item in items]).batches:
             for result in self._launched([items[i] for i in batch.items], batch.budget):
                 if isinstance(result, Exception):
-                    return type(result).__name__
-        return ""
-
-    def close(self) -> None:
-        """The process ends."""
+                    raise result
+        return ()
 
     def _launched(self, items: Sequence[Item], budget: Any) -> Sequence[object]:
         return self._loaded.engine.launch(items, budget).collect().results

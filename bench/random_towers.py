@@ -1,17 +1,20 @@
-"""A published tower with random weights beside its stock model, both built on a device without weights on disk."""
+"""A published tower of another maker than Qwen with random weights, and its stock model, both built on a device."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import transformers
-from bench.other import Other
+from bench.stock import Plain
 from packaging.version import Version
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
+from vitwire_server.core.grids import Grid
+from vitwire_server.core.pooling import Pooling
 from vitwire_server.demo.saving import write_json
 from vitwire_server.demo.shrinking import STEPS, Json
 from vitwire_server.towers.checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -19,6 +22,18 @@ from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Module
 from vitwire_server.towers.tower import Tower
 
+_TEXT: Json = {
+    "vocab_size": 512,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+IMAGE_TOKEN: Json = {"image_token_index": 500}
+TOWER, PROJECTOR = "vision_tower", "multi_modal_projector"
+"""Where most stock models have them."""
 _TINY: Json = {
     **dict.fromkeys(("depth", "num_hidden_layers", "num_heads", "num_attention_heads", "attention_heads"), 2),
     **dict.fromkeys(("hidden_size", "out_hidden_size"), 128),
@@ -31,18 +46,55 @@ _TINY: Json = {
 _TINY_WIDTH, _TINY_BATCH = 128, 2
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherTower:
+    """A published tower and one size of image: the files of its checkpoint, and its forward in plain transformers."""
+
+    model_type: str
+    vision: Json
+    """`vision_config`; of an encoder that is alone, all of config.json."""
+    width: int = 0
+    """Columns of the language model, which is not built in full; 0 without one."""
+    text: Json = field(default_factory=dict)
+    """Other fields of `text_config`."""
+    fields: Json = field(default_factory=lambda: dict(IMAGE_TOKEN))
+    """Other fields of config.json."""
+    image: Json
+    """preprocessor_config.json."""
+    grid: Grid
+    """Of one image."""
+    plain: Plain
+    """How plain transformers computes rows."""
+    parts: Mapping[str, str] = field(default_factory=lambda: {"tower": TOWER, "projector": PROJECTOR})
+    """Where the stock model has each module of the row; empty where the stock modules are those of the row."""
+    stand_ins: Mapping[str, str] = field(default_factory=dict)
+    """Classes of stock modules that are not those of the row, by module, within `transformers.models`."""
+    pooling: Pooling = Pooling.NONE
+    batch: int = 16
+    """Images of a packed batch."""
+    transformers: str = "5.17.0"
+    """Oldest release whose stock model is right in bfloat16."""
+
+    def config(self) -> Json:
+        """config.json."""
+        if not self.width:
+            return {**self.vision, "model_type": self.model_type}
+        text = {**_TEXT, "hidden_size": self.width, "num_hidden_layers": 1, **self.text}
+        return {"model_type": self.model_type, "text_config": text, "vision_config": dict(self.vision), **self.fields}
+
+
 @dataclass(frozen=True, slots=True)
 class RandomTower:
     """A tower and the stock model with the same weights."""
 
     model: Any
-    """What `Other.plain` takes."""
+    """What `OtherTower.plain` takes."""
     tower: Tower
     weights_nbytes: int
     """Bytes of the tower's weights, those of its projector included."""
 
 
-def shrunk(other: Other) -> Other:
+def shrunk(other: OtherTower) -> OtherTower:
     """The same tower with two layers of few columns, and images of the same size."""
     vision = {name: _TINY.get(name, value) for name, value in other.vision.items()}
     fields = {name: _TINY_WIDTH if name == "hidden_size" else value for name, value in other.fields.items()}
@@ -50,7 +102,7 @@ def shrunk(other: Other) -> Other:
     return replace(other, vision=vision, fields=fields, width=width, batch=_TINY_BATCH)
 
 
-def random_tower(other: Other, dtype: torch.dtype, device: torch.device) -> RandomTower:
+def random_tower(other: OtherTower, dtype: torch.dtype, device: torch.device) -> RandomTower:
     """Built in `dtype`, never cast to it, so that rotary frequencies stay float32.
 
     Raises CheckpointError or ValueError if this release of transformers is too old for it.
@@ -82,7 +134,9 @@ def _whole(config: Config, dtype: torch.dtype, device: torch.device) -> nn.Modul
     return model.to(device).eval().requires_grad_(requires_grad=False)
 
 
-def _stock_modules(other: Other, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> nn.ModuleDict:
+def _stock_modules(
+    other: OtherTower, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> nn.ModuleDict:
     """Modules of a model that transformers has no class for."""
     modules = checkpoint.family.modules
     named = {name: replace(module, source=other.stand_ins.get(name, module.source)) for name, module in modules.items()}

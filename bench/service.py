@@ -6,32 +6,24 @@ Each server is started once and takes all loads, with each kind of client and wa
 """
 
 import argparse
-import signal
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import product
-from os import kill
 from pathlib import Path
 from typing import Any
 
 from bench import towers
-from bench.fleet import RAMP, Client, DriverFailed, bare_servers, loaded, prepared
+from bench.client_processes import ClientFailed, ClientProcess, bare_servers, loaded, prepared
 from bench.report import Report
 from bench.service_options import parser
-from bench.setups import READY_SECONDS, Load, Server, Setup, scaling, started
-from bench.timeline import draw, traced
-
-from servers import serving
+from bench.setups import Load, Server, Setup, scaling, started
 
 TITLES = {
     "bare": "a bare gRPC server that moves the same bytes in the same messages: the ceiling",
     "rows": "the service",
     "scaling": "several devices against one, with as many requests in flight for each",
-    "killed": "one process killed under load",
 }
 Row = dict[str, Any]
 
@@ -46,8 +38,6 @@ def main() -> None:
             bench.run(Setup(*choice))
         for row in scaling(report.document().get("rows", [])):
             report.add("scaling", row)
-        if options.plot:
-            bench.plot(Setup(options.models[0], options.devices[0], options.rpc_processes[-1]))
     report.end(TITLES)
 
 
@@ -74,9 +64,7 @@ class Bench:
                     if self._options.each_device and len(server.processes) > 1:
                         self._measure(setup, server, driver, delivery, used=1)
                     self._measure(setup, server, driver, delivery, used=len(server.processes))
-                if self._options.kill and len(server.processes) > 1:
-                    self._kill(setup, server)
-        except (RuntimeError, DriverFailed) as error:  # a server or client did not start, or was not restarted
+        except (RuntimeError, ClientFailed) as error:  # a server or client did not start
             self._report.skip(str(setup), str(error)[-1000:])
 
     def _flags(self, setup: Setup) -> list[str]:
@@ -110,14 +98,14 @@ class Bench:
 
     def _measure_ceilings(self, model: str, server: Server) -> None:
         """Bare servers under the same loads, while the service, which describes its messages, is idle."""
-        with Client("raw", target=server.processes[0].target) as asked:
+        with ClientProcess("raw", target=server.processes[0].target) as asked:
             sizes = {load: asked.ask(prepare=self._work(load)) for load in self._options.loads}
         for processes in self._options.bare:
             with ExitStack() as stack:
                 target, pids = stack.enter_context(bare_servers(processes))
                 own: Row = {"target": target, "model": server.processes[0].target}
                 clients = [
-                    stack.enter_context(Client("raw", connections=self._options.connections, **own))
+                    stack.enter_context(ClientProcess("raw", connections=self._options.connections, **own))
                     for _ in range(self._options.clients)
                 ]
                 for load in self._options.loads:
@@ -137,7 +125,7 @@ class Bench:
         own = {**part.row(), "delivery": delivery, "driver": driver}
         with ExitStack() as stack:
             clients = [
-                stack.enter_context(Client(driver, **self._settings(setup, server, driver, delivery, number)))
+                stack.enter_context(ClientProcess(driver, **self._settings(setup, server, driver, delivery, number)))
                 for number in range(self._options.clients)
             ]
             for each in self._options.loads:
@@ -146,7 +134,7 @@ class Bench:
                     continue
                 try:
                     self._row("rows", own, load, clients, self._work(load), [server.root.process.pid], server)
-                except DriverFailed as error:
+                except ClientFailed as error:
                     self._report.skip(f"{own}", str(error))
                     return
 
@@ -166,7 +154,7 @@ class Bench:
         section: str,
         own: Row,
         load: Load,
-        clients: Sequence[Client],
+        clients: Sequence[ClientProcess],
         work: Row,
         pids: Sequence[int],
         server: Server | None = None,
@@ -195,53 +183,6 @@ class Bench:
             ceiling = self._ceilings.get((own["model"], load, own["rpc_processes"] * len(server.processes)))
             row["of_bare"] = round(measured.rate / ceiling, 3) if ceiling else None
         return self._report.add(section, row | measured.cpu_per_gigabyte(nbytes) | {"errors": measured.errors})
-
-    # -- a process killed ------------------------------------------------------------------------------
-
-    def _kill(self, setup: Setup, server: Server) -> None:
-        """One process is killed under load: the clients' errors, and the time until its successor was ready."""
-        load, supervisor = max(self._options.loads, key=lambda load: load.in_flight), server.root
-        pid = supervisor.process.pid
-        first = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-        with ExitStack() as stack:
-            clients = [stack.enter_context(Client("client", target=server.target)) for _ in range(load.in_flight)[:4]]
-            prepared(clients, self._work(load))
-            stop = time.monotonic() + RAMP + self._options.seconds
-            for client in clients:
-                client.send(run={"in_flight": max(1, load.in_flight // len(clients)), "stop": stop})
-            time.sleep(RAMP)
-            kill(first, signal.SIGKILL)
-            died = time.monotonic()
-            label = supervisor.wait_for(r"(\S+) exited unexpectedly \(SIGKILL\)")[1]
-            supervisor.wait_for(rf"(?s)(\[{label}\] ready: .*){{2}}", READY_SECONDS)
-            back = time.monotonic() - died
-            answers = [client.answer() for client in clients]
-        row = {"size": load.size, "in_flight": load.in_flight, "killed": label, "ready_again_seconds": round(back, 1)}
-        errors = Counter(error for each in answers for error in each["error"])
-        row |= {"requests": errors.total(), "errors": {error: count for error, count in errors.items() if error}}
-        self._report.add("killed", setup.row() | row)
-
-    # -- timeline --------------------------------------------------------------------------------------
-
-    def plot(self, setup: Setup) -> None:
-        """The stages of one batch under the largest load of the first size with several in flight."""
-        if not self._has_time("timeline"):
-            return
-        setup = replace(setup, devices=setup.devices.split(",")[0])
-        flags = self._flags(setup)
-        load = max(self._options.loads, key=lambda load: (load.size == self._options.loads[0].size, load.in_flight))
-        checkpoint = self._checkpoint(setup.model)
-        try:
-            batch = traced(
-                lambda own: serving(checkpoint, "--device", setup.devices, *flags, *own),
-                self._work(load),
-                in_flight=load.in_flight,
-                calls=10 * load.in_flight,
-            )
-            self._report.note("timeline_ms", batch.medians)
-            draw(batch, self._options.plot, f"{load}, {setup}")
-        except ImportError as error:
-            self._report.skip("timeline", f"{error.name} is not installed")
 
 
 def _device() -> str:

@@ -46,9 +46,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     add("--tiny", action="store_true", help="towers of the same shape, but small")
     add("--checkpoints", type=Path, help="write towers here and keep them, or use those that are there")
     add("--flags", default="", help="more flags of vitwire-server serve, in one argument")
-    add("--kill", action="store_true", help="kill one process of each setup of several, under load")
     add("--out", type=Path, help="write the JSON document here too, after each row")
-    add("--plot", type=Path, help="write a timeline of one batch here (PNG); needs OpenTelemetry and matplotlib")
     return parser
 
 

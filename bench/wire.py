@@ -2,7 +2,7 @@
 
 Round trips through a server whose tower costs nothing, beside a bare gRPC server that reads and writes the same bytes
 in the same messages; a real tower through the service, beside the same tower in process; small items and health checks
-beside large ones. Whatever is compared runs in turns within one run, with client processes of its own. The last line
+beside large ones. Whatever is compared alternates within one run, with client processes of its own. The last line
 of stdout is one JSON document.
 """
 
@@ -16,11 +16,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench import inline, neighbours, towers, trips
-from bench.fleet import Client, Load, loaded, prepared
+from bench import busy_cores, large_image, round_trips, towers
+from bench.alternation import alternated, calls_within, steady
+from bench.client_processes import ClientProcess, Measured, loaded, prepared
 from bench.report import Report
-from bench.timeline import draw, traced
-from bench.turns import calls_within, in_turns, steady
 
 from servers import ServerProcess, serving
 
@@ -54,8 +53,6 @@ def main() -> None:
         for processes in options.rpc_processes:
             bench.run(processes)
         bench.neighbours()
-        if options.plot:
-            bench.plot()
     report.end(TITLES)
 
 
@@ -66,7 +63,7 @@ class Bench:
         """Towers in process, which are loaded once, are closed with `stack`."""
         self._stack = stack
         self._folder = folder
-        self._towers: dict[str, Client] = {}
+        self._towers: dict[str, ClientProcess] = {}
         self._report = report
         self._options = options
         self._models = {
@@ -92,7 +89,7 @@ class Bench:
         with self._serving(("--rpc-processes", str(processes))) as servers:
             if "trips" in self._options.parts:
                 for name in ("narrow", "wide"):
-                    for table, row in trips.measured(servers[name], name, self._options):
+                    for table, row in round_trips.measured(servers[name], name, self._options):
                         self._report.add(table, shape | row)
             for part in (each for each in measured if each in self._options.parts):
                 for row in measured[part](servers):
@@ -101,7 +98,7 @@ class Bench:
     def neighbours(self) -> None:
         """One process beside busy cores."""
         if "waiting" in self._options.parts:
-            for row in neighbours.waiting(self._models["small"], self._options):
+            for row in busy_cores.waiting(self._models["small"], self._options):
                 self._report.add("waiting", row)
 
     @contextmanager
@@ -129,29 +126,29 @@ class Bench:
         side = 64 if self._options.quick else 1024
         for name in ("half", "wide"):
             own = name if name in self._models else STAND_INS[name]
-            yield from inline.streams(servers[name], self._socket(own), side, self._options)
+            yield from large_image.streams(servers[name], self._socket(own), side, self._options)
         if shape["rpc_processes"] == self._options.rpc_processes[0]:
-            for row in inline.rendering(servers["wide"], side, self._options):
+            for row in large_image.rendering(servers["wide"], side, self._options):
                 self._report.add("rendering", row)
 
-    def _tower(self, name: str) -> Client:
+    def _tower(self, name: str) -> ClientProcess:
         """A process that has the engine of this server, and no service."""
         name = name if name in self._models else STAND_INS[name]
         settings: Row = {"model": str(self._models[name]), "device": "cpu"}
         if name not in self._towers:
-            client = Client("tower", {} if name == "real" else ONE_THREAD, **settings)
+            client = ClientProcess("tower", {} if name == "real" else ONE_THREAD, **settings)
             self._towers[name] = self._stack.enter_context(client)
         return self._towers[name]
 
     # -- one small item --------------------------------------------------------------------------------
 
     def _small(self, server: ServerProcess) -> Row:
-        """A small item through the service and on the same tower in process, in turns."""
-        with Client("client", target=server.target) as library:
+        """A small item through the service and on the same tower in process, in alternation."""
+        with ClientProcess("client", target=server.target) as library:
             clients = {"tower": self._tower("small"), "client": library}
             prepared(list(clients.values()), {"side": 64})
-            turns = in_turns(clients, {"tower": [], "client": [server.process.pid]}, 1, self._options)
-        tower_ms, service_ms = (round(1e3 * turns[name].seconds, 3) for name in clients)
+            times = alternated(clients, {"tower": [], "client": [server.process.pid]}, 1, self._options)
+        tower_ms, service_ms = (round(1e3 * times[name].seconds, 3) for name in clients)
         return {"tower_ms": tower_ms, "service_ms": service_ms, "overhead_ms": round(service_ms - tower_ms, 3)}
 
     # -- beside large items ----------------------------------------------------------------------------
@@ -159,20 +156,20 @@ class Bench:
     def _beside(self, server: ServerProcess) -> Iterator[Row]:
         """Small items and health checks, 100 a second at most, alone and beside four large items in flight."""
         with ExitStack() as stack:
-            kinds = {"small item": "client", "health": "health"}
-            clients = {name: stack.enter_context(Client(kind, target=server.target)) for name, kind in kinds.items()}
-            bulk = stack.enter_context(Client("client", target=server.target))
+            small, bulk, health = (
+                stack.enter_context(ClientProcess(kind, target=server.target))
+                for kind in ("client", "client", "health")
+            )
+            clients = {"small item": small, "health": health}
             prepared(list(clients.values()), {"side": 64})
             prepared([bulk], {"side": 1024, "pixels": "float16"})
 
-            def measured(client: Client) -> Load:
+            def measured(client: ClientProcess) -> Measured:
                 return loaded([client], 1, self._options.seconds, [server.process.pid], ramp=0.3, pause=0.01)
 
             for name, client in clients.items():
                 alone = measured(client)
-                bulk.send(
-                    run={"in_flight": 4, "calls": 1 << 30, "stop": time.monotonic() + self._options.seconds + 0.6}
-                )
+                bulk.send(run={"in_flight": 4, "stop": time.monotonic() + self._options.seconds + 0.6})
                 beside = measured(client)
                 bulk.answer()
                 yield {
@@ -187,11 +184,11 @@ class Bench:
     # -- batches of a real tower -----------------------------------------------------------------------
 
     def _batches(self, server: ServerProcess) -> Row:
-        """Requests of the same images through the service, two in flight, and in process, in turns."""
+        """Requests of the same images through the service, two in flight, and in process, in alternation."""
         images = 2
         work = {"side": 64 if self._options.quick else 448, "images": images}
         bare = self._tower("real")
-        with Client("client", target=server.target) as library:
+        with ClientProcess("client", target=server.target) as library:
             prepared([bare, library], work)
             calls = max(3, calls_within(bare, 1, self._options))
             before = _batch_items(server)
@@ -214,17 +211,6 @@ class Bench:
             "highest": round(max(ratios), 3),
         }
 
-    # -- timeline --------------------------------------------------------------------------------------
-
-    def plot(self) -> None:
-        """The stages of one batch of the real tower, from the spans of a server that is traced."""
-        words = (*QUIET, *self._options.server_flags.split())
-        work = {"side": 64 if self._options.quick else 448}
-        model = self._models.get("real") or self._models["small"]
-        batch = traced(lambda flags: serving(model, *words, *flags), work, in_flight=4, calls=24)
-        self._report.note("timeline_ms", batch.medians)
-        draw(batch, self._options.plot, "448 x 448, four in flight, on the CPU")
-
 
 def _batch_items(server: ServerProcess) -> tuple[float, float]:
     return server.metric("vitwire_batch_items_count"), server.metric("vitwire_batch_items_sum")
@@ -241,7 +227,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=2, help="blocks of the real tower")
     parser.add_argument("--quick", action="store_true", help="small and few: shows that it runs, measures nothing")
     parser.add_argument("--out", type=Path, help="write the JSON document here too, after each row")
-    parser.add_argument("--plot", type=Path, help="write a timeline of one batch here (PNG)")
     return parser
 
 

@@ -1,12 +1,11 @@
 """`make engine-bench`: vLLM with a language model, with its tower and with a Vitwire server, measured in one run.
 
 vLLM serves a random Qwen3-VL of published size, and a Vitwire server its tower on another device or the same. The same
-requests go each way: `local` (the engine's tower), `inline` (embeddings in the request) and `reference` (the engine
+requests take each route: `local` (the engine's tower), `inline` (embeddings in the request) and `reference` (the engine
 fetches what the server stored); `again` is local once more, the control for the tokens, and `text` has as many tokens
 of text, without images.
-Pictures are decoded and split into patches beforehand, or with `--from jpeg` come as files over HTTP. With `--towers`
-no engine is started: its tower and the server's are measured side by side on one device. With `--setups`, engines and
-encoders share the devices in each of the ways that it lists. The last line of stdout is one JSON document.
+Pictures are decoded and split into patches beforehand, or with `--from jpeg` come as files over HTTP. The last line of
+stdout is one JSON document.
 """
 
 import argparse
@@ -15,46 +14,36 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from bench.engine import capacity, faults, sweep, vllm_engine
+from bench.engine import vllm_engine
 from bench.engine.answers import Answer, between_tokens, compared, figures, timeline
-from bench.engine.capacity import encoder_alone, together
-from bench.engine.encoders import Encoders, environment, starting, written
-from bench.engine.faults import Fault, outcome
-from bench.engine.front import Fronts
+from bench.engine.encoder import environment, starting, written
+from bench.engine.front import Front
 from bench.engine.limits import Clock, OutOfTime, limited
 from bench.engine.loads import Load, Size
 from bench.engine.options import LOCAL, options_of
-from bench.engine.plots import plot
 from bench.engine.requests import Asked, draw
-from bench.engine.running import running
+from bench.engine.routes import Inline, Local, Reference, Text
 from bench.engine.sending import Sender
-from bench.engine.streams import AnyWay, Stream
-from bench.engine.sweep import Sweep
-from bench.engine.towers.measuring import measure
-from bench.engine.ways import Inline, Local, Reference, Text
+from bench.engine.streams import AnyRoute, running, stream
 from bench.report import Report
 
-from servers import ServerProcess
 from vitwire import AsyncClient
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from servers import ServerProcess
+
 TITLES = {
-    "towers": "towers side by side: milliseconds of a forward on the device, and of a call; norm errors of the rows",
     "streams": "streams of requests",
     "timeline": "milliseconds since the start of a request, medians; the server's stages are lengths",
-    "itl": "times between the tokens of four generations that run beside each way",
-    "failures": "an encoder that fails under load, behind a router with --on-encoder-failure engine",
-    "alone": "the most of each by itself: prompts of text as long as those with images, and images that are stored",
-    "together": capacity.NOTE,
+    "itl": "times between the tokens of four generations that run beside each route",
     "against_local": "beside the engine's own tower: ratios, and tokens that are equal",
-    **sweep.TITLES,
 }
 READY_SECONDS = 300
 
@@ -63,22 +52,15 @@ def main() -> None:
     """Exits with 1 if the run ended early; what was measured until then is printed."""
     options = options_of(__doc__)
     os.environ.update({name: value for name, value in vllm_engine.ENVIRONMENT.items() if name not in os.environ})
-    named = ("sources", "requests", "text", "tokens", "devices", "engines", "delivery", "server_flags")
+    named = ("source", "requests", "text", "tokens", "devices", "delivery", "server_flags")
     report = Report("engine", options.out, {name: getattr(options, name) for name in named})
     clock = Clock(options.time_limit)
     with limited(clock, lambda: report.end(TITLES)):
         try:
-            (Sweep if options.setups else Bench)(report, options, clock).run()
+            Bench(report, options, clock).run()
         except (OutOfTime, Exception) as error:  # noqa: BLE001 - what was measured is worth more
             traceback.print_exception(error)
             report.note("error", repr(_cause(error)))
-    if options.plot and options.setups:
-        report.skip("plot", "setups are not drawn")
-    elif options.plot and "device" in report.document():
-        try:
-            plot(report.document(), options.plot)
-        except ImportError as error:
-            report.skip("plot", f"{error.name} is not installed")
     report.end(TITLES)
     sys.exit(int("error" in report.document()))
 
@@ -94,60 +76,49 @@ class Bench:
         self._seeds = count()
 
     def run(self) -> None:
-        self._options.model = written(self._options, self._options.language[0])
-        if self._options.towers:
-            measure(self._report, self._options, self._clock, environment(self._options))
-            return
-        if set(self._options.ways) <= LOCAL and not self._options.alone and not self._options.failures:
+        self._options.model = written(self._options)
+        if set(self._options.routes) <= LOCAL:
             asyncio.run(self._measure("", None))
             return
         device = "cpu" if self._options.tiny else f"cuda:{self._options.devices - 1}"
         flags = self._options.server_flags.split()
-        with starting(self._options.model, [device], flags, environment(self._options)) as (target, server):
+        with starting(self._options.model, device, flags, environment(self._options)) as (target, server):
             asyncio.run(self._measure(target, server))
 
-    async def _measure(self, target: str, starting: "Future[Encoders] | None") -> None:
+    async def _measure(self, target: str, starting: "Future[ServerProcess] | None") -> None:
         options = self._options
         async with AsyncExitStack() as stack:
-            engines = []
-            for index in range(options.engines):
-                engines.append(self._engine(target, index if options.engines > 1 else None))
-                stack.callback(engines[-1].shutdown)
-            client, server, sender = None, None, None
+            engine = self._engine(target)
+            stack.callback(engine.shutdown)
+            client, sender = None, None
             if starting:
-                encoders = await asyncio.wrap_future(starting)
-                await asyncio.to_thread(encoders.wait, max(1.0, min(READY_SECONDS, self._clock.left)))
-                (server,) = encoders.servers
+                server = await asyncio.wrap_future(starting)
+                seconds = max(1.0, min(READY_SECONDS, self._clock.left))
+                await asyncio.to_thread(server.wait_for, "ready: ", seconds)
                 client = await stack.enter_async_context(AsyncClient(target))
                 sender = await Sender.start(target)
                 stack.callback(sender.close)
-            fronts = None
-            of_files = options.sources == ["jpeg"]
-            if of_files or options.failures:
-                modes = sorted(set(options.ways) - LOCAL) if of_files else []
-                started = Fronts.of(engines, options.model, target, environment(options), modes)
-                fronts = await stack.enter_async_context(started)
-            photos = fronts if of_files else None
-            ways = {
-                name: photos.ways(name) if photos else _ways(name, engines, client, sender) for name in options.ways
+            front = None
+            if options.source == "jpeg":
+                modes = sorted(set(options.routes) - LOCAL)
+                started = Front.of(engine, options.model, target, environment(options), modes)
+                front = await stack.enter_async_context(started)
+            routes = {
+                name: front.route(name) if front else _route(name, engine, client, sender) for name in options.routes
             }
             for size in options.sizes:
-                await self._size(size, client, ways)
+                await self._size(size, client, routes)
                 if options.itl:
-                    await self._beside(size, await self._draw(size, client), ways, engines)
-                if options.alone and client:
-                    await self._alone(size, await self._draw(size, client), engines, client)
+                    await self._beside(size, await self._draw(size, client), routes, Text(engine))
                 self._report.note("connector", vllm_engine.connector_counts())
-            if options.failures and fronts and server:
-                await self._failures(size, await self._draw(size, client), fronts, server)
 
-    def _engine(self, target: str, device: int | None) -> Any:
+    def _engine(self, target: str) -> Any:
         options, began = self._options, time.monotonic()
         images = max(4, *(size.images for size in options.sizes))
-        graphs = "inline" not in options.ways
+        graphs = "inline" not in options.routes
         chosen = vllm_engine.arguments(options.model, target, images=images, graphs=graphs, delivery=options.delivery)
         self._report.note("encoder_graphs", graphs)
-        engine = vllm_engine.start(chosen | options.engine_args, device)
+        engine = vllm_engine.start(chosen | options.engine_args)
         for name, value in vllm_engine.described().items():
             self._report.note(name, value)
         self._report.note("engine_start_s", round(time.monotonic() - began, 1))
@@ -157,17 +128,17 @@ class Bench:
         """Requests with pictures that no server has seen."""
         return await draw(size, count or self._options.requests, self._options.text, client, next(self._seeds))
 
-    async def _size(self, size: Size, client: AsyncClient | None, ways: dict[str, list[AnyWay]]) -> None:
+    async def _size(self, size: Size, client: AsyncClient | None, routes: dict[str, AnyRoute]) -> None:
         asked = await self._draw(size, client, min(8, self._options.requests))
-        for name, each in ways.items():  # kernels, allocators and connections
+        for name, each in routes.items():  # kernels, allocators and connections
             answers = await self._stream(each, asked, Load(closed=True, amount=4))
-            self._errors({"size": str(size), "load": "warm-up", "way": name}, answers)
+            self._errors({"size": str(size), "load": "warm-up", "route": name}, answers)
         for load in self._options.loads:
             asked = await self._draw(size, client)
             rows: dict[str, Any] = {}
             local: list[Answer] = []
-            for name, each in ways.items():
-                place = {"size": str(size), "load": str(load), "way": name}
+            for name, each in routes.items():
+                place = {"size": str(size), "load": str(load), "route": name}
                 if not self._has_time("stream", place):
                     continue
                 answers = await self._stream(each, asked, load)
@@ -183,65 +154,17 @@ class Bench:
                         "against_local", place | ratios | (compared(answers, local) if name != "text" else {})
                     )
 
-    async def _alone(self, size: Size, asked: Sequence[Asked], engines: Sequence[Any], client: AsyncClient) -> None:
-        """The encoder and the engines by themselves at the last load, and what several of them give together."""
-        load = self._options.loads[-1]
-        place = {"size": str(size), "load": str(load)}
-        if not self._has_time("alone", place):
-            return
-        texts = await self._stream([Text(engine) for engine in engines], asked, load)
-        engine = self._report.add("alone", place | {"of": "engines without images"} | figures(texts, load))
-        encoder = await encoder_alone(client, asked, load, self._names)
-        encoder = self._report.add("alone", place | {"of": "encoder"} | encoder)
-        local = self._measured(place | {"way": "local"})
-        own, without, stored = (float(row.get("requests_per_s", 0)) for row in (local, engine, encoder))
-        if not (own and without and stored):
-            self._report.skip(f"together {size}", "one of the rates is missing")
-            return
-        self._report.note("together_note", capacity.NOTE)
-        for row in together(own / len(engines), without / len(engines), stored):
-            self._report.add("together", {"size": str(size)} | row)
-
-    def _measured(self, place: dict[str, str]) -> dict[str, Any]:
-        """The row of a stream; empty without one."""
-        rows = self._report.document().get("streams", [])
-        return next((row for row in rows if place.items() <= row.items()), {})
-
-    async def _failures(self, size: Size, asked: Sequence[Asked], fronts: Fronts, server: ServerProcess) -> None:
-        """The encoder fails after a third of the last load's requests; the engine's tower is what remains."""
-        options, load = self._options, self._options.loads[-1]
-        local = await self._stream(fronts.ways("local"), asked, load)
-        flags = ("--on-encoder-failure", "engine", "--encoder-wait", str(options.encoder_wait))
-        with fronts.routed(*flags) as (router, ways):
-            for name, number in faults.FAULTS.items():
-                place = {"size": str(size), "load": str(load), "fault": name}
-                if name not in options.failures or not self._has_time("failures", place):
-                    continue
-                await self._stream(ways, asked[:8], Load(closed=True, amount=4))
-                fault = Fault(server.process.pid, number, after=len(asked) // 3)
-                try:
-                    answers = await self._stream(ways, asked, load, fault.count)
-                finally:
-                    fault.over()
-                row = outcome(answers, fault.at, local, options.encoder_wait)
-                fallbacks = await asyncio.to_thread(router.metric, "vitwire_router_fallbacks_total")
-                self._report.add("failures", place | row | {"fallbacks_so_far": int(fallbacks)})
-                self._errors(place, answers)
-
-    async def _beside(
-        self, size: Size, asked: Sequence[Asked], ways: dict[str, list[AnyWay]], engines: Sequence[Any]
-    ) -> None:
-        """Times between the tokens of generations that run alone, beside prompts of text, and beside each way."""
-        texts: list[Any] = [Text(engine) for engine in engines]
+    async def _beside(self, size: Size, asked: Sequence[Asked], routes: dict[str, AnyRoute], text: Text) -> None:
+        """Times between the tokens of generations that run alone, beside prompts of text, and beside each route."""
         load = self._options.loads[-1]
         rows: dict[str, Any] = {}
-        for name, each in ({"alone": [], "text": texts} | ways).items():
-            place = {"size": str(size), "load": str(load), "way": name}
+        for name, each in ({"alone": None, "text": text} | routes).items():
+            place = {"size": str(size), "load": str(load), "route": name}
             if self._has_time("itl", place):
-                async with running(texts, asked, self._names) as answers:
+                async with running(text, asked, self._names) as answers:
                     await (self._stream(each, asked, load) if each else asyncio.sleep(1))
                 rows[name] = between_tokens(answers)
-                ratio = {"itl_p99_to_text": _ratio(rows, name, "itl_p99_ms", "text")} if name in ways else {}
+                ratio = {"itl_p99_to_text": _ratio(rows, name, "itl_p99_ms", "text")} if name in routes else {}
                 self._report.add("itl", place | rows[name] | ratio)
 
     def _errors(self, place: dict[str, str], answers: Sequence[Answer]) -> None:
@@ -254,33 +177,22 @@ class Bench:
         self._report.skip(f"{what} {' '.join(place.values())}", "no time")
         return False
 
-    async def _stream(
-        self,
-        ways: Sequence[AnyWay],
-        asked: Sequence[Asked],
-        load: Load,
-        ended: Callable[[], None] = lambda: None,
-    ) -> list[Answer]:
-        """One stream over all engines in turn; what precedes the requests is done before it starts.
-
-        `ended` is called after each request.
-        """
-        stream = await Stream.prepare(ways, asked, self._names)
-        return await stream.drive(load, self._options.tokens, ended)
+    async def _stream(self, route: AnyRoute, asked: Sequence[Asked], load: Load) -> list[Answer]:
+        return await stream(route, asked, self._names, load, self._options.tokens)
 
 
-def _ways(name: str, engines: Sequence[Any], client: AsyncClient | None, sender: Sender | None) -> list[AnyWay]:
-    """The way of this name into each engine."""
+def _route(name: str, engine: Any, client: AsyncClient | None, sender: Sender | None) -> AnyRoute:
+    """The route of this name into the engine."""
     if name in LOCAL:
-        return [(Text if name == "text" else Local)(engine) for engine in engines]
-    assert client, "started for the other ways"
+        return Text(engine) if name == "text" else Local(engine)
+    assert client, "started for the other routes"
     assert sender, "as above"
-    return [Inline(engine, client) if name == "inline" else Reference(engine, sender) for engine in engines]
+    return Inline(engine, client) if name == "inline" else Reference(engine, sender)
 
 
 def _ratio(rows: dict[str, Any], name: str, column: str, other: str = "local") -> float | None:
-    ours, theirs = rows[name].get(column), rows.get(other, {}).get(column)
-    return round(ours / theirs, 3) if ours and theirs else None
+    one, base = rows[name].get(column), rows.get(other, {}).get(column)
+    return round(one / base, 3) if one and base else None
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -18,42 +18,32 @@ _STOP_SECONDS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Fronts:
-    """An HTTP server for each engine, and routers before them."""
+class Front:
+    """The HTTP server of an engine, and routers before it."""
 
-    urls: Sequence[str]
-    target: str
-    environment: Sequence[str]
+    url: str
     session: Any
-    routers: Mapping[str, Sequence[str]]
+    routers: Mapping[str, str]
     """Addresses by mode."""
 
     @classmethod
     @asynccontextmanager
     async def of(
-        cls, engines: Sequence[Any], model: Path, target: str, environment: Sequence[str], modes: Iterable[str]
+        cls, engine: Any, model: Path, target: str, environment: Sequence[str], modes: Iterable[str]
     ) -> AsyncIterator[Self]:
-        """Start an HTTP server for each engine, and a router of each mode in front of it.
+        """Start an HTTP server, and a router of each mode in front of it.
 
         target, environment: the server's address, and the prefix of commands that run what it runs.
         """
         async with AsyncExitStack() as stack:
-            urls = [await stack.enter_async_context(http_server(engine, model)) for engine in engines]
-            routers = {}
-            for mode in modes:
-                started = [stack.enter_context(routed(target, url, environment, "--mode", mode)) for url in urls]
-                routers[mode] = [f"http://{each.target}" for each in started]
-            yield cls(urls, target, environment, await stack.enter_async_context(session()), routers)
+            url = await stack.enter_async_context(http_server(engine, model))
+            started = {mode: stack.enter_context(routed(target, url, environment, "--mode", mode)) for mode in modes}
+            routers = {mode: f"http://{each.target}" for mode, each in started.items()}
+            yield cls(url, await stack.enter_async_context(session()), routers)
 
-    def ways(self, name: str) -> list[Any]:
-        """The way of this name into each engine."""
-        return [Photos(url, self.session) for url in (self.urls if name in LOCAL else self.routers[name])]
-
-    @contextmanager
-    def routed(self, *flags: str) -> Iterator[tuple[ServerProcess, list[Any]]]:
-        """Another router by reference to the first engine, and the way through it."""
-        with routed(self.target, self.urls[0], self.environment, "--mode", "reference", *flags) as router:
-            yield router, [Photos(f"http://{router.target}", self.session)]
+    def route(self, name: str) -> Photos:
+        """The route of this name into the engine."""
+        return Photos(self.url if name in LOCAL else self.routers[name], self.session)
 
 
 @asynccontextmanager

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import psutil
-from bench.engine import faults
 
 GRACE = 60
 """Seconds for an orderly end after the time limit."""
@@ -40,7 +39,7 @@ def limited(clock: Clock, last_words: Callable[[], None]) -> Iterator[None]:
     def give_up() -> None:
         last_words()
         for child in psutil.Process().children():  # servers and routers too
-            faults.kill(child.pid)
+            kill(child.pid)
         os._exit(1)
 
     main = threading.main_thread().ident or 0
@@ -65,4 +64,18 @@ def kill_children() -> None:
     """Processes of engines that are still there, and theirs."""
     for child in multiprocessing.active_children():
         if child.pid:
-            faults.kill(child.pid)
+            kill(child.pid)
+
+
+def kill(pid: int) -> None:
+    """End a process and all its descendants that still exist."""
+    try:
+        root = psutil.Process(pid)
+        each_of = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for each in each_of:
+        try:
+            each.kill()
+        except psutil.NoSuchProcess:
+            continue

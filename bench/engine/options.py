@@ -3,29 +3,22 @@
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from math import inf
 from pathlib import Path
 from typing import Any
 
 from bench.engine.checkpoint import LANGUAGES
-from bench.engine.faults import FAULTS
 from bench.engine.loads import Load, Size
-from bench.engine.splits import Split
-from bench.engine.towers.measuring import SIZES as TOWER_SIZES
 
-WAYS = ("local", "inline", "reference", "again", "text")
+ROUTES = ("local", "inline", "reference", "again", "text")
 LOCAL = {"local", "again", "text"}
-"""Ways that need no server."""
-SOURCES = ("patches", "jpeg")
-_SIZES = "448x1,1024x1"
+"""Routes that need no server."""
 
 
 def options_of(description: str | None, words: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of a command line, by default of this process's. Exits if they are wrong."""
     parser = _parser(description)
     options = parser.parse_args(words)
-    sizes = options.sizes or _list(Size.of)(TOWER_SIZES if options.towers else _SIZES)
-    options.sizes = list(dict.fromkeys(sizes))
+    options.sizes = list(dict.fromkeys(options.sizes))
     for fault in _faults(options):
         parser.error(fault)
     if options.quick:
@@ -34,46 +27,13 @@ def options_of(description: str | None, words: Sequence[str] | None = None) -> a
 
 
 def _faults(options: argparse.Namespace) -> list[str]:
-    faults = [f"--ways: {name!r} is none of {', '.join(WAYS)}" for name in options.ways if name not in WAYS]
-    numbers = ("requests", "text", "tokens", "devices", "engines")
+    faults = [f"--routes: {name!r} is none of {', '.join(ROUTES)}" for name in options.routes if name not in ROUTES]
+    numbers = ("requests", "text", "tokens", "devices")
     faults += [f"--{name} must be at least 1" for name in numbers if getattr(options, name) < 1]
-    if options.engines > options.devices and not options.tiny:
-        faults.append(f"--engines {options.engines} need as many --devices, not {options.devices}")
-    if options.alone and not options.loads[-1].closed:
-        faults.append("--alone measures the most that each can do, so the last of --loads must be a closed loop (cN)")
-    if options.alone and "local" not in options.ways:
-        faults.append("--alone compares with local: add it to --ways")
-    faults += [
-        f"--failures: {name!r} is none of {', '.join(FAULTS)}" for name in options.failures if name not in FAULTS
-    ]
-    faults += [f"--from: {name!r} is none of {', '.join(SOURCES)}" for name in options.sources if name not in SOURCES]
-    if "jpeg" in options.sources and "text" in options.ways:
-        faults.append("--from jpeg has no way of text")
-    if options.failures and options.engines > 1:
-        faults.append("--failures are measured with one engine: leave out --engines")
-    if not 0 < options.encoder_wait < inf:
-        faults.append("--encoder-wait must be more than 0 seconds")
-    if options.towers and (options.failures or options.itl or options.alone or options.engines > 1):
-        faults.append("--towers starts no engine: leave out --itl, --alone, --failures and --engines")
-    faults += _setup_faults(options)
+    if options.source == "jpeg" and "text" in options.routes:
+        faults.append("--from jpeg has no route of text")
     if not all(size.is_kept for size in options.sizes):
         faults.append("--sizes: a side must be a multiple of 32 from 128 on, which no processor changes")
-    return faults
-
-
-def _setup_faults(options: argparse.Namespace) -> list[str]:
-    faults = [
-        f"--language: {name!r} is none of {', '.join(LANGUAGES)}" for name in options.language if name not in LANGUAGES
-    ]
-    if options.setups and (options.failures or options.alone or options.towers or options.engines > 1):
-        faults.append("--setups list engines and encoders: leave out --alone, --failures, --towers and --engines")
-    if len({load.closed for load in options.loads}) > 1 and options.setups:
-        faults.append("--setups compare loads in their order: let all of --loads be cN, or all pN")
-    faults += [
-        f"--{name}: only --setups measure several"
-        for name, values in (("language", options.language), ("from", options.sources))
-        if not options.setups and len(values) > 1
-    ]
     return faults
 
 
@@ -81,28 +41,18 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("engine-bench", description=description)
     add = parser.add_argument
     add("--model", type=Path, default=Path("/tmp/engine-bench"), help="checkpoint; written if it is not there")
-    sizes = f"SIDExIMAGES of a request, ...; default: {_SIZES}, with --towers {TOWER_SIZES}"
-    add("--sizes", type=_list(Size.of), help=sizes)
+    add("--sizes", type=_list(Size.of), default="448x1,1024x1", help="SIDExIMAGES of a request, ...")
     add("--loads", type=_list(Load.of), default="c1,c8", help="cN: N in flight; pN: N requests/s, Poisson; ...")
-    ways = f"of {', '.join(WAYS)}; local alone needs no server"
-    add("--ways", type=_list(str), default="local,reference,again", help=ways)
-    add("--requests", type=int, default=96, help="of each stream; with --setups at least 4 for each in flight")
+    routes = f"of {', '.join(ROUTES)}; local alone needs no server"
+    add("--routes", type=_list(str), default="local,reference,again", help=routes)
+    add("--requests", type=int, default=96, help="of each stream")
     add("--text", type=int, default=64, help="tokens of text in a prompt")
     add("--tokens", type=int, default=16, help="tokens to generate")
     add("--itl", action="store_true", help="times between tokens of generations beside the last load, too")
-    alone = "also encoder and engine alone, and what N engines and k encoders give by these rates"
-    add("--alone", action="store_true", help=alone)
-    jpeg = "patches: made before TTFT begins; jpeg: files by HTTP, to vLLM or to vitwire router; --setups take both"
-    add("--from", dest="sources", type=_list(str), default="patches", help=jpeg)
-    faults = f"also an encoder that fails under the last load, behind a router: of {', '.join(FAULTS)}"
-    add("--failures", type=_list(str), default=[], help=faults)
-    add("--encoder-wait", type=float, default=1.0, help="of the router in --failures, in seconds")
-    add("--towers", action="store_true", help="vLLM's tower and the server's side by side on one GPU, and no engine")
-    add("--devices", type=int, default=2, help="the server is on the last of them, the engines are on the first ones")
-    add("--engines", type=int, default=1, help="engines, each on a device; their front ends share this process")
-    setups = "ENGINES+ENCODERS, ...: engines on the first devices, encoders on the next ones, under each of --loads"
-    add("--setups", type=_list(Split.of), default=[], help=setups)
-    add("--language", type=_list(str), default="2b", help=f"language models: {', '.join(LANGUAGES)}")
+    jpeg = "patches: made before TTFT begins; jpeg: files by HTTP, to vLLM or to vitwire router"
+    add("--from", dest="source", choices=("patches", "jpeg"), default="patches", help=jpeg)
+    add("--devices", type=int, default=2, help="the engine is on the first of them, the server on the last")
+    add("--language", choices=LANGUAGES, default="2b", help="the language model")
     add("--delivery", choices=("auto", "nixl", "stream"), default="auto", help="from the server into the engine")
     add("--engine-args", type=_object, default="{}", help="more arguments of vLLM, as JSON")
     flags = "--nixl --cache-bytes 8000000000 --rpc-processes 1"
@@ -113,7 +63,6 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     add("--time-limit", type=float, default=540, help="seconds for everything; then print what was measured")
     add("--reserve", type=float, default=20, help="start no stream if fewer seconds are left")
     add("--out", type=Path, help="write the JSON document here too, after each row")
-    add("--plot", type=Path, help="write plots here (PNG)")
     return parser
 
 

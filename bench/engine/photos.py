@@ -25,7 +25,7 @@ _SECONDS = 120
 
 @dataclass(slots=True)
 class Photos:
-    """A way of requests to an HTTP server; `session` is aiohttp's."""
+    """A route of requests to an HTTP server; `session` is aiohttp's."""
 
     url: str
     session: Any
@@ -34,7 +34,7 @@ class Photos:
         """The body of the request, with each picture as a JPEG in a data URL."""
         return await asyncio.to_thread(_body, asked, name)
 
-    async def answered(self, asked: Asked, ready: bytes, name: str, tokens: int) -> Answer:  # noqa: ARG002  # as Way
+    async def answered(self, asked: Asked, ready: bytes, name: str, tokens: int) -> Answer:  # noqa: ARG002  # as Route
         """The request, `tokens` long; failures of any of the servers are noted."""
         from aiohttp import ClientError  # noqa: PLC0415 - comes with vLLM
 

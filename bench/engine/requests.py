@@ -1,9 +1,9 @@
-"""Requests: prompts of random text around pictures, which differ from request to request and are equal in each way."""
+"""Requests: prompts of random text around pictures, different for each request and equal on each route."""
 
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -14,8 +14,6 @@ from PIL import Image
 
 from vitwire import AsyncClient, Item, Model
 
-_PATCH = 16
-"""Side of Qwen3-VL's."""
 _IMAGE = [SPECIAL["<|vision_start|>"], SPECIAL["<|image_pad|>"], SPECIAL["<|vision_end|>"]]
 
 
@@ -57,29 +55,15 @@ def patches_of(picture: Any, model: Model) -> Item:
     return Item(patches, (1, rows, columns))
 
 
-def renewed(asked: Asked, name: str) -> Asked:
-    """The same request with pictures that no cache knows: their first patch differs by name."""
-    pictures, items = [], []
-    for index, each in enumerate(asked.pictures):
-        corner = np.random.default_rng([*name.encode(), index]).integers(0, 256, (_PATCH, _PATCH, 3), dtype=np.uint8)
-        pictures.append(each.copy())
-        pictures[-1].paste(Image.fromarray(corner), (0, 0))
-        if asked.items:
-            pixels = np.array(asked.items[index].pixels)
-            pixels[0] = corner.transpose(2, 0, 1).reshape(-1)
-            items.append(replace(asked.items[index], pixels=pixels))
-    return replace(asked, pictures=pictures, items=items)
-
-
 def image_tokens(images: int) -> list[int]:
     """The part of a prompt that stands for images."""
     return _IMAGE * images
 
 
 @lru_cache(maxsize=1)
-def pictures_of(size: Size, number: int) -> list[Any]:
-    """The pictures of a forward, which differ from number to number: Pillow's, or one clip `(frames, H, W, 3)`."""
-    frames = [picture(size.side, (number, size.side, index)) for index in range(size.images * size.frames)]
+def pictures_of(size: Size) -> list[Any]:
+    """The pictures of a forward: Pillow's, or one clip `(frames, H, W, 3)`."""
+    frames = [picture(size.side, (0, size.side, index)) for index in range(size.images * size.frames)]
     return frames if size.frames == 1 else [np.stack([np.asarray(each) for each in frames])]
 
 

@@ -1,48 +1,54 @@
-"""A stream of requests over ways in turn; all that precedes a request is done before the stream starts."""
+"""Streams of requests by one route, and generations of text that run beside them."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from itertools import islice
-from typing import Any, Self
 
-from bench.engine import loads
 from bench.engine.answers import Answer
-from bench.engine.loads import Load
+from bench.engine.loads import Load, drive
 from bench.engine.photos import Photos
 from bench.engine.requests import Asked
-from bench.engine.ways import Way
+from bench.engine.routes import Route, Text
+from bench.engine.vllm_engine import answered
 
-AnyWay = Way | Photos
+AnyRoute = Route | Photos
+_COUNT = 4
+_TOKENS = 64
+"""Of each generation; the next one follows at once."""
 
 
-@dataclass(slots=True)
-class Stream:
-    """Requests that have been prepared, each with its way and name."""
+async def stream(
+    route: AnyRoute, asked: Sequence[Asked], names: Iterator[str], load: Load, tokens: int
+) -> list[Answer]:
+    """Make the requests, each `tokens` long, once all are prepared; takes a name for each."""
+    chosen = list(islice(names, len(asked)))
+    prepared = (route.prepare(each, name) for each, name in zip(asked, chosen, strict=True))
+    ready = list(await asyncio.gather(*prepared))
 
-    turns: Sequence[AnyWay]
-    asked: Sequence[Asked]
-    names: Sequence[str]
-    ready: list[Any]
+    async def call(number: int) -> Answer:
+        one, ready[number] = ready[number], None
+        return await route.answered(asked[number], one, chosen[number], tokens)
 
-    @classmethod
-    async def prepare(cls, ways: Sequence[AnyWay], asked: Sequence[Asked], names: Iterator[str]) -> Self:
-        """Takes a name for each request."""
-        chosen = list(islice(names, len(asked)))
-        turns = [ways[number % len(ways)] for number in range(len(asked))]
-        prepared = zip(turns, asked, chosen, strict=True)
-        ready = await asyncio.gather(*(way.prepare(each, name) for way, each, name in prepared))
-        return cls(turns, asked, chosen, list(ready))
+    return await drive(load, len(asked), call)
 
-    async def drive(
-        self, load: Load, tokens: int, ended: Callable[[], None] = lambda: None, seed: int = 0
-    ) -> list[Answer]:
-        """Make the requests, each `tokens` long; `ended` is called after each. seed: of Poisson arrivals."""
 
-        async def call(number: int) -> Answer:
-            one, self.ready[number] = self.ready[number], None
-            answer = await self.turns[number].answered(self.asked[number], one, self.names[number], tokens)
-            ended()
-            return answer
+@asynccontextmanager
+async def running(text: Text, asked: Sequence[Asked], names: Iterator[str]) -> AsyncIterator[list[Answer]]:
+    """Four at a time; yields a list that has the answers after the block."""
+    answers: list[Answer] = []
+    over = asyncio.Event()
 
-        return await loads.drive(load, len(self.asked), call, seed)
+    async def generate(number: int) -> None:
+        each = asked[number % len(asked)]
+        while not over.is_set():
+            ready = await text.render_text(each, length=32)
+            answers.append(await answered(text, each, ready, next(names), _TOKENS))
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(_COUNT):
+            group.create_task(generate(number))
+        try:
+            yield answers
+        finally:
+            over.set()

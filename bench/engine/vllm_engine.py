@@ -12,7 +12,7 @@ from bench.engine.requests import Asked
 from vitwire import VitwireError
 
 if TYPE_CHECKING:
-    from bench.engine.ways import Way
+    from bench.engine.routes import Route
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -79,37 +79,14 @@ def arguments(
     return chosen
 
 
-def start(chosen: Mapping[str, Any], device: int | None = None) -> Any:
-    """An `AsyncLLM`, whose engine is a process. Needs a running loop, and blocks it for minutes.
-
-    device: index of the engine's GPU among those visible here; None leaves it to vLLM, which takes the first. Raises
-    ValueError without it.
-    """
+def start(chosen: Mapping[str, Any]) -> Any:
+    """An `AsyncLLM`, whose engine is a process. Needs a running loop, and blocks it for minutes."""
     import torch  # noqa: PLC0415 - seconds
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - as above
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415 - as above
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # imported before the variable was set
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if device is not None:  # the engine's first; the others stay visible, as their memory is read over NVLink
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_rotated(device, before))
-    try:
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**chosen, disable_log_stats=False))
-    finally:
-        if device is not None:
-            os.environ.pop("CUDA_VISIBLE_DEVICES")
-            os.environ.update({"CUDA_VISIBLE_DEVICES": before} if before else {})
-
-
-def _rotated(first: int, visible: str | None) -> list[str]:
-    """The names of all devices; visible: CUDA_VISIBLE_DEVICES."""
-    import torch  # noqa: PLC0415 - as above
-
-    count = torch.cuda.device_count()
-    if first >= count:
-        raise ValueError(f"there is no GPU {first}: {count} can be seen")
-    names = visible.split(",")[:count] if visible else [str(index) for index in range(count)]
-    return names[first:] + names[:first]
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**chosen, disable_log_stats=False))
 
 
 def described() -> dict[str, str]:
@@ -133,15 +110,15 @@ def connector_counts() -> dict[str, float]:
     return counts
 
 
-async def answered(way: "Way", asked: Asked, ready: Any, name: str, tokens: int) -> Answer:
-    """One request through the way's engine, `tokens` long; an error of the server or of this request is noted."""
+async def answered(route: "Route", asked: Asked, ready: Any, name: str, tokens: int) -> Answer:
+    """One request through the route's engine, `tokens` long; an error of the server or of this request is noted."""
     from vllm.exceptions import GenerationError, VLLMClientError  # noqa: PLC0415 - seconds
 
     answer = Answer(start=time.monotonic())
     try:
-        inputs = await way.inputs(asked, ready, answer)
+        inputs = await route.inputs(asked, ready, answer)
         answer.moments["submitted"] = time.monotonic()
-        await _generated(way.front, inputs, name, tokens, answer)
+        await _generated(route.front, inputs, name, tokens, answer)
     except (VitwireError, GenerationError, VLLMClientError) as error:
         answer.error = repr(error)
     answer.end = time.monotonic()

@@ -34,23 +34,20 @@ def test_bench(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 def test_gpu_bench_on_simulated_graphs(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    plot, out = tmp_path / "plot.png", tmp_path / "bench.json"
+    out = tmp_path / "bench.json"
     flags = ("--device", "cpu", "--tiny", "--towers", "Qwen2.5-VL-7B", "--sizes", "112,224", "--repeats", "3")
-    document = last_line("bench/gpu.py", *flags, "--profile", "--plot", str(plot), "--out", str(out))
+    document = last_line("bench/gpu.py", *flags, "--profile", "--out", str(out))
     assert document == json.loads(out.read_text())
     assert (document["device"], document["graphs"], document["left_out"]) == ("cpu", "simulated", [])
     assert len(document["rows"]) == 4
     for row in document["rows"]:
         assert min(row[name] for name in ("plain_sdpa", "eager", "graph")) > 0
-        assert row["plain_flash"] is None
         assert row["graph_stock"] > 0
     assert {row["tower"] for row in document["captures"]} == {"Qwen2.5-VL-7B"}
     assert len(document["profiles"]) == 4
     for kernels in document["profiles"].values():
         assert {"attention", "products", "norms and rest"} == {row["group"] for row in kernels}
         assert sum(row["share"] for row in kernels) == pytest.approx(1, abs=0.05)
-    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.matrix

@@ -4,25 +4,16 @@ import asyncio
 import base64
 import io
 import json
-import signal
-import subprocess
-import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from bench.engine import answers, checkpoint, photos
 from bench.engine.answers import Answer
-from bench.engine.capacity import together
-from bench.engine.faults import Fault, outcome
 from bench.engine.limits import Clock, OutOfTime, limited
 from bench.engine.loads import Load, Size, drive
 from bench.engine.options import options_of
-from bench.engine.plots import plot
 from bench.engine.requests import Asked, image_tokens, patches_of, picture
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -51,29 +42,15 @@ def test_loads_and_sizes() -> None:
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        ("--ways local,remote", "'remote' is none of local"),
+        ("--routes local,remote", "'remote' is none of local"),
         ("--loads c1,8", "a load is cN"),
         ("--sizes 448by1", "a size is SIDE"),
         ("--requests 0", "--requests must be at least 1"),
-        ("--engines 3", "--engines 3 need as many --devices"),
-        ("--alone --loads c1,p5", "closed loop"),
-        ("--alone --ways reference", "add it to --ways"),
-        ("--from jpeg --ways local,text", "no way of text"),
-        ("--failures burnt", "'burnt' is none of stopped, killed"),
-        ("--failures killed --engines 2", "with one engine"),
-        ("--encoder-wait 0", "more than 0 seconds"),
-        ("--from png", "'png' is none of patches, jpeg"),
-        ("--from patches,jpeg", "--from: only --setups measure several"),
-        ("--towers --failures killed", "--towers starts no engine"),
-        ("--towers --itl", "--towers starts no engine"),
+        ("--from jpeg --routes local,text", "no route of text"),
+        ("--from png", "'png'"),
         ("--sizes 450", "a multiple of 32"),
-        ("--towers --sizes 96", "from 128 on"),
-        ("--setups 3", "a setup is ENGINES+ENCODERS"),
-        ("--setups 0+1", "at least one engine"),
-        ("--setups 1+1 --alone", "leave out --alone"),
-        ("--setups 1+1 --loads c1,p5", "all of --loads"),
-        ("--setups 1+1 --language 2b,9b", "'9b' is none of 2b, 8b"),
-        ("--language 2b,8b", "only --setups measure several"),
+        ("--sizes 96", "from 128 on"),
+        ("--language 9b", "'9b'"),
         ("--engine-args {", "is not JSON"),
         ("--engine-args [1]", "must be a JSON object"),
     ],
@@ -82,21 +59,6 @@ def test_options_that_are_wrong_are_named(words: str, fault: str, capsys: pytest
     with pytest.raises(SystemExit):
         options_of(None, words.split())
     assert fault in capsys.readouterr().err
-
-
-def test_towers_have_their_own_sizes() -> None:
-    assert [str(size) for size in options_of(None, []).sizes] == ["448x1", "1024x1"]
-    towers = options_of(None, ["--towers"]).sizes
-    assert [str(size) for size in towers] == ["224x1", "448x1", "1024x1", "224x16", "448x8"]
-
-
-def test_what_engines_and_encoders_give_together() -> None:
-    """An encoder feeds two engines; an engine with its own tower does half of what it does without images."""
-    rows = together(local=5, engine=10, encoder=20)
-    assert [(row["engines"], row["encoders"]) for row in rows][:2] == [(1, 1), (2, 1)]
-    assert rows[0] == {"engines": 1, "encoders": 1, "requests_per_s": 10, "all_local": 10, "ratio": 1}
-    assert rows[1] == {"engines": 2, "encoders": 1, "requests_per_s": 20, "all_local": 15, "ratio": 1.333}
-    assert (rows[-1]["engines"], rows[-1]["encoders"], rows[-1]["requests_per_s"]) == (5, 3, 50)
 
 
 @pytest.mark.parametrize(("load", "most"), [("c3", 3), ("c20", 10), ("p100000", 10)])
@@ -155,55 +117,6 @@ def test_tokens_are_compared_by_request() -> None:
     assert answers.compared([], [])["mean_equal_tokens"] is None
 
 
-def test_a_fault_is_judged_by_what_ended_since() -> None:
-    """The encoder may be waited for twice, and then the engine needs as long as with its own tower."""
-    stream = [answer(0, 1, first=0.1), answer(1, 4, first=2.5), Answer(2, 9, error="lost")]
-    row = outcome(stream, at=2, local=[answer(0, 1, first=0.6), answer(0, 1, first=0.2)], wait=1)
-    assert row == {
-        "requests": 3,
-        "errors": 1,
-        "ended_before": 1,
-        "ended_since": 2,
-        "longest_since_ms": 7000,
-        "ttft_max_before_ms": 100,
-        "ttft_max_since_ms": 2500,
-        "ttft_max_local_ms": 600,
-        "bound_ms": 2600,
-        "within": True,
-    }
-    assert not outcome(stream, at=2, local=[answer(0, 1, first=0.4)], wait=1)["within"]
-    assert outcome(stream, at=10, local=[], wait=1)["within"] is None
-
-
-def test_a_fault_comes_once_and_is_over_for_a_server_that_was_stopped() -> None:
-    """Of a process and its child."""
-    script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as process:
-        root = psutil.Process(process.pid)
-        while not root.children():
-            threading.Event().wait(0.01)
-        both = [root, *root.children()]
-
-        def wait_for(status: bool) -> None:
-            while [each.status() == psutil.STATUS_STOPPED for each in both] != [status, status]:
-                threading.Event().wait(0.01)
-
-        fault = Fault(process.pid, signal.SIGSTOP, after=2)
-        fault.count()
-        assert fault.at == float("inf")
-        fault.count()
-        wait_for(True)
-        at = fault.at
-        fault.over()
-        wait_for(False)
-        fault.count()
-        assert fault.at == at
-        last = Fault(process.pid, signal.SIGKILL, after=1)
-        last.count()
-        assert process.wait(60) == -signal.SIGKILL
-        last.over()
-
-
 def test_patches_are_those_of_the_processor() -> None:
     model = replace(described(tiling=False), patch_size=16, merge_size=2)
     picture_ = picture(128, (0,))
@@ -234,24 +147,6 @@ def test_photographs_differ_in_bytes_alone() -> None:
     pixels = [np.asarray(Image.open(io.BytesIO(each))) for each in files]
     assert (pixels[0] == pixels[1]).all()
     assert first["messages"][0]["content"][0] == second["messages"][0]["content"][0]
-
-
-def test_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    place: dict[str, Any] = {"size": "448x1", "load": "c1"}
-    streams = [place | {"way": way, "ttft_p50_ms": 20, "requests_per_s": 9} for way in ("local", "reference")]
-    document = {"streams": [*streams, place | {"way": "inline", "errors": 3}], "device": "cpu", "engine": "vLLM"}
-    document |= {"timeline": [place | {"way": "reference", "accepted": 3, "first_token": 20}], "date": "today"}
-    plot(document, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_plot_of_towers(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    rows = [{"size": "224x1", "tower": name, "device_ms": 1.5} for name in ("vllm_eager", "vitwire")]
-    rows.append({"size": "448x1", "tower": "vitwire", "device_ms": 2})
-    plot({"towers": rows, "device": "cpu", "engine": "vLLM", "date": "today"}, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_ends_when_its_time_is_over() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import bench.others
+import bench.gpu
 import pytest
 import torch
 from bench.catalogue import OTHERS
@@ -22,7 +22,7 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Changes fields of a tower of the catalogue."""
 
     def change(name: str, **fields: Any) -> None:
-        monkeypatch.setattr(bench.others, "OTHERS", {**OTHERS, name: replace(OTHERS[name], **fields)})
+        monkeypatch.setattr(bench.gpu, "OTHERS", {**OTHERS, name: replace(OTHERS[name], **fields)})
 
     return change
 
@@ -83,16 +83,3 @@ def test_the_error_of_rows_that_are_not_finite_is_unknown(changed: Callable[...,
     changed(CLIP, plain=plain)
     for row in run(CLIP)["others"]:
         assert row["eager"] is row["graph"] is row["norm_error"] is None
-
-
-def test_one_image_eagerly_in_turns_with_plain_transformers() -> None:
-    document = last_line("bench/gpu.py", *TINY, "--eager", "--towers", CLIP, "Qwen3-VL-8B")
-    assert document["left_out"] == []
-    loads = [(CLIP, "224^2"), ("Qwen3-VL-8B", "224^2"), ("Qwen3-VL-8B", "448^2")]
-    assert [(row["tower"], row["load"]) for row in document["eager"]] == loads
-    assert document["rows"] == document["others"] == []
-    for row in document["eager"]:
-        assert row["rounds"] >= 15
-        assert row["quartile_1"] <= row["eager_of_plain"] <= row["quartile_3"]
-        assert min(row["plain_sdpa"], row["eager"], row["served"], row["launches"], row["launches_plain"]) > 0
-        assert row["norm_error"] < 0.05

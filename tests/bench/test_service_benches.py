@@ -1,7 +1,6 @@
 """The benchmarks of the service run and report every row of docs/performance/service.md. No time is judged."""
 
 import json
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from math import isfinite
@@ -9,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import timeline
+from bench.client_processes import ClientFailed, ClientProcess, bare_servers, cpu_seconds, loaded
 from bench.echo import read_sizes, write_sizes
-from bench.fleet import Client, DriverFailed, bare_servers, cpu_seconds, loaded
-from bench.inline import PATHS
+from bench.large_image import PATHS
 from bench.report import Report
 from bench.service import Bench
 from bench.service_options import parser
-from bench.setups import Load, Setup, scaling
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from bench.setups import Setup, scaling
 
 from benches import last_line
 
@@ -95,9 +91,9 @@ def test_service_bench(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 def test_service_bench_on_four_devices(tmp_path: Path) -> None:
-    """A load of each device, against one of the devices, and one of the processes killed."""
+    """A load of each device, against one of the devices."""
     flags = ("--tiny", "--devices", "cpu,cpu,cpu,cpu", "--rpc-processes", "2", "--loads", "112:2")
-    tiny = ("--flags", "--graphs simulated --budgets 16,64 --decode-processes 0", "--bare", "--kill")
+    tiny = ("--flags", "--graphs simulated --budgets 16,64 --decode-processes 0", "--bare")
     document = last_line("bench/service.py", *flags, *tiny, "--each-device", "--seconds", "2", "--clients", "4")
     assert document["skipped"] == []
     assert [(row["devices"], row["in_flight"]) for row in document["rows"]] == [("cpu", 2), ("cpu,cpu,cpu,cpu", 8)]
@@ -106,9 +102,6 @@ def test_service_bench_on_four_devices(tmp_path: Path) -> None:
     rates = [each["images_per_second"] for each in document["rows"]]
     assert row["of_one_device"] == pytest.approx(rates[1] / rates[0], abs=0.01)
     assert row["of_ideal"] == pytest.approx(rates[1] / rates[0] / 4, abs=0.01)
-    (killed,) = document["killed"]
-    assert killed["killed"].startswith("cpu.")
-    assert killed["ready_again_seconds"] > 0
 
 
 def test_devices_are_compared_with_one_under_the_same_load_of_each() -> None:
@@ -154,67 +147,6 @@ def test_service_bench_lists_what_there_was_no_time_for(tmp_path: Path) -> None:
     assert report.document()["skipped"] == ["qwen3_vl:8b-like on cpu, RPC processes: 1: no time"]
 
 
-@pytest.mark.parametrize(
-    "missing",
-    ["opentelemetry.exporter.otlp.proto.grpc.trace_exporter", "opentelemetry.proto.trace.v1.trace_pb2", "matplotlib"],
-)
-def test_service_bench_without_a_package_only_skips_its_timeline(
-    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("collectors", "vitwire.shared.telemetry", "vitwire_server.observe.otlp"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setitem(sys.modules, missing, None)
-    report = Report("service", None, {})
-    flags = "--graphs simulated --budgets 16,64"
-    options = Namespace(
-        flags=flags,
-        delivery=["stream"],
-        minutes=5,
-        tiny=True,
-        image_tokens=64,
-        pixels="uint8",
-        plot=tmp_path / "plot.png",
-    )
-    options.loads = [Load("112", 2)]
-    Bench(report, options, tmp_path).plot(Setup("qwen3_vl:8b-like", "cpu", 1))
-    assert report.document()["skipped"] == [f"timeline: {missing} is not installed"]
-
-
-def test_timeline(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    batch = timeline.batch_of([span for rpc in range(3) for span in rpc_spans(rpc)])
-    assert [[(stage.name, stage.start) for stage in item] for item in batch.items] == [
-        [("receive", 0.0), ("queue", 2.0), ("execute", 10.0), ("send", 15.0)],
-        [("receive", 1.0), ("queue", 3.0), ("execute", 10.0), ("send", 15.0)],
-    ]
-    assert batch.medians == {"receive": 2.0, "queue": 8.0, "execute": 5.0, "send": 1.0}
-    timeline.draw(batch, tmp_path / "plot.png", "a batch")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-def rpc_spans(number: int) -> list[Span]:
-    """The spans of an RPC with one item; the first two share a batch."""
-    own = bytes([number + 1]) * 8
-    executed = 10 if number < 2 else 40
-    received = number if number < 2 else 30
-    stages = [("queue", received + 2, 8), ("execute", executed, 5), ("send", executed + 5, 1)]
-    item = KeyValue(key="vitwire.item", value=AnyValue(int_value=0))
-    return [
-        Span(name="vitwire.v1.EncoderService/Encode", span_id=own, start_time_unix_nano=received * 10**6),
-        *(
-            Span(
-                name=name,
-                span_id=own[:4] + name[:4].encode(),
-                parent_span_id=own,
-                start_time_unix_nano=start * 10**6,
-                end_time_unix_nano=(start + length) * 10**6,
-                attributes=[item],
-            )
-            for name, start, length in stages
-        ),
-    ]
-
-
 def test_bare_servers_answer_with_the_sizes_that_a_call_asks_for() -> None:
     sizes = [7, 7, 1 << 20, 3]
     assert list(read_sizes(write_sizes(sizes))) == sizes
@@ -226,7 +158,7 @@ def test_bare_servers_answer_with_the_sizes_that_a_call_asks_for() -> None:
 
 
 def test_a_client_process_that_fails_says_why() -> None:
-    with Client("health", target="127.0.0.1:1") as client, pytest.raises(DriverFailed, match="Unavailable"):
+    with ClientProcess("health", target="127.0.0.1:1") as client, pytest.raises(ClientFailed, match="Unavailable"):
         client.ask(prepare={"side": 64})
-    with Client("no such kind", target="") as client, pytest.raises(DriverFailed, match="exited"):
+    with ClientProcess("no such kind", target="") as client, pytest.raises(ClientFailed, match="exited"):
         loaded([client], 1, 0.1, [], ramp=0.1)

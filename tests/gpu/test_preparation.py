@@ -3,8 +3,6 @@
 `make kernel-test` runs the same tests on a CPU, in Triton's interpreter.
 """
 
-import json
-import sys
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,6 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import triton
-from bench import preparing as bench
 
 from prepared import MODELS, recipe, tiled
 from vitwire_server.core.items import Modality
@@ -211,16 +208,3 @@ def test_another_normalisation_is_found(device: torch.device, monkeypatch: pytes
     monkeypatch.setattr(resizing, "_affine", lambda *own: affine(*own).nextafter(affine(*own) + 1))
     fault = checks.fault_of({Modality.IMAGE: PATCHES}, device, torch.float32)
     assert fault.endswith("is normalised in another way than torch does it")
-
-
-def test_the_benchmark_runs(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["preparing.py", "--batch", "2", "--tiny", "--device", str(device)])
-    monkeypatch.setattr(bench, "SECONDS_EACH", 0.0)
-    threads = torch.get_num_threads()
-    bench.main()
-    torch.set_num_threads(threads)
-    document = json.loads(capsys.readouterr().out.splitlines()[-1])
-    (row,) = document["rows"]
-    assert min(row["pillow"], row["torch_resize"], row["kernel"], row["kernel_of_batch"]) > 0

@@ -1,10 +1,9 @@
-"""Runs vLLM's side of `make engine-bench FLAGS=--towers` on the CPU: a graph replays the forward that it recorded.
+"""Runs vLLM's tower of `make gpu-bench FLAGS=--vllm` on the CPU: a graph replays the forward that it recorded.
 
 vLLM's budgets, padding and metadata of its encoder graphs are then the real ones.
 """
 
 import contextlib
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,6 @@ import torch
 from vllm.distributed import parallel_state
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker import encoder_cudagraph
-
-NAN_EVERY = int(os.environ.get("SIMULATED_NAN_EVERY", "0"))
-"""One replay in this many has a NaN in its first row; 0: none."""
 
 
 @dataclass
@@ -31,14 +27,10 @@ class Graph:
 
     metadata: Metadata
     model: Any
-    replays = 0
 
     def replay(self) -> None:
         output = self.metadata.output_buffer
         output.copy_(self.model.encoder_cudagraph_forward({**self.metadata.input_buffers}))
-        Graph.replays += 1
-        if NAN_EVERY and not Graph.replays % NAN_EVERY:
-            output[0, 0] = torch.nan
 
 
 @contextlib.contextmanager
@@ -61,7 +53,7 @@ def simulate() -> None:
 if __name__ == "__main__":
     simulate()
     from bench.engine.towers.answering import answering  # once all of the above holds
-    from bench.engine.towers.theirs import VllmTower
+    from bench.engine.towers.vllm_tower import VllmTower
 
     def load(job: dict[str, Any]) -> VllmTower:
         tower = VllmTower(job)

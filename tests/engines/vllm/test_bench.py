@@ -1,4 +1,4 @@
-"""`make engine-bench` but for the GPU: vLLM's front end, scheduler and connector, a real server, all ways."""
+"""`make engine-bench` but for the GPU: vLLM's front end, scheduler and connector, a real server, all routes."""
 
 import asyncio
 import contextlib
@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import vllm.entrypoints.launchers.api_server.app_state  # CPython 3.11 may not parse it after a SIGTERM
 import vllm.entrypoints.launchers.app  # noqa: F401  # as above
-from bench.engine import checkpoint, command, photos, seat, vllm_engine
+from bench.engine import checkpoint, command, photos, vllm_engine
 from bench.engine.answers import Answer
 from bench.engine.loads import Size
 from bench.engine.requests import Asked, draw
+from bench.engine.routes import Inline, Local, Reference, Route
 from bench.engine.sending import Sender
-from bench.engine.ways import Inline, Local, Reference, Way
-from tests.engines.vllm import seated
 from tests.engines.vllm.in_process import CoreClient, WithTower
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import SamplingParams
@@ -54,16 +53,16 @@ def front(model: Path) -> InputProcessor:
     return InputProcessor(AsyncEngineArgs(**chosen).create_engine_config())
 
 
-async def test_ways_differ_in_the_images_alone(model: Path, front: InputProcessor) -> None:
+async def test_routes_differ_in_the_images_alone(model: Path, front: InputProcessor) -> None:
     with serving(model, *SERVER_FLAGS.split()) as server:
         async with AsyncClient(server.target) as client:
             (asked,) = await draw(Size(128, 2), 1, 10, client)
-            ways: dict[str, Way] = {"local": Local(front), "inline": Inline(front, client)}
-            ways["reference"] = Reference(front, sender := await Sender.start(server.target))
+            routes: dict[str, Route] = {"local": Local(front), "inline": Inline(front, client)}
+            routes["reference"] = Reference(front, sender := await Sender.start(server.target))
             cores, answers = {}, {}
-            for name, way in ways.items():
+            for name, route in routes.items():
                 answers[name] = Answer()
-                inputs = await way.inputs(asked, await way.prepare(asked, name), answers[name])
+                inputs = await route.inputs(asked, await route.prepare(asked, name), answers[name])
                 cores[name] = front.process_inputs(name, inputs, SamplingParams(), ("generate",))
             rows = await client.encode([Item(content_id=f"reference-{index}") for index in range(2)])
             for _ in range(6000):
@@ -116,12 +115,12 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[CoreClient]:
 
 def test_bench(run: Run, in_process: list[CoreClient], tmp_path: Path) -> None:
     out = tmp_path / "engine.json"
-    ways = ("--ways", "local,inline,reference,again")
-    document = run("--sizes", "128x2", "--loads", "c1,p50", "--requests", "5", "--itl", *ways, "--out", str(out))
+    routes = ("--routes", "local,inline,reference,again")
+    document = run("--sizes", "128x2", "--loads", "c1,p50", "--requests", "5", "--itl", *routes, "--out", str(out))
     assert document == json.loads(out.read_text())
     assert "error" not in document, document
-    places = [(load, way) for load in ("c1", "p50") for way in ("local", "inline", "reference", "again")]
-    assert [(row["load"], row["way"]) for row in document["streams"]] == places
+    places = [(load, route) for load in ("c1", "p50") for route in ("local", "inline", "reference", "again")]
+    assert [(row["load"], row["route"]) for row in document["streams"]] == places
     for row in document["streams"]:
         assert (row["size"], row["requests"], row["errors"]) == ("128x2", 5, 0)
         assert row["ttft_p99_ms"] >= row["ttft_p50_ms"] > 0 < row["itl_p99_ms"]
@@ -129,12 +128,12 @@ def test_bench(run: Run, in_process: list[CoreClient], tmp_path: Path) -> None:
     stages = ("submitted", "queued", "scheduled", "prefilled", "first_token")
     for row in document["timeline"]:
         assert all(row[later] >= row[earlier] >= 0 for earlier, later in pairwise(stages)), row
-        assert ("accepted" in row) == ("stored" in row) == (row["way"] == "reference")
-        assert ("server_encoded" in row) == (row["way"] in ("inline", "reference"))
+        assert ("accepted" in row) == ("stored" in row) == (row["route"] == "reference")
+        assert ("server_encoded" in row) == (row["route"] in ("inline", "reference"))
     for row in document["against_local"]:
         assert (row["compared"], row["first_equal"], row["all_equal"]) == (5, 5, 5)
         assert row["ttft_p50_ms_ratio"] > 0
-    assert [row["way"] for row in document["itl"]] == ["alone", "text", "local", "inline", "reference", "again"]
+    assert [row["route"] for row in document["itl"]] == ["alone", "text", "local", "inline", "reference", "again"]
     assert all(row["itl_p99_ms"] >= row["itl_p50_ms"] > 0 for row in document["itl"])
     text = document["itl"][1]["itl_p99_ms"]
     for row in document["itl"][2:]:
@@ -146,28 +145,11 @@ def test_bench(run: Run, in_process: list[CoreClient], tmp_path: Path) -> None:
     assert not core.engine.errors
 
 
-def test_encoder_and_engine_alone(run: Run, in_process: list[CoreClient]) -> None:
-    """Twice the images of a stream are stored, and nothing of them is fetched."""
-    document = run("--sizes", "128x2", "--loads", "p50,c2", "--requests", "6", "--ways", "local", "--alone")
-    assert "error" not in document, document
-    engine, encoder = document["alone"]
-    assert (engine["of"], engine["load"], engine["errors"]) == ("engines without images", "c2", 0)
-    assert (encoder["of"], encoder["requests"], encoder["errors"]) == ("encoder", 12, 0)
-    assert encoder["rows_per_s"] == pytest.approx(32 * encoder["requests_per_s"], rel=0.02)
-    assert "computed, not measured" in document["together_note"]
-    local = document["streams"][1]["requests_per_s"]
-    assert [row["engines"] + row["encoders"] for row in document["together"]] == list(range(2, 9))
-    assert document["together"][0]["all_local"] == pytest.approx(2 * local, rel=0.01)
-    (core,) = in_process
-    assert core.engine.stats.get("fetched", 0) == 0
-    assert len(core.engine.encoded) == 2 * 6 * 3  # warmed up, and at each load
-
-
 def test_an_engine_that_fails_ends_the_run_with_what_was_measured(
     run: Run, in_process: list[CoreClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CoreClient, "add_request_async", None)
-    document = run("--sizes", "128x1", "--loads", "c1", "--ways", "local,inline", "--requests", "2", code=1)
+    document = run("--sizes", "128x1", "--loads", "c1", "--routes", "local,inline", "--requests", "2", code=1)
     assert "NoneType" in document["error"]
     assert document["engine"].startswith("vLLM 0.")
 
@@ -180,18 +162,18 @@ def test_a_run_that_is_ended_says_what_was_measured(
         signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(CoreClient, "add_request_async", ended)
-    document = run("--sizes", "128x1", "--loads", "c1", "--ways", "local,inline", code=1)
+    document = run("--sizes", "128x1", "--loads", "c1", "--routes", "local,inline", code=1)
     assert "OutOfTime" in document["error"]
     assert document["engine"].startswith("vLLM 0.")
 
 
 def test_photographs_as_files(run: Run, in_process: list[CoreClient]) -> None:
     """vLLM's HTTP server, and real routers before it; the decoding is part of the request."""
-    ways = ["local", "inline", "reference", "again"]
-    words = ["--sizes", "128x2", "--loads", "c2", "--requests", "4", "--ways", ",".join(ways)]
+    routes = ["local", "inline", "reference", "again"]
+    words = ["--sizes", "128x2", "--loads", "c2", "--requests", "4", "--routes", ",".join(routes)]
     document = run(*words, "--from", "jpeg")
     assert "error" not in document, document
-    assert [row["way"] for row in document["streams"]] == ways
+    assert [row["route"] for row in document["streams"]] == routes
     for row in document["streams"]:
         assert (row["requests"], row["errors"]) == (4, 0), document["skipped"]
         assert row["ttft_p99_ms"] >= row["ttft_p50_ms"] > 0
@@ -208,7 +190,7 @@ def test_an_engine_that_dies_is_an_error_of_each_request(
 ) -> None:
     """Over HTTP, where the run goes on."""
     monkeypatch.setattr(WithTower, "step", None)
-    document = run("--sizes", "128x1", "--loads", "c2", "--requests", "4", "--ways", "local,inline", "--from", "jpeg")
+    document = run("--sizes", "128x1", "--loads", "c2", "--requests", "4", "--routes", "local,inline", "--from", "jpeg")
     assert "error" not in document, document
     assert [(row["requests"], row["errors"]) for row in document["streams"]] == [(4, 4), (4, 4)]
     assert in_process[0].resources.engine_dead
@@ -229,82 +211,8 @@ async def test_a_request_that_nobody_answers(words: bytes, monkeypatch: pytest.M
 
     server = await asyncio.start_server(stuck, "127.0.0.1", 0)
     async with server, photos.session() as session:
-        way = photos.Photos(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", session)
-        answer = await way.answered(Asked([], [], []), b"{}", "stuck", 3)
+        route = photos.Photos(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", session)
+        answer = await route.answered(Asked([], [], []), b"{}", "stuck", 3)
         await asyncio.wait_for(hung_up.wait(), 60)
     assert answer.error == "not over after 0.5 s"
     assert answer.end > answer.start
-
-
-def test_an_encoder_that_is_stopped_and_killed(run: Run, in_process: list[CoreClient]) -> None:
-    words = ["--sizes", "128x1", "--loads", "c2", "--requests", "9", "--ways", "local"]
-    document = run(*words, "--failures", "killed,stopped", "--encoder-wait", "2")
-    assert "error" not in document, document
-    stopped, killed = document["failures"]
-    assert (stopped["fault"], killed["fault"]) == ("stopped", "killed")
-    for row in (stopped, killed):
-        assert (row["requests"], row["ended_before"] + row["ended_since"]) == (9, 9), document
-        assert row["ended_since"] >= 6
-        # A request whose rows were stored, but not fetched yet, ends in the engine's error.
-        assert row["errors"] <= 2, document
-        assert row["bound_ms"] == pytest.approx(4000 + row["ttft_max_local_ms"], abs=0.1)
-        assert row["longest_since_ms"] >= row["ttft_max_since_ms"] > 0
-    assert stopped["longest_since_ms"] >= 1900  # the encoder was waited for
-    assert 0 < stopped["fallbacks_so_far"] < killed["fallbacks_so_far"]
-
-
-@pytest.fixture
-def seats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process for each engine, as on devices."""
-    monkeypatch.setattr(seat, "serve", seated.serve)
-
-
-@pytest.mark.timeout(900)
-def test_setups(run: Run, seats: None) -> None:
-    """Engines and encoders on four devices; after 2 + 2 an encoder is stopped, and the other has all images."""
-    words = ["--sizes", "128x1", "--loads", "c2,c8", "--requests", "16", "--itl", "--server-flags", SERVER_FLAGS]
-    document = run(*words, "--setups", "4+0,3+1,2+2")
-    assert "error" not in document, document
-    assert document["skipped"] == []
-    assert [row["setups"] for row in document["starts"]] == ["4+0 3+1 2+2"]
-    rows = document["setups"]
-    places = [("2+2", "c2"), ("2+2", "c8"), ("4+0", "c2"), ("3+1", "c2"), ("4+0", "c8"), ("3+1", "c8")]
-    assert [(row["setup"], row["load"]) for row in rows] == places
-    for row in rows:
-        # As no image comes from a cache, what is fetched has been encoded.
-        assert (row["requests"], row["errors"], "cached" in row) == (32 if row["load"] == "c8" else 16, 0, False), row
-        assert row["ttft_p99_ms"] >= row["ttft_p50_ms"] > 0 < row["itl_p99_ms"]
-        assert row["requests_per_s"] > 0
-        assert ("encoders_busy" in row) == (row["setup"] != "4+0")
-        assert 0 < row.get("encoders_busy", 1) <= 1
-        assert ("others_itl_p99_ms" in row) == (row["load"] == "c8")
-    for setup in ("3+1", "2+2"):
-        bounds = [row["ttft_p99_ms"] for row in document["equal_p99"] if row["setup"] == setup]
-        assert bounds == sorted(row["ttft_p99_ms"] for row in rows if row["setup"] in (setup, "4+0"))
-        sides = [row["from"] for row in document["turns"] if row["setup"] == setup]
-        assert sides[0] == "c2"
-        assert f"p99 {bounds[0]} ms" in sides
-
-
-@pytest.mark.timeout(900)
-def test_setups_of_photographs(run: Run, seats: None) -> None:
-    """Clients, a router, an HTTP server and an engine by device, and one encoder; then the same without HTTP."""
-    words = ["--sizes", "128x1", "--loads", "p40", "--requests", "8", "--itl", "--from", "jpeg,patches"]
-    document = run(*words, "--setups", "3+0,2+1", "--language", "8b")
-    assert "error" not in document, document
-    assert document["skipped"] == []
-    assert [row["source"] for row in document["setups"]] == ["jpeg", "jpeg", "patches", "patches"]
-    for row in document["setups"]:
-        assert (row["requests"], row["errors"]) in ((8, 0), (9, 0)), row
-        assert row["others_itl_p99_ms"] > 0 < row["requests_per_s"]
-    assert ["accepted" in row for row in document["timeline"]] == [False, False, False, True]
-    assert 0 < document["setups"][1]["encoders_busy"] <= 1
-
-
-@pytest.mark.timeout(900)
-def test_engines_that_do_not_start_are_left_out(run: Run, seats: None) -> None:
-    words = ["--sizes", "128x1", "--loads", "c2", "--requests", "4", "--setups", "2+0,1+1"]
-    document = run(*words, "--engine-args", '{"max_model_len": 1000000}')
-    assert "setups" not in document
-    assert any(each.startswith("engine 1: ") and "max_model_len" in each for each in document["skipped"]), document
-    assert document["skipped"][2:] == [f"2b {setup}: some of it did not start" for setup in ("2+0", "1+1")], document

@@ -6,17 +6,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from bench.engine.towers.answering import Row, Tower, answering
+from bench.engine.towers.answering import Tower
 from bench.models import plain
 from torch import Tensor
 
-from vitwire_server.assembling.loading import load_model
-from vitwire_server.config.settings import ServeSettings
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Item, Modality, Pixels
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.plans import Batch
-from vitwire_server.observe.metrics import Metrics
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.rules.recipe import recipes_of
 from vitwire_server.runtime.engine import Engine
@@ -37,7 +34,7 @@ class Loaded(NamedTuple):
     """Its weights."""
 
 
-class OurTower(Tower):
+class VitwireTower(Tower):
     """A tower driven as the server's engine thread does; `float32` is plain transformers, any other column is ours."""
 
     def __init__(self, loaded: Loaded) -> None:
@@ -45,9 +42,6 @@ class OurTower(Tower):
         self._loaded = loaded
         self._recipes = recipes_of(loaded.preprocessing, loaded.tower.geometry)
         self._float32: Any = None
-
-    def described(self) -> Row:
-        return {}
 
     def encode(self, column: str, pictures: Sequence[Any]) -> Tensor:
         items = self._items(pictures)
@@ -117,31 +111,3 @@ class OurTower(Tower):
             frames = frames.view(len(patches), len(mean), -1, tower.geometry.patch**2)
             pixels.append(((frames - mean) / std).expand(-1, -1, tower.geometry.temporal, -1).flatten(1))
         return plain(tower, torch.cat(pixels), [item.grid for item in items])
-
-
-class ServerTower(OurTower):
-    """What `vitwire-server serve` loads."""
-
-    def __init__(self, job: Row) -> None:
-        graphs: Any = "cuda" if job["device"] != "cpu" else "simulated"
-        settings = ServeSettings(model=job["model"], device=job["device"], graphs=graphs, budgets="auto")
-        served = load_model(settings, Metrics())
-        self._card = served.card
-        super().__init__(
-            Loaded(
-                served.tower,
-                served.engine,
-                lambda items: served.planner.plan([item.footprint for item in items]).batches,
-                served.card.preprocessing,
-                served.card.dtype,
-                job["model"],
-            )
-        )
-
-    def described(self) -> Row:
-        card = self._card
-        return {"vitwire_attention": card.attention, "vitwire_budgets": [each.tokens for each in card.ladder]}
-
-
-if __name__ == "__main__":
-    answering(ServerTower)

@@ -1,11 +1,11 @@
-"""Measurements of several paths in turns, so that a slow phase of the machine slows all of them."""
+"""Measurements of several paths in alternation, so that a slow phase of the machine slows all of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Protocol
 
-from bench.fleet import Client, cpu_seconds
+from bench.client_processes import ClientProcess, cpu_seconds
 
 Row = dict[str, Any]
 
@@ -18,7 +18,7 @@ class Options(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class PathTimes:
     """What one path took over all its turns."""
 
     seconds: float
@@ -35,9 +35,9 @@ class Turns:
         return {name: round(seconds / gigabytes, 3) for name, seconds in both.items()}
 
 
-def in_turns(
-    clients: Mapping[str, Client], servers: Mapping[str, Sequence[int]], in_flight: int, options: Options
-) -> dict[str, Turns]:
+def alternated(
+    clients: Mapping[str, ClientProcess], servers: Mapping[str, Sequence[int]], in_flight: int, options: Options
+) -> dict[str, PathTimes]:
     """Run the clients one after the other, again and again, so that a slow phase of the machine slows all of them."""
     count = {name: max(in_flight, calls_within(client, in_flight, options)) for name, client in clients.items()}
     samples: dict[str, list[float]] = {name: [] for name in clients}
@@ -52,12 +52,12 @@ def in_turns(
             errors[name] += sum(map(bool, answer["error"]))
             samples[name] += answer["seconds"] if in_flight == 1 else [_span(answer) / count[name]]
     return {
-        name: Turns(median(taken), options.turns * count[name], server_cpu[name], client_cpu[name], errors[name])
+        name: PathTimes(median(taken), options.turns * count[name], server_cpu[name], client_cpu[name], errors[name])
         for name, taken in samples.items()
     }
 
 
-def calls_within(client: Client, in_flight: int, options: Options) -> int:
+def calls_within(client: ClientProcess, in_flight: int, options: Options) -> int:
     """Calls that take about a turn's time; those that count it also warm up."""
     client.ask(run={"in_flight": in_flight, "calls": 2 * in_flight})
     took = _span(client.ask(run={"in_flight": in_flight, "calls": 2 * in_flight}))
@@ -70,7 +70,7 @@ def _span(answer: Row) -> float:
     return float(max(answer["at"]) - min(starts))
 
 
-def steady(client: Client, in_flight: int, calls: int) -> float:
+def steady(client: ClientProcess, in_flight: int, calls: int) -> float:
     """Seconds a call, between the ends of the first and the last one, so that neither end of the load counts."""
     ends = sorted(client.ask(run={"in_flight": in_flight, "calls": 1 + calls})["at"])
     return float((ends[-1] - ends[0]) / (len(ends) - 1))

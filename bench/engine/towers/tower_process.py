@@ -15,22 +15,22 @@ _SHOWN = 3000
 _STOP_SECONDS = 20
 
 
-class SideFailed(Exception):
+class TowerFailed(Exception):
     """A tower could not do what it was asked; its process continues."""
 
 
-class SideEnded(Exception):
+class TowerEnded(Exception):
     """It exited, or did not answer in time."""
 
 
 def checked(name: str, answer: Row) -> Row:
-    """The answer of a tower. Raises SideFailed if it says so."""
+    """The answer of a tower. Raises TowerFailed if it says so."""
     if "failed" in answer:
-        raise SideFailed(f"{name}: {answer['failed']}")
+        raise TowerFailed(f"{name}: {answer['failed']}")
     return answer
 
 
-class Side:
+class TowerProcess:
     """A process that answers commands, both as lines of JSON; its log is a file."""
 
     def __init__(self, name: str, command: Sequence[str], job: Row, environment: Mapping[str, str]) -> None:
@@ -47,7 +47,7 @@ class Side:
         self._read = b""
 
     def ask(self, command: Row, seconds: float) -> Row:
-        """Send a command and wait for its answer. Raises SideFailed, or SideEnded if no other answer will come."""
+        """Send a command and wait for its answer. Raises TowerFailed, or TowerEnded if no other answer will come."""
         assert self._process.stdin
         with suppress(OSError):  # it has exited, as `answer` says
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -86,7 +86,7 @@ class Side:
             self._process.wait()
         self._log.close()
 
-    def _failure(self, what: str) -> SideEnded:
+    def _failure(self, what: str) -> TowerEnded:
         self._log.seek(0)
         log = self._log.read().decode(errors="replace")[-_SHOWN:]
-        return SideEnded(f"{self.name} {what}; its log ends in:\n{log}")
+        return TowerEnded(f"{self.name} {what}; its log ends in:\n{log}")

@@ -1,4 +1,4 @@
-"""Ways of a request's images into an engine: encoded there, as embeddings inline, or by reference to a server."""
+"""Routes of a request's images into an engine: encoded there, as embeddings inline, or by reference to a server."""
 
 import time
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ from vitwire.integrations.vllm import image_embeds
 
 
 @dataclass(slots=True)
-class Way(ABC):
+class Route(ABC):
     """Makes inputs of an engine. `front` is vLLM's front end: an `AsyncLLM`, or an `InputProcessor`."""
 
     front: Any
@@ -43,7 +43,7 @@ class Way(ABC):
         return rendered
 
 
-class Local(Way):
+class Local(Route):
     """The engine's own tower; vLLM's processor has run before."""
 
     async def prepare(self, asked: Asked, name: str) -> Any:
@@ -53,7 +53,7 @@ class Local(Way):
         return ready
 
 
-class Text(Way):
+class Text(Route):
     """No images: text of the same length."""
 
     async def prepare(self, asked: Asked, name: str) -> Any:  # noqa: ARG002  # as declared
@@ -73,7 +73,7 @@ class Text(Way):
 
 
 @dataclass(slots=True)
-class Inline(Way):
+class Inline(Route):
     """Embeddings from a server, in the request."""
 
     client: AsyncClient
@@ -89,7 +89,7 @@ class Inline(Way):
 
 
 @dataclass(slots=True)
-class Reference(Way):
+class Reference(Route):
     """The server stores the rows; the request continues once it has accepted the items, and the engine fetches them."""
 
     sender: Sender

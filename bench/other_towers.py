@@ -1,6 +1,5 @@
 """Measures towers of other makers than Qwen: plain transformers, our engine eagerly and by graph, and the floor."""
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -8,11 +7,9 @@ from math import isfinite
 from typing import Any
 
 import torch
-from bench.catalogue import OTHERS
-from bench.columns import Columns, Ran, fused, ladder_of
+from bench.engine_times import EngineTimes, Ran
 from bench.floor import Ceilings, counted_flop
-from bench.other import Other
-from bench.random_towers import RandomTower, random_tower, shrunk
+from bench.random_towers import OtherTower, RandomTower, random_tower
 from bench.stock import Forward
 from bench.stopwatch import FAILURES, Row, Stopwatch
 from torch import Tensor
@@ -50,24 +47,19 @@ class OtherBench:
         self._stopwatch, self._captures = stopwatch, captures
         self._ceilings, self._attention = ceilings, attention
 
-    def run(self, name: str, device: torch.device, *, tiny: bool) -> str:
+    def run(self, name: str, other: OtherTower, device: torch.device) -> str:
         """Both loads of a tower; returns what attends in it. Raises what a tower fails with."""
-        other = shrunk(OTHERS[name]) if tiny else OTHERS[name]
         built = random_tower(other, torch.bfloat16, device)
         tower = built.tower
         loads = {str(load.row["load"]): load for load in self._loads(name, other, built)}
         for load in loads.values():
             once = partial(self._stopwatch.timed, load.plain)
             self._stopwatch.measure(load.row, "plain_sdpa", once, SECONDS_EACH)
-        choice = chosen(tower, self._attention)
-        ladder = ladder_of(tower, [load.items for load in loads.values()], choice)
-        columns = Columns(tower, name, self._stopwatch, self._captures, SECONDS_EACH)
+        choice = _chosen(tower, self._attention)
+        times = EngineTimes(tower, name, self._stopwatch, self._captures, SECONDS_EACH)
         batches = {load: own.items for load, own in loads.items()}
         rows = {load: own.row for load, own in loads.items()}
-        for column in ("graph_stock", "eager", "graph"):
-            if column == "eager":
-                sys.stderr.write(f"{name}: {fused(tower, choice)} of {len(tower.blocks)} blocks fused\n")
-            ran = columns.measure(column, ladder, batches, rows)
+        for column, ran in times.measured(batches, rows, choice):
             for load in loads.values():
                 self._check(load, column, ran)
         for load in loads.values():
@@ -75,17 +67,17 @@ class OtherBench:
                 load.row["rows_per_s"] = round(load.row["rows"] / best * 1e3)
         return f"{choice.name}, {choice.reason}" if choice else "sdpa, the only one for tiles"
 
-    def _loads(self, name: str, other: Other, built: RandomTower) -> list[OtherLoad]:
+    def _loads(self, name: str, other: OtherTower, built: RandomTower) -> list[OtherLoad]:
         tower, most = built.tower, other.batch
         shape = tower.geometry.shapes(other.grid, Modality.IMAGE)[0]
         pixels = [torch.randn(shape, dtype=tower.dtype, device=tower.device) for _ in range(most)]
-        items = [item_of(tower, other, own) for own in pixels]
+        items = [_item(tower, other, own) for own in pixels]
         floor = self._floor(name, other, built, pixels[:1])
         loads = []
         for count in (1, most):
             row: Row = {
                 "tower": name,
-                "load": f"{count} x {size_of(tower, other.grid)}",
+                "load": f"{count} x {_size(tower, other.grid)}",
                 "rows": count * items[0].rows,
                 **dict.fromkeys(COLUMNS),
                 "floor": floor(count),
@@ -96,7 +88,7 @@ class OtherBench:
         return loads
 
     def _floor(
-        self, name: str, other: Other, built: RandomTower, pixels: Sequence[Tensor]
+        self, name: str, other: OtherTower, built: RandomTower, pixels: Sequence[Tensor]
     ) -> Callable[[int], float | None]:
         """Milliseconds by the number of images: the least work that either forward does for one of them alone."""
         ours = partial(_forward, built.tower, other, pixels[0])
@@ -114,7 +106,7 @@ class OtherBench:
         row = load.row
         if row[column] is None:
             return
-        error = error_of(ran.results(load.items), load.expected)
+        error = _error(ran.results(load.items), load.expected)
         row["norm_error"] = max(round(error, 4), row["norm_error"] or 0.0) if isfinite(error) else None
         if not error < RIGHT:
             row[column] = None
@@ -122,7 +114,7 @@ class OtherBench:
             self._stopwatch.left_out.append(f"{where}: rows differ from those of plain transformers by {error:.2f}")
 
 
-def size_of(tower: Tower, grid: Grid) -> str:
+def _size(tower: Tower, grid: Grid) -> str:
     """Pixels of an image, which is square or of several square tiles."""
     geometry = tower.geometry
     if not isinstance(geometry, TileGeometry):
@@ -131,7 +123,7 @@ def size_of(tower: Tower, grid: Grid) -> str:
     return tile if grid.t == 1 else f"{grid.t} tiles of {tile}"
 
 
-def chosen(tower: Tower, attention: str) -> Selection | None:
+def _chosen(tower: Tower, attention: str) -> Selection | None:
     """Attend by the backend that the server chooses for --attention-backend `attention`; None for towers of tiles."""
     if not tower.segmented:
         return None
@@ -141,7 +133,7 @@ def chosen(tower: Tower, attention: str) -> Selection | None:
     return choice
 
 
-def item_of(tower: Tower, other: Other, pixels: Tensor) -> Item:
+def _item(tower: Tower, other: OtherTower, pixels: Tensor) -> Item:
     """An image as the server's item."""
     dtype = DType.of(str(pixels.dtype).removeprefix("torch."))
     data = bytes(pixels.cpu().contiguous().view(torch.uint8).numpy().data)
@@ -149,14 +141,14 @@ def item_of(tower: Tower, other: Other, pixels: Tensor) -> Item:
     return Item(Modality.IMAGE, other.grid, given, tower.footprint(other.grid), dtype)
 
 
-def _forward(tower: Tower, other: Other, pixels: Tensor) -> Tensor:
+def _forward(tower: Tower, other: OtherTower, pixels: Tensor) -> Tensor:
     """The tower's own forward of one image, before any backend of attention is chosen."""
     metadata = tower.reserve(tower.exact([other.grid]))
     tower.prepare([other.grid], metadata)
     return tower.forward(pixels.flatten(1), metadata)
 
 
-def error_of(results: Sequence[Any], expected: Tensor) -> float:
+def _error(results: Sequence[Any], expected: Tensor) -> float:
     """The distance of our rows from float32 rows, relative in norm. Raises the failure of an item."""
     rows = torch.cat([_rows(result) for result in results]).to(expected)
     return float((rows - expected).norm() / expected.norm())

@@ -11,7 +11,7 @@ from vitwire._transport import channel as grpc_channel
 Row = dict[str, Any]
 
 
-class Stages:
+class ClientSteps:
     """Times the steps of all calls of this process, for good: the client's functions are replaced."""
 
     def __init__(self) -> None:

@@ -21,15 +21,15 @@ RAMP = 1.0
 """Seconds for a load to get under way before it is measured, and the least it runs on afterwards."""
 
 
-class DriverFailed(Exception):
+class ClientFailed(Exception):
     """A client process could not do what it was asked."""
 
 
-class Client:
-    """A process that runs `bench/driver.py`; the arguments are those of its drivers."""
+class ClientProcess:
+    """A process that runs `bench/load_process.py`; the arguments are those of its callers."""
 
     def __init__(self, kind: str, environment: Mapping[str, str] | None = None, **settings: Any) -> None:
-        command = [sys.executable, "-m", "bench.driver", json.dumps({"kind": kind, **settings})]
+        command = [sys.executable, "-m", "bench.load_process", json.dumps({"kind": kind, **settings})]
         variables = {"GRPC_VERBOSITY": "NONE", "OMP_WAIT_POLICY": "PASSIVE", **os.environ, **(environment or {})}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
@@ -49,19 +49,19 @@ class Client:
         try:
             print(json.dumps(command), file=self._process.stdin, flush=True)
         except OSError as error:
-            raise DriverFailed(f"the client process has exited: {error}") from error
+            raise ClientFailed(f"the client process has exited: {error}") from error
 
     def answer(self) -> Row:
-        """The answer to the oldest command without one. Raises DriverFailed, also if there is none for minutes."""
+        """The answer to the oldest command without one. Raises ClientFailed, also if there is none for minutes."""
         assert self._process.stdout
         if not select([self._process.stdout], [], [], ANSWER_SECONDS)[0]:
-            raise DriverFailed(f"the client process did not answer for {ANSWER_SECONDS} s")
+            raise ClientFailed(f"the client process did not answer for {ANSWER_SECONDS} s")
         line = self._process.stdout.readline()
         if not line:
-            raise DriverFailed(f"the client process exited with {self._process.wait()}")
+            raise ClientFailed(f"the client process exited with {self._process.wait()}")
         answer: Row = json.loads(line)
         if "failed" in answer:
-            raise DriverFailed(answer["failed"])
+            raise ClientFailed(answer["failed"])
         return answer
 
     def __enter__(self) -> Self:
@@ -72,7 +72,7 @@ class Client:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Measured:
     """Figures of a load within its window."""
 
     seconds: float
@@ -106,7 +106,7 @@ class Load:
         return {name: round(seconds / gigabytes, 3) if gigabytes else None for name, seconds in both.items()}
 
 
-def prepared(clients: Sequence[Client], work: Row) -> Row:
+def prepared(clients: Sequence[ClientProcess], work: Row) -> Row:
     """All clients have drawn their images; returns the bytes and rows of a call."""
     for client in clients:
         client.send(prepare=work)
@@ -115,7 +115,7 @@ def prepared(clients: Sequence[Client], work: Row) -> Row:
 
 
 def loaded(
-    clients: Sequence[Client],
+    clients: Sequence[ClientProcess],
     in_flight: int,
     seconds: float,
     servers: Iterable[int],
@@ -123,7 +123,7 @@ def loaded(
     ramp: float = RAMP,
     pause: float = 0.0,
     sample: Callable[[], None] = lambda: None,
-) -> Load:
+) -> Measured:
     """Clients share a load; `sample` is called at the beginning and at the end of the window that is measured."""
     shares = [len(range(i, in_flight, len(clients))) for i in range(len(clients))]
     working = [(client, share) for client, share in zip(clients, shares, strict=True) if share]
@@ -147,7 +147,7 @@ def loaded(
     latencies = sorted(took for took, error in ended if not error)
     errors = dict(Counter(error for _, error in ended if error))
     server_cpu, client_cpu = (now - then for now, then in zip(spent, cpu, strict=True))
-    return Load(after - before, latencies, errors, server_cpu, client_cpu)
+    return Measured(after - before, latencies, errors, server_cpu, client_cpu)
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
@@ -189,7 +189,7 @@ def _first_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout
     line = process.stdout.readline().strip()
     if not line:
-        raise DriverFailed(f"the bare server exited with {process.wait()}")
+        raise ClientFailed(f"the bare server exited with {process.wait()}")
     return line
 
 

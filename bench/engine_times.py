@@ -1,5 +1,6 @@
-"""Our engine's columns of a benchmark: eager forwards, and graphs of just the batches' sizes."""
+"""Times of our engine: eager forwards, and graphs of just the batches' sizes."""
 
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from vitwire_server.core.errors import EncoderError
 from vitwire_server.core.items import Embedding, Item, total
 from vitwire_server.core.plans import Batch, Fallback
 from vitwire_server.runtime.attention.selection import Selection
-from vitwire_server.runtime.engine import Engine, Staged
+from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
 from vitwire_server.runtime.memory.streams import CudaStreams, HostStreams, Streams
 from vitwire_server.runtime.staging import Stager
@@ -49,47 +50,49 @@ class Ran(NamedTuple):
         self.results(batch)
         return torch.inference_mode()(self.engine._graphs[fitting].replay)
 
-    def computed(self, item: Item) -> Callable[[], object]:
-        """The eager forward of an item whose pixels are on the device, from staging to a copy of the rows."""
-        engine, streams = self.engine, self.engine._streams
-        staged = Staged([[item]], streams.upload([[item.pixels]]), [])
-
-        @torch.inference_mode()
-        def forward() -> None:
-            with streams.computing():
-                engine._finish([item], engine._eager([item], staged))
-
-        return forward
-
     def _fitting(self, batch: Sequence[Item]) -> Budget | None:
         return self.ladder.smallest_fitting(total([item.footprint for item in batch]), len(batch))
 
 
-class Columns:
+class EngineTimes:
     """Measures batches on one tower, by the engine as a server puts it together."""
 
     def __init__(self, tower: Tower, name: str, stopwatch: Stopwatch, captures: list[Row], seconds: float) -> None:
         """`seconds` of a measurement; each capture is added to `captures`."""
         self._tower, self._name, self._stopwatch, self._captures = tower, name, stopwatch, captures
         self._seconds = seconds
-        self.streams: Streams = CudaStreams(tower.device) if tower.device.type == "cuda" else HostStreams()
-        self.stager = Stager(tower.geometry, preprocessing(), tower.device)
+        self._streams: Streams = CudaStreams(tower.device) if tower.device.type == "cuda" else HostStreams()
+        self._stager = Stager(tower.geometry, preprocessing(), tower.device)
 
-    def measure(self, column: str, ladder: Ladder, batches: Batches, rows: Mapping[str, Row]) -> Ran:
-        """Fill one column of the rows; eager forwards are those of an engine without budgets."""
+    def measured(
+        self, batches: Batches, rows: Mapping[str, Row], choice: Selection | None
+    ) -> Iterator[tuple[str, Ran]]:
+        """Fill columns of the rows, and yield each with its engine: graphs of stock blocks, then fused, and eagerly.
+
+        `choice` is None for towers of tiles.
+        """
+        ladder = _ladder(self._tower, batches.values(), choice)
+        for column in ("graph_stock", "eager", "graph"):
+            if column == "eager":
+                blocks = f"{_fused(self._tower, choice)} of {len(self._tower.blocks)} blocks fused"
+                sys.stderr.write(f"{self._name}: {blocks}\n")
+            yield column, self._measure(column, ladder, batches, rows)
+
+    def _measure(self, column: str, ladder: Ladder, batches: Batches, rows: Mapping[str, Row]) -> Ran:
+        """Eager forwards are those of an engine without budgets."""
         graphs = self._captured(column, ladder if column != "eager" else Ladder())
-        engine = Engine(self._tower, graphs, self.stager, self.streams)
+        engine = Engine(self._tower, graphs, self._stager, self._streams)
         for load, batch in batches.items():
             fitting = graphs.ladder.smallest_fitting(total([item.footprint for item in batch]), len(batch))
             if column == "eager" or fitting:
-                once = partial(execute, engine, batch, fitting)
+                once = partial(_execute, engine, batch, fitting)
                 self._stopwatch.measure(rows[load], column, once, self._seconds)
             else:
                 self._stopwatch.left_out.append(f"{self._name} {load} {column}: no graph")
         return Ran(engine, graphs.ladder)
 
     def _captured(self, column: str, ladder: Ladder) -> GraphSet:
-        streams = self.streams
+        streams = self._streams
         recorder: Recorder = CudaRecorder(streams.compute) if isinstance(streams, CudaStreams) else SimulatedRecorder()
         graphs = GraphSet(self._tower, ladder, recorder, lambda budgets: self._watched(column, budgets))
         self._stopwatch.left_out += [
@@ -114,7 +117,7 @@ class Columns:
         return torch.cuda.memory_reserved(self._tower.device) if self._tower.device.type == "cuda" else 0
 
 
-def ladder_of(tower: Tower, batches: Collection[Sequence[Item]], choice: Selection | None) -> Ladder:
+def _ladder(tower: Tower, batches: Collection[Sequence[Item]], choice: Selection | None) -> Ladder:
     """A budget as the server makes it for each batch, with slots for all of the batch's segments."""
     budgets: dict[int, Budget] = {}
     for batch in batches:
@@ -133,7 +136,7 @@ def ladder_of(tower: Tower, batches: Collection[Sequence[Item]], choice: Selecti
     return Ladder(tuple(sorted({fitting for load in loads if (fitting := ladder.smallest_fitting(*load))})))
 
 
-def fused(tower: Tower, choice: Selection | None) -> int:
+def _fused(tower: Tower, choice: Selection | None) -> int:
     """Exchange modules and fuse blocks as at load on CUDA; how many blocks. `choice` is None for towers of tiles."""
     tower.rewrite()
     if tower.device.type != "cuda":
@@ -143,7 +146,7 @@ def fused(tower: Tower, choice: Selection | None) -> int:
     return fuse_tower(tower, choice)
 
 
-def execute(engine: Engine, batch: Sequence[Item], fitting: Budget | None) -> float:
+def _execute(engine: Engine, batch: Sequence[Item], fitting: Budget | None) -> float:
     """Seconds on the device, as the server reports them: staging, metadata, forward, copies of the rows."""
     collected = engine.launch(batch, fitting).collect()
     failure = next((result for result in collected.results if isinstance(result, Exception)), None)

@@ -10,12 +10,11 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from bench.fleet import Client, bare_servers, prepared
-from bench.turns import Turns, in_turns
+from bench.alternation import PathTimes, alternated
+from bench.client_processes import ClientProcess, bare_servers, prepared
 
 from servers import ServerProcess
-from vitwire import Client as Encoder
-from vitwire import Embedding, Model, Report
+from vitwire import Client, Embedding, Model, Report
 from vitwire.integrations.vllm import image_embeds, image_part
 from vitwire.integrations.vllm.parts import unencoded_image_part
 from vitwire_gateway.requests.filling import filled
@@ -34,54 +33,54 @@ _STAGES = ("queue", "stage_in", "execute", "stage_out", "send")
 
 
 def streams(server: ServerProcess, socket: Path, side: int, options: Namespace) -> Iterator[Row]:
-    """A call of each client with the steps that it takes itself, beside bare gRPC, in turns.
+    """A call of each client with the steps that it takes itself, beside bare gRPC, in alternation.
 
     socket: on which the server listens as well.
     """
     with ExitStack() as stack:
         target, pids = stack.enter_context(bare_servers(1))
         raw = {
-            "bare": stack.enter_context(Client("raw", target=target, model=server.target)),
-            "service": stack.enter_context(Client("raw", target=server.target)),
+            "bare": stack.enter_context(ClientProcess("raw", target=target, model=server.target)),
+            "service": stack.enter_context(ClientProcess("raw", target=server.target)),
         }
-        staged = {
+        timed = {
             name: stack.enter_context(
-                Client(
+                ClientProcess(
                     kind,
                     target=f"unix:{socket}" if how.get("is_local") else server.target,
                     tuned=how.get("tuned", True),
-                    staged=True,
+                    steps=True,
                 )
             )
             for name, (kind, how) in PATHS.items()
         }
         work = {"side": side, "pixels": "uint8"}
-        size = prepared([raw["service"], *staged.values()], work)
+        size = prepared([raw["service"], *timed.values()], work)
         prepared([raw["bare"]], {**work, "answer": size["answer"]})
-        for client in staged.values():
-            client.ask(stages={})
-        clients, own = raw | staged, [server.process.pid]
+        for client in timed.values():
+            client.ask(steps={})
+        clients, own = raw | timed, [server.process.pid]
         before = _server_seconds(server)
-        turns = in_turns(clients, {name: pids if name == "bare" else own for name in clients}, 1, options)
+        times = alternated(clients, {name: pids if name == "bare" else own for name in clients}, 1, options)
         after = _server_seconds(server)
-        for name, each in turns.items():
+        for name, each in times.items():
             yield {
                 "down_mb": round(size["down"] / 1e6, 1),
                 "path": name,
-                **_compared(each, turns["bare"]),
-                **(staged[name].ask(stages={}) if name in staged else {}),
+                **_compared(each, times["bare"]),
+                **(timed[name].ask(steps={}) if name in timed else {}),
             }
     calls = after["calls"] - before["calls"]
     spent = {f"server_{name}_ms": round(1e3 * (after[name] - before[name]) / calls, 2) for name in _STAGES}
     yield {"down_mb": round(size["down"] / 1e6, 1), "path": "all of the service"} | spent
 
 
-def _compared(turns: Turns, bare: Turns) -> Row:
+def _compared(path: PathTimes, bare: PathTimes) -> Row:
     return {
-        "ms": round(1e3 * turns.seconds, 2),
-        "over_bare": round(turns.seconds / bare.seconds, 2),
-        "client_cpu_ms": round(1e3 * turns.client_cpu / turns.calls, 1),
-        "server_cpu_ms": round(1e3 * turns.server_cpu / turns.calls, 1),
+        "ms": round(1e3 * path.seconds, 2),
+        "over_bare": round(path.seconds / bare.seconds, 2),
+        "client_cpu_ms": round(1e3 * path.client_cpu / path.calls, 1),
+        "server_cpu_ms": round(1e3 * path.server_cpu / path.calls, 1),
     }
 
 
@@ -92,7 +91,7 @@ def _server_seconds(server: ServerProcess) -> dict[str, float]:
 
 def rendering(server: ServerProcess, side: int, options: Namespace) -> Iterator[Row]:
     """From an embedding to what an engine gets, in this process, beside base64 of the same bytes alone."""
-    with Encoder(server.target) as client:
+    with Client(server.target) as client:
         model = client.model()
     embeddings = [_embedding(model, side, seed) for seed in range(2)]
     one = embeddings[0]

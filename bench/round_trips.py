@@ -1,4 +1,4 @@
-"""Round trips, in turns by bare gRPC and by the service: the part `trips` of `make wire-bench`."""
+"""Round trips, alternately by bare gRPC and by the service: the part `trips` of `make wire-bench`."""
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -6,8 +6,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from bench.fleet import Client, bare_servers, prepared
-from bench.turns import Turns, in_turns
+from bench.alternation import PathTimes, alternated
+from bench.client_processes import ClientProcess, bare_servers, prepared
 
 from servers import ServerProcess
 
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Trip:
+class RoundTrip:
     """One round trip: the server that answers it, its image, and how many are in flight."""
 
     server: str
@@ -30,12 +30,15 @@ class Trip:
 
 TRIPS = (
     # 0.6, 3.1, 12.6 and 25 MB up and next to nothing down, then 1.6 and 34 MB down
-    *(Trip("narrow", *image) for image in ((224, "float16"), (1024, "uint8"), (1024, "float16"), (1024, "float32"))),
-    *(Trip("wide", side, "uint8") for side in (224, 1024)),
-    Trip("wide", 224, "uint8", in_flight=16),
-    Trip("wide", 1024, "float16", in_flight=4),
+    *(
+        RoundTrip("narrow", *image)
+        for image in ((224, "float16"), (1024, "uint8"), (1024, "float16"), (1024, "float32"))
+    ),
+    *(RoundTrip("wide", side, "uint8") for side in (224, 1024)),
+    RoundTrip("wide", 224, "uint8", in_flight=16),
+    RoundTrip("wide", 1024, "float16", in_flight=4),
 )
-QUICK = (Trip("wide", 224, "uint8"), Trip("wide", 224, "uint8", in_flight=4))
+QUICK = (RoundTrip("wide", 224, "uint8"), RoundTrip("wide", 224, "uint8", in_flight=4))
 
 
 def measured(server: ServerProcess, name: str, options: Namespace) -> Iterator[tuple[str, Row]]:
@@ -45,31 +48,31 @@ def measured(server: ServerProcess, name: str, options: Namespace) -> Iterator[t
     """
     with ExitStack() as stack:
         target, pids = stack.enter_context(bare_servers(1))
-        bare = stack.enter_context(Client("raw", target=target, model=server.target))
-        raw = stack.enter_context(Client("raw", target=server.target))
-        library = stack.enter_context(Client("client", target=server.target))
+        bare = stack.enter_context(ClientProcess("raw", target=target, model=server.target))
+        raw = stack.enter_context(ClientProcess("raw", target=server.target))
+        library = stack.enter_context(ClientProcess("client", target=server.target))
         servers = {"bare": pids, "service": [server.process.pid], "client": [server.process.pid]}
         paths = {"bare": bare, "service": raw, "client": library}
         for trip in QUICK if options.quick else TRIPS:
             if trip.server == name:
                 size = prepared([raw, library], trip.work)
                 prepared([bare], {**trip.work, "answer": size["answer"]})
-                yield from _rows(trip, size, in_turns(paths, servers, trip.in_flight, options))
+                yield from _rows(trip, size, alternated(paths, servers, trip.in_flight, options))
 
 
-def _rows(trip: Trip, size: Row, turns: Mapping[str, Turns]) -> Iterator[tuple[str, Row]]:
+def _rows(trip: RoundTrip, size: Row, times: Mapping[str, PathTimes]) -> Iterator[tuple[str, Row]]:
     nbytes = size["up"] + size["down"]
     own: Row = {"in_flight": trip.in_flight, **{f"{way}_mb": round(size[way] / 1e6, 2) for way in ("up", "down")}}
     yield (
         "trips",
         {
             **own,
-            **{f"{name}_ms": round(1e3 * each.seconds, 2) for name, each in turns.items()},
-            "service_over_bare": round(turns["service"].seconds / turns["bare"].seconds, 2),
-            "client_over_bare": round(turns["client"].seconds / turns["bare"].seconds, 2),
-            "client_gb_per_s": round(nbytes / turns["client"].seconds / 1e9, 2),
-            "errors": sum(each.errors for each in turns.values()),
+            **{f"{name}_ms": round(1e3 * each.seconds, 2) for name, each in times.items()},
+            "service_over_bare": round(times["service"].seconds / times["bare"].seconds, 2),
+            "client_over_bare": round(times["client"].seconds / times["bare"].seconds, 2),
+            "client_gb_per_s": round(nbytes / times["client"].seconds / 1e9, 2),
+            "errors": sum(each.errors for each in times.values()),
         },
     )
-    for name, each in turns.items():
+    for name, each in times.items():
         yield "cpu", {**own, "path": name, **each.per_gigabyte(nbytes)}

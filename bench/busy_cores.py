@@ -1,4 +1,4 @@
-"""A server on a CPU beside busy cores: what `make wire-bench` says of neighbours."""
+"""A server on a CPU beside busy cores: the part `waiting` of `make wire-bench`."""
 
 import subprocess
 import sys
@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import Any
 
-from bench.fleet import Client, prepared
-from bench.turns import in_turns
+from bench.alternation import alternated
+from bench.client_processes import ClientProcess, prepared
 
 from servers import ServerProcess, serving
 from vitwire_server.config.host import cores
@@ -42,19 +42,21 @@ def waiting(model: Path, options: Namespace) -> Iterator[Row]:
     with ExitStack() as stack:
         policies: Mapping[str, Mapping[str, str]] = {"sleeping": {}, "spinning": SPINNING}
         servers = {name: stack.enter_context(_server(model, environment)) for name, environment in policies.items()}
-        clients = {name: stack.enter_context(Client("client", target=each.target)) for name, each in servers.items()}
+        clients = {
+            name: stack.enter_context(ClientProcess("client", target=each.target)) for name, each in servers.items()
+        }
         prepared(list(clients.values()), WORK)
         pids = {name: [server.process.pid] for name, server in servers.items()}
         for state, neighbours in CORES.items():
             with neighbours():
-                turns = in_turns(clients, pids, 1, options)
-            sleeping, spinning = (1e3 * turns[name].seconds for name in policies)
+                times = alternated(clients, pids, 1, options)
+            sleeping, spinning = (1e3 * times[name].seconds for name in policies)
             yield {
                 "cores": state,
                 "sleeping_ms": round(sleeping, 2),
                 "spinning_ms": round(spinning, 2),
                 "spinning_over_sleeping": round(spinning / sleeping, 2),
-                "errors": sum(each.errors for each in turns.values()),
+                "errors": sum(each.errors for each in times.values()),
             }
 
 
