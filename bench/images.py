@@ -10,8 +10,8 @@ from vitwire import Client, Item
 from vitwire._transport.balancing import Share
 from vitwire._transport.channel import ENCODE, ENCODE_STREAM
 from vitwire._transport.protocol import Options, parts_of
-from vitwire.cli._bench.workload import Form, random_item
 from vitwire.model import Model
+from vitwire_cli.bench.workload import Form, random_item
 
 PIXELS = ("uint8", "float16", "float32", "picture", "jpeg")
 """Types of pixels, pictures, and files. Floats are patches of two equal frames, as of a processor; uint8 has one."""

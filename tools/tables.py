@@ -5,18 +5,17 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, Field, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard, get_type_hints
+from typing import Any
 
 from packaging.version import Version
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from vitwire.integrations.transformers._layouts import LAYOUTS, tower_type
-from vitwire_gateway.gateway_settings import MIB, Flag, RouterSettings
+from vitwire_gateway.gateway_settings import MIB, RouterSettings
 from vitwire_gateway.metrics import Metrics as RouterMetrics
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.observe.metrics import Metrics
@@ -92,44 +91,25 @@ def _served_by(release: str) -> int:
     return sum(Version(row.transformers) <= Version(release) for row in FAMILIES.values())
 
 
-def flags_table() -> Iterator[str]:
-    """One line for each setting of `vitwire-server serve`."""
-    rows = [_flag(name, field) for name, field in ServeSettings.model_fields.items()]
-    return _table(("flag", "default", "meaning"), rows)
+def flags_table(kind: type) -> Iterator[str]:
+    """One line for each setting of a command."""
+    return _table(("flag", "default", "meaning"), [_flag(each) for each in fields(kind) if each.metadata])
 
 
-def _flag(name: str, field: FieldInfo) -> tuple[str, str, str]:
-    flag = f"--{name.replace('_', '-')}"
-    off = f", `--no-{flag[2:]}`" if field.annotation is bool else ""
-    return f"`{flag}`{off}", _default(name, field.default), (field.description or "").replace("|", "\\|")
+def _flag(setting: "Field[Any]") -> tuple[str, str, str]:
+    option, name = setting.metadata["option"], setting.name.replace("_", "-")
+    off = f", `--no-{name}`" if isinstance(setting.default, bool) and not option.param_decls else ""
+    return f"`--{name}`{off}", _default(setting.name, setting.default), option.help.replace("|", "\\|")
 
 
 def _default(name: str, value: object) -> str:
-    if value is None or value is PydanticUndefined:
+    if value is None or value is MISSING or value == ():
         return "none"
     if isinstance(value, bool):
         return "on" if value else "off"
-    if name.endswith(_BYTES) and isinstance(value, int) and value:
+    if name.endswith(_BYTES) and isinstance(value, int) and value and value % MIB == 0:
         return f"{value >> 30} GiB" if value % _GIB == 0 else f"{value >> 20} MiB"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def router_flags_table() -> Iterator[str]:
-    """One line for each setting of `vitwire router`."""
-    hints = get_type_hints(RouterSettings, include_extras=True)
-    rows = [
-        _router_flag(field.name, field.default, hints[field.name].__metadata__[0]) for field in fields(RouterSettings)
-    ]
-    return _table(("flag", "default", "meaning"), rows)
-
-
-def _router_flag(name: str, default: object, flag: Flag) -> tuple[str, str, str]:
-    text = "none" if default == () else f"{default >> 20} MiB" if _is_mib(default) else _default("", default)
-    return f"`--{name.replace('_', '-')}`", text, flag.help
-
-
-def _is_mib(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= MIB and value % MIB == 0
 
 
 def metrics_table() -> Iterator[str]:
@@ -164,9 +144,9 @@ def _labels(collector: Any) -> str:  # noqa: ANN401 - prometheus_client's collec
 TABLES: Mapping[tuple[str, str], Callable[[], Iterator[str]]] = {
     ("docs/models.md", "models"): long_table,
     ("docs/models.md", "releases"): releases_table,
-    ("docs/configuration.md", "flags"): flags_table,
+    ("docs/configuration.md", "flags"): partial(flags_table, ServeSettings),
     ("docs/metrics.md", "metrics"): metrics_table,
-    ("docs/router.md", "flags"): router_flags_table,
+    ("docs/router.md", "flags"): partial(flags_table, RouterSettings),
     ("docs/router.md", "metrics"): router_metrics_table,
 }
 

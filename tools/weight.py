@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 ROOT = Path(__file__).resolve().parents[1]
-PRODUCT = ("client/vitwire", "client/vitwire_children", "gateway/vitwire_gateway", "server/vitwire_server")
+PRODUCT = (
+    "client/vitwire",
+    "client/vitwire_children",
+    "client/vitwire_cli",
+    "client/vitwire_flags",
+    "gateway/vitwire_gateway",
+    "server/vitwire_server",
+)
 STUBS = "v1"
 MOST_LINES, MOST_PARAMETERS, MOST_METHODS = 60, 6, 15
 CEILINGS = {

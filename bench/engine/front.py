@@ -13,7 +13,7 @@ from bench.engine.photos import MODEL, Photos, session
 
 from servers import ServerProcess, end, spawn
 
-_ROUTER = ("-c", "from vitwire.cli import main; main()", "router")
+_ROUTER = ("-c", "from vitwire_cli import main; main()", "router")
 _STOP_SECONDS = 20
 
 

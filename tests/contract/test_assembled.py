@@ -39,22 +39,27 @@ def test_samples_fit_their_budgets(model_type: str, checkpoints: Checkpoints) ->
             assert not [wrong for grid in grids for wrong in tower.geometry.wrong(grid, Modality.IMAGE)]
 
 
+def bounded(tokens: int) -> ServeSettings:
+    """With `--max-budget-tokens`."""
+    return ServeSettings(model="m", max_budget_tokens=tokens, given=frozenset({"max_budget_tokens"}))
+
+
 def test_a_bound_below_the_smallest_budget_is_reported(
     checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An image of Llama 3.2 Vision has 6404 tokens, which is more than the default of --max-budget-tokens."""
     tower = tower_of(str(checkpoints("mllama")))
-    assert len(ladder_of(ServeSettings(model="m", max_budget_tokens=68), tower)) == 1
+    assert len(ladder_of(bounded(68), tower)) == 1
     assert not caplog.messages
-    assert not ladder_of(ServeSettings(model="m", max_budget_tokens=67), tower).budgets
+    assert not ladder_of(bounded(67), tower).budgets
     assert "smallest budget of this model has 68 tokens, but --max-budget-tokens is 67" in caplog.text
 
 
 def test_the_default_bound_holds_an_image(checkpoints: Checkpoints) -> None:
     tower = tower_of(str(checkpoints("mllama")))
-    default = ServeSettings.model_construct({"model"}, model="m", max_budget_tokens=67)
+    default = ServeSettings(model="m", max_budget_tokens=67)
     assert len(ladder_of(default, tower)) == 1
-    assert bounds_of(ServeSettings(model="m", max_budget_tokens=67), tower).tokens == 67
+    assert bounds_of(bounded(67), tower).tokens == 67
 
 
 def test_what_does_not_fit_is_refused(checkpoints: Checkpoints) -> None:

@@ -185,12 +185,13 @@ def test_probes_ask_the_health_services(documents: list[Document]) -> None:
 
 def test_variables_are_settings(documents: list[Document], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every name is a field and every value is one that the server accepts, read as it reads them."""
-    from vitwire_server.config.resolving import resolve  # noqa: PLC0415  (only this test needs the server)
+    from vitwire_flags.options import options_of  # noqa: PLC0415  (only this test needs the server)
+    from vitwire_server.config.resolving import resolve  # noqa: PLC0415  (as above)
     from vitwire_server.config.settings import ServeSettings  # noqa: PLC0415  (as above)
 
     names = variables(documents)
     assert all(name.startswith("VITWIRE_") and name.isupper() for name in names)
-    assert {name.removeprefix("VITWIRE_").lower() for name in names} <= ServeSettings.model_fields.keys()
+    assert {name.removeprefix("VITWIRE_").lower() for name in names} <= options_of(ServeSettings).keys()
     for inherited in [name for name in os.environ if name.startswith("VITWIRE_")]:
         monkeypatch.delenv(inherited)
     for name, value in names.items():

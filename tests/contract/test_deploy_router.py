@@ -25,7 +25,7 @@ from manifests import (
     server,
     variables,
 )
-from vitwire.cli._app import app
+from vitwire_cli.app import app
 from vitwire_gateway.gateway_settings import RouterSettings
 
 PREFIX = "VITWIRE_ROUTER_"

@@ -236,7 +236,7 @@ def test_ctrl_c_does_not_lose_what_is_done(server: ServerProcess, window: list[P
     assert errors.splitlines() == [f"vitwire: {file}: not encoded: interrupted" for file in window[16:]]
 
 
-@pytest.mark.parametrize("imported", ["numpy", "grpc", "typer", "vitwire.cli._app"])
+@pytest.mark.parametrize("imported", ["numpy", "grpc", "typer", "vitwire_cli.app"])
 def test_ctrl_c_during_imports_leaves_no_traceback(imported: str) -> None:
     with started("info", flags=("-X", "importtime")) as process:
         assert process.stderr is not None

@@ -23,9 +23,9 @@ from checkpoints import Checkpoints
 from processes import listening
 from servers import ServerProcess, serving
 from vitwire import AsyncClient, Client, EncodeFailed, InvalidItem, Item, Unauthenticated, Unavailable
-from vitwire.cli._app import app
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
+from vitwire_cli.app import app
 
 COLUMNS = 3 * 2 * 14 * 14
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"

@@ -221,10 +221,10 @@ class TestExit:
     @pytest.mark.parametrize(
         ("words", "told"),
         [
-            (["serve"], "--model is required"),
-            (["serve", "--modle", "m"], "unknown flag --modle; did you mean --model?"),
+            (["serve"], "Missing option '--model'"),
+            (["serve", "--modle", "m"], "No such option: --modle (Possible options: --decode, --model)"),
             (["serve", "--model", "/nowhere"], "neither a directory nor a hub id"),
-            (["serve", "--model", "m", "--port", "x"], "--port: "),
+            (["serve", "--model", "m", "--port", "x"], "'--port' (env var: 'VITWIRE_PORT'): "),
             (["bogus"], "unknown command: bogus"),
             (["demo-checkpoint", "--model-type", "gpt2", "--out", "/nowhere/x"], "no demo checkpoint"),
         ],

@@ -4,6 +4,7 @@ import asyncio
 import ipaddress
 import logging
 import signal
+import sys
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
@@ -12,7 +13,6 @@ import uvicorn
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from vitwire import AsyncClient, VitwireError
-from vitwire.cli._connection import warn
 from vitwire.shared.garbage import exempt_loaded
 from vitwire_children.confine import be_private
 from vitwire_gateway.collector import collecting
@@ -87,7 +87,7 @@ async def _serve(settings: SglangSettings) -> None:
         if settings.port >= 0:
             addresses.append(f"http://{host}:{await _serve_http(adapter, workers, settings, stack, spans)}")
         await stack.enter_async_context(_registered(settings))
-        warn(f"listening on {', '.join(addresses)}")
+        print(f"vitwire: listening on {', '.join(addresses)}", file=sys.stderr, flush=True)
         try:
             model = await client.model()
             width = model.embedding_width  # so that a language server of another model is noticed

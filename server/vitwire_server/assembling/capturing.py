@@ -132,7 +132,7 @@ def bounds_of(settings: GraphSettings, tower: Tower) -> Bounds:
     """The bounds of a batch, with the default of `--max-budget-tokens` raised to the smallest budget of the tower."""
     bounds = Bounds(settings.max_budget_tokens, settings.max_items_per_batch, settings.max_frames_per_batch)
     least = tower.budget(1, max_items=1, max_frames=bounds.frames).tokens
-    if "max_budget_tokens" in settings.model_fields_set or least <= bounds.tokens:
+    if "max_budget_tokens" in settings.given or least <= bounds.tokens:
         return bounds
     _log.info("--max-budget-tokens is %d, one image of this model; more lets images share a forward", least)
     return replace(bounds, tokens=least)

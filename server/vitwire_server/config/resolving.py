@@ -1,72 +1,90 @@
-"""Settings from flags, environment variables and a TOML file; messages for wrong ones."""
+"""Settings from flags, environment variables and a TOML file; messages for wrong ones, and completion by shells."""
 
 import os
-from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated, Any
 
-from pydantic import ValidationError
-from pydantic_settings import CliApp, SettingsError
+import typer
+from typer.core import TyperOption
+from typer.exceptions import TyperException
 
-from vitwire_server.config.command_line import source_of
+from vitwire_flags.options import options_of, with_options
+from vitwire_flags.variables import ignored_variables, unknown_variables
 from vitwire_server.config.host import memory_limit
 from vitwire_server.config.settings import ServeSettings, UsageError
-from vitwire_server.config.sources import PREFIX, ignored_settings, unknown_variables
 
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
-
-FORMS = {
-    "lora": "NAME=DIR, with a name of up to 64 letters, digits, dots and hyphens",
-    "device": "auto, cpu, cuda or cuda:N",
-    "devices": "none, or devices such as cuda:0,cuda:1",
-    "otlp_endpoint": "host:port, http://host:port or https://host:port",
-}
-"""Values of fields with a pattern."""
-_EXPECTED = {
-    "bool_parsing": "on or off",
-    "bool_type": "true or false",
-    "finite_number": "a finite number",
-    "float_parsing": "a number",
-    "float_type": "a number",
-    "greater_than": "more than {gt:g}",
-    "greater_than_equal": "at least {ge}",
-    "int_from_float": "a whole number",
-    "int_parsing": "a whole number",
-    "int_parsing_size": "a smaller number",
-    "int_type": "a whole number",
-    "less_than_equal": "at most {le}",
-    "literal_error": "{expected}",
-    "path_type": "a path",
-    "string_type": "a string",
-}
-"""Allowed values, by pydantic's name of the error."""
+_PROGRAM = "vitwire-server"
+_COMMANDS = ("serve", "download", "demo-checkpoint", "budgets", "completion")
+_HEADINGS = {name: each.__doc__ for each in ServeSettings.__bases__ for name in each.__annotations__}
 
 
 def resolve(arguments: Sequence[str]) -> ServeSettings:
     """Settings from flags, environment and TOML. Raises UsageError; `--help` exits."""
-    flags, config = _config(list(arguments))
-    _refuse_negations()
     try:
-        source = type("ServeSettings", (ServeSettings,), {"toml": config}) if config else ServeSettings
-        settings: ServeSettings = CliApp.run(source, cli_args=flags, cli_settings_source=source_of(source))
-    except ValidationError as error:
-        raise UsageError("; ".join(_message(each, config) for each in error.errors())) from error
-    except (SettingsError, ValueError, RecursionError) as error:
-        raise UsageError(f"{config or 'settings'}: {error}") from error
-    if settings.strict_config and (unknown := unknown_variables(ServeSettings.model_fields)):
+        settings = _command(_given).main(list(arguments), _PROGRAM, standalone_mode=False)
+        if not isinstance(settings, ServeSettings):  # the exit code of --help and the like
+            sys.exit(settings)
+        unknown = unknown_variables(settings.prefix, options_of(ServeSettings))
+    except TyperException as error:
+        raise UsageError(_message(error)) from error
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if unknown and settings.strict_config:
         raise UsageError("; ".join(unknown))
     return settings
 
 
+def complete(words: Sequence[str]) -> int:
+    """Print a script by which a shell completes commands and the flags of `serve`, or answer that script."""
+    os.environ.setdefault("_VITWIRE_SERVER_COMPLETE", f"source_{words[0] if words else 'bash'}")
+    _command(_completed).main([], _PROGRAM)
+    return 0
+
+
 def warnings(settings: ServeSettings) -> list[str]:
     """Warnings about variables without effect, and about limits above the container's memory."""
-    fields = ServeSettings.model_fields
-    unknown = [f"ignored: {each}" for each in unknown_variables(fields)]
+    ignored = ignored_variables(settings.prefix, options_of(ServeSettings))
     limit = memory_limit()
-    return [*ignored_settings(fields), *unknown, *(_memory(settings, limit) if limit else ())]
+    return ignored + list(_memory(settings, limit) if limit else ())
+
+
+def log_format(arguments: Sequence[str]) -> str:
+    """The log format that arguments ask for even if they are invalid, to report that; TOML is not read."""
+    named = [value for flag, value in pairwise(arguments) if flag == "--log-format"]
+    joined = [word.partition("=")[2] for word in arguments if word.startswith("--log-format=")]
+    return (*named, *joined, os.environ.get(f"{ServeSettings.prefix}LOG_FORMAT", "text"))[0]
+
+
+def _given(ctx: typer.Context, settings: ServeSettings) -> ServeSettings:
+    sources = {name: ctx.get_parameter_source(name) for name in options_of(ServeSettings)}
+    return replace(settings, given=frozenset(name for name, it in sources.items() if it and it.name != "DEFAULT"))
+
+
+def _completed(
+    command: Annotated[str, typer.Argument(autocompletion=lambda: _COMMANDS)] = "serve", *, settings: ServeSettings
+) -> None:
+    """Only for completion: the flags of `serve`, which needs no name, beside the names of commands."""
+
+
+def _command(function: Callable[..., Any]) -> Any:  # noqa: ANN401  # typer has no public name for commands
+    app = typer.Typer()
+    names = {"help_option_names": ["-h", "--help"]}
+    app.command(help=ServeSettings.__doc__, context_settings=names)(with_options(function))
+    command = typer.main.get_command(app)
+    for each in command.params:
+        if isinstance(each, TyperOption):
+            each.rich_help_panel = _HEADINGS.get(each.name)
+    return command
+
+
+def _message(error: TyperException) -> str:
+    """One line about a wrong setting, which names the TOML file if it is from there."""
+    ctx, param = getattr(error, "ctx", None), getattr(error, "param", None)
+    source = ctx.get_parameter_source(param.name) if ctx and param else None
+    return error.format_message() + (f" ({ctx.params['config']})" if source and source.name == "DEFAULT_MAP" else "")
 
 
 def _memory(settings: ServeSettings, limit: int) -> Iterator[str]:
@@ -88,62 +106,3 @@ def _memory(settings: ServeSettings, limit: int) -> Iterator[str]:
 
 def _size(value: int) -> str:
     return f"{value / (1 << 30):.1f} GiB" if value >= 1 << 30 else f"{value / (1 << 20):.1f} MiB"
-
-
-def log_format(arguments: Sequence[str]) -> str:
-    """The log format that arguments ask for even if they are invalid, to report that; TOML is not read."""
-    named = [value for flag, value in pairwise(arguments) if flag == "--log-format"]
-    joined = [word.partition("=")[2] for word in arguments if word.startswith("--log-format=")]
-    return (*named, *joined, os.environ.get(f"{PREFIX}LOG_FORMAT", "text"))[0]
-
-
-def _config(arguments: list[str]) -> tuple[list[str], Path | None]:
-    """Flags without `--config FILE`, and the file. Raises UsageError."""
-    named = os.environ.get(f"{PREFIX}CONFIG")
-    rest: list[str] = []
-    flags = iter(arguments)
-    for flag in flags:
-        if flag == "--config" or flag.startswith("--config="):
-            named = flag.partition("=")[2] or next(flags, "")
-        else:
-            rest.append(flag)
-    if not named:
-        return rest, None
-    if not Path(named).is_file():
-        raise UsageError(f"--config {named}: {'not a regular file' if Path(named).exists() else 'no such file'}")
-    return rest, Path(named)
-
-
-def _refuse_negations() -> None:
-    """Raises UsageError for variables such as VITWIRE_NO_METRICS: only flags have a negative form."""
-    for variable, value in os.environ.items():
-        name = variable.upper().removeprefix(f"{PREFIX}NO_")
-        field = ServeSettings.model_fields.get(name.lower())
-        if value and name != variable.upper() and field and field.annotation is bool:
-            raise UsageError(f"{variable}: unknown variable; set {PREFIX}{name}=off instead")
-
-
-def _message(error: "ErrorDetails", config: Path | None) -> str:
-    """One line about a wrong setting; `config` is the TOML file."""
-    if error["type"] == "extra_forbidden":  # only TOML: argparse checks flags, unknown variables are warnings
-        return _unknown_key(str(error["loc"][0]), config)
-    name = "-".join(map(str, error["loc"]))
-    if not name:
-        return error["msg"].removeprefix("Value error, ")
-    flag = f"--{name.replace('_', '-')}"
-    if error["type"] == "missing":
-        return f"{flag} is required: {ServeSettings.model_fields[name].description}"
-    problem = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "string_pattern_mismatch":
-        problem = f"expected {FORMS[name]}"
-    elif expected := _EXPECTED.get(error["type"]):
-        problem = "expected " + expected.format(**error.get("ctx", {})).replace("'", "")
-    return f"{flag}: {problem} (got {error['input']!r})"
-
-
-def _unknown_key(key: str, config: Path | None) -> str:
-    name, fields = key.replace("-", "_"), ServeSettings.model_fields
-    if name != key and name in fields:
-        return f"{config}: unknown key {key}; keys have underscores: {name}"
-    close = get_close_matches(name, fields, n=1, cutoff=0.7)
-    return f"{config}: unknown key {key}" + (f"; did you mean {close[0]}?" if close else "")

@@ -1,10 +1,11 @@
 """Settings of `vitwire-server serve`: what contradicts each other among the flags, and what follows from them."""
 
-from typing import Self
+import re
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
 
-from pydantic import model_validator
-
-from vitwire_server.config.model_flags import DeviceSettings, GraphSettings, ModelSettings
+from vitwire_server.config.model_flags import ConfigurationSettings, DeviceSettings, GraphSettings, ModelSettings
 from vitwire_server.config.service_flags import (
     AccessSettings,
     AddressSettings,
@@ -18,13 +19,26 @@ from vitwire_server.config.service_flags import (
 
 _LAST_PORT = 65535
 _EVERY_ADDRESS = {"0.0.0.0", "::"}  # noqa: S104 - compared with, not listened on
+_FORMS = {
+    "lora": (r"[\w.-]{1,64}=.+", "NAME=DIR, with a name of up to 64 letters, digits, dots and hyphens"),
+    "device": (r"auto|cpu|cuda(:\d{1,3})?", "auto, cpu, cuda or cuda:N"),
+    "devices": (
+        r"none|(cpu|cuda(:\d{1,3})?)(,(cpu|cuda(:\d{1,3})?))*",
+        "none, or devices such as cuda:0,cuda:1",
+    ),
+    "otlp_endpoint": (r"(https?://)?[^/\s]+/?", "host:port, http://host:port or https://host:port"),
+}
+"""Patterns of settings, and what they allow in words."""
+_PROCESSES = {"rpc_processes": (1, 64), "decode_processes": (0, 256)}
+"""Least and most processes per device; more than the least need Linux."""
 
 
 class UsageError(Exception):
     """A flag, a variable or the TOML file is wrong; the message names it."""
 
 
-class ServeSettings(  # pydantic takes the fields of the last class first
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings(  # dataclasses take the fields of the last class first
     DebugSettings,
     DeliverySettings,
     AccessSettings,
@@ -36,6 +50,7 @@ class ServeSettings(  # pydantic takes the fields of the last class first
     DeviceSettings,
     AddressSettings,
     ModelSettings,
+    ConfigurationSettings,
 ):
     """Serve a model's vision tower over gRPC.
 
@@ -43,8 +58,40 @@ class ServeSettings(  # pydantic takes the fields of the last class first
     and a same-named key in the TOML file that --config FILE reads. Flag beats variable beats file.
     """
 
-    @model_validator(mode="after")
-    def _devices_fit(self) -> Self:
+    prefix: ClassVar[str] = "VITWIRE_"
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for settings that are wrong or contradict each other."""
+        self._check_words()
+        self._check_tls()
+        self._check_budgets()
+        self._check_devices()
+        self._check_ports()
+
+    def _check_words(self) -> None:
+        for name, (pattern, expected) in _FORMS.items():
+            value = getattr(self, name)
+            if value is not None and not re.fullmatch(pattern, value):
+                raise ValueError(f"{_flag(name)}: expected {expected} (got {value!r})")
+        for name, (least, most) in _PROCESSES.items():
+            value = getattr(self, name)
+            if value != "auto" and not (re.fullmatch(r"\d{1,4}", value, re.ASCII) and least <= int(value) <= most):
+                raise ValueError(f"{_flag(name)}: expected auto or a number from {least} to {most} (got {value!r})")
+            if value not in {"auto", str(least)} and sys.platform != "linux":
+                raise ValueError(f"{_flag(name)}: more than {least} needs Linux")
+
+    def _check_tls(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key must be set together")
+        if self.tls_client_ca and not self.tls_cert:
+            raise ValueError("--tls-client-ca needs --tls-cert and --tls-key")
+
+    def _check_budgets(self) -> None:
+        sizes = self.budget_sizes
+        if sizes and max(sizes) > self.max_budget_tokens:
+            raise ValueError(f"--budgets: {max(sizes)} is more than --max-budget-tokens {self.max_budget_tokens}")
+
+    def _check_devices(self) -> None:
         if self.device_list and self.device != "auto":
             raise ValueError(f"--device {self.device} and --devices {self.devices} cannot be used together")
         last = max(self.port, self.metrics_port) + len(self.device_list) - 1
@@ -52,19 +99,16 @@ class ServeSettings(  # pydantic takes the fields of the last class first
             raise ValueError(
                 f"--devices: {len(self.device_list)} consecutive ports would end at {last}, above {_LAST_PORT}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _ports_differ(self) -> Self:
+    def _check_ports(self) -> None:
         ranges = self.port_ranges
         hosts = {self.host.strip("[]"), self.metrics_host.strip("[]")}
         if len(ranges) < 2 or (len(hosts) == 2 and not hosts & _EVERY_ADDRESS):
-            return self
+            return
         grpc, pages = ranges["--port"], ranges["--metrics-port"]
         if both := set(grpc) & set(pages):
             needed = f"{_span(grpc)} for gRPC and {_span(pages)} for metrics"
             raise ValueError(f"--port and --metrics-port: port {min(both)} is needed twice ({needed})")
-        return self
 
     @property
     def port_ranges(self) -> dict[str, range]:
@@ -72,6 +116,10 @@ class ServeSettings(  # pydantic takes the fields of the last class first
         count = max(1, len(self.device_list))
         first = {"--port": self.port, "--metrics-port": self.metrics_port if self.metrics else 0}
         return {flag: range(port, port + count) for flag, port in first.items() if port}
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _span(ports: range) -> str:

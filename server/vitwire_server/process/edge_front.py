@@ -6,7 +6,7 @@ import pickle
 import socket
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.core.footprints import Footprints
@@ -85,7 +85,7 @@ class _SupervisedEdge:
         self._link = link
         settings = front.settings
         if self.index:  # one process serves the socket: the kernel does not spread the connections of a path
-            settings = settings.model_copy(update={"unix_socket": None})
+            settings = replace(settings, unix_socket=None)
         link.send(messages.Configure(pickle.dumps(settings), front.port, front.count))
         link.send(front.state())
         self.serve()

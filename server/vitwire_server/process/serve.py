@@ -67,7 +67,7 @@ async def serve(settings: ServeSettings) -> int:
         raise UsageError(f"--nixl: {MISSING}")
     if settings.device in ("auto", "cuda"):
         on_cuda = settings.device == "cuda" or torch.cuda.is_available()
-        settings = settings.model_copy(update={"device": "cuda:0" if on_cuda else "cpu"})
+        settings = replace(settings, device="cuda:0" if on_cuda else "cpu")
     health = Health()
     metrics = Metrics(health)
     metrics.admission.limits(settings.max_queued_items, settings.max_queued_bytes)

@@ -22,16 +22,16 @@ from typer.testing import CliRunner, Result
 
 from fake_service import Fake, Running, abort, model_message, running, serving
 from vitwire import Model
-from vitwire.cli._app import app
-from vitwire.cli._bench import load
-from vitwire.cli._bench.capacity import Finding, Verdict
-from vitwire.cli._bench.load import Sample
-from vitwire.cli._bench.options import Options
-from vitwire.cli._bench.report import list_table, rows
-from vitwire.cli._bench.results import Run
-from vitwire.cli._bench.workload import Size, Trace, of_trace
 from vitwire.model import TileShapes
 from vitwire.v1 import encoder_pb2 as pb
+from vitwire_cli.app import app
+from vitwire_cli.bench import load
+from vitwire_cli.bench.capacity import Finding, Verdict
+from vitwire_cli.bench.load import Sample
+from vitwire_cli.bench.options import Options
+from vitwire_cli.bench.report import list_table, rows
+from vitwire_cli.bench.results import Run
+from vitwire_cli.bench.workload import Size, Trace, of_trace
 
 __all__ = ["running"]  # the fixture
 
@@ -293,7 +293,7 @@ def test_a_service_that_refuses_all_is_an_error() -> None:
 PROGRAM = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-from vitwire.cli import main
+from vitwire_cli import main
 main()
 """
 

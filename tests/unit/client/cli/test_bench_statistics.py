@@ -9,11 +9,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from vitwire.cli._bench import capacity, options, scrape
-from vitwire.cli._bench.capacity import Search
-from vitwire.cli._bench.load import NOT_SENT, Sample
-from vitwire.cli._bench.results import Run
-from vitwire.cli._bench.workload import ImageSize, Trace, draws
+from vitwire_cli.bench import capacity, options, scrape
+from vitwire_cli.bench.capacity import Search
+from vitwire_cli.bench.load import NOT_SENT, Sample
+from vitwire_cli.bench.results import Run
+from vitwire_cli.bench.workload import ImageSize, Trace, draws
 
 rates = st.floats(0.01, 1e5)
 

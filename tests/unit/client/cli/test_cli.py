@@ -20,11 +20,11 @@ from typer.testing import CliRunner, Result
 
 from fake_service import Fake, Running, abort, running, serving
 from vitwire import Client, Model
-from vitwire.cli._app import app
-from vitwire.cli._files import unique_names
-from vitwire.cli._info import _lines, _sections
 from vitwire.model import Limits, TileShapes
 from vitwire.v1 import encoder_pb2 as pb
+from vitwire_cli.app import app
+from vitwire_cli.files import unique_names
+from vitwire_cli.info import _lines, _sections
 
 __all__ = ["running"]  # the fixture
 
@@ -353,7 +353,7 @@ def process(code: str, *arguments: str, **environment: str) -> subprocess.Comple
 MAIN = "from vitwire_cli import main; main()"
 NO_MEMORY = """
 import numpy as np
-from vitwire.cli._bench import workload
+from vitwire_cli.bench import workload
 workload._random = lambda *_: np.empty(1 << 62, "u1")
 """
 

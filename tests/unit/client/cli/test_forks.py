@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vitwire._transport import channel as grpc_channel
-from vitwire.cli._app import app
+from vitwire_cli.app import app
 from zygote import at_import
 
 

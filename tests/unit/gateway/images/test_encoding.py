@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from fake_service import Fake, Running, abort, model_message, serving
 from vitwire import AsyncClient, InvalidItem, Model, Unauthenticated
-from vitwire.cli._app import app
 from vitwire.v1 import encoder_pb2 as pb
+from vitwire_cli.app import app
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.fairness import Caller
 from vitwire_gateway.gateway_settings import GatewaySettings, RouterSettings, SglangSettings

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from vitwire.cli._app import app
+from vitwire_cli.app import app
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.router.conventions import error_of
@@ -169,7 +169,7 @@ def test_wrong_flags_end_it_with_a_line(flags: list[str], reason: str) -> None:
     ("missing", "flags", "extra"), [("starlette", [], "router"), ("opentelemetry", ["--otlp-endpoint=x:1"], "otlp")]
 )
 def test_the_extra_is_named(missing: str, flags: list[str], extra: str) -> None:
-    main = f"import sys; sys.modules['{missing}'] = None; from vitwire.cli import main; main()"
+    main = f"import sys; sys.modules['{missing}'] = None; from vitwire_cli import main; main()"
     done = subprocess.run([sys.executable, "-c", main, "router", *flags], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (
         1,
@@ -204,5 +204,8 @@ def test_a_taken_port_and_a_misspelt_variable_are_named(monkeypatch: pytest.Monk
         done = CliRunner().invoke(app, ["router", f"--port={port}"])
     assert done.exit_code == 1
     ignored, *_, last = done.stderr.splitlines()
-    assert ignored == "vitwire: ignored: VITWIRE_ROUTER_MAX_IMAGE is not a setting of the router"
+    assert (
+        ignored
+        == "vitwire: ignored: VITWIRE_ROUTER_MAX_IMAGE is not a setting; did you mean VITWIRE_ROUTER_MAX_IMAGES?"
+    )
     assert last.startswith(f"vitwire: --host 127.0.0.1 --port {port}: cannot listen: Address already in use")

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from vitwire.cli._bench import scrape
-from vitwire.cli._bench.load import NOT_SENT, Load, Sample
+from vitwire_cli.bench import scrape
+from vitwire_cli.bench.load import NOT_SENT, Load, Sample
 
 Array = npt.NDArray[np.float64]
 

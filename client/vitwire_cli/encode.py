@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from vitwire import Client, DType, Item, Model, Priority, VitwireError
-from vitwire.cli._connection import INTERRUPTED, Json, PatientConnection, warn, with_options
-from vitwire.cli._files import Encoded, Failed, check_decodes, check_out, found, printable, read, unique_names, write
+from vitwire_cli.connection import INTERRUPTED, Json, PatientConnection, warn
+from vitwire_cli.files import Encoded, Failed, check_decodes, check_out, found, printable, read, unique_names, write
+from vitwire_flags.options import flag, with_options
 
 _WINDOW = 16
 """Files read and sent together; bounds the memory used for them."""
@@ -23,10 +24,8 @@ _WINDOW = 16
 
 @dataclass(frozen=True, slots=True)
 class _Connection(PatientConnection):
-    output_type: Annotated[
-        DType | None, typer.Option(help="Type of the embeddings on the network; default: the server's dtype.")
-    ] = None
-    priority: Annotated[Priority, typer.Option(help="batch: wait behind interactive requests.")] = "interactive"
+    output_type: DType | None = flag(None, "Type of the embeddings on the network; default: the server's dtype.")
+    priority: Priority = flag("interactive", "batch: wait behind interactive requests.")
 
 
 _CONNECTION = _Connection(timeout=120.0)

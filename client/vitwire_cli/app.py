@@ -11,12 +11,12 @@ from typing import Annotated
 import typer
 
 import vitwire
-from vitwire.cli._bench.command import bench
-from vitwire.cli._connection import INTERRUPTED, warn
-from vitwire.cli._encode import encode
-from vitwire.cli._info import health, info
 from vitwire.shared import allocator
-from vitwire_gateway.commands import router, sglang_encoder
+from vitwire_cli.bench.command import bench
+from vitwire_cli.connection import INTERRUPTED, warn
+from vitwire_cli.encode import encode
+from vitwire_cli.gateway import router, sglang_encoder
+from vitwire_cli.info import health, info
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(encode)

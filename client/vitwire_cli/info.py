@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from vitwire import Budget, Model
-from vitwire.cli._connection import Connection, Json, PatientConnection, with_options
+from vitwire_cli.connection import Connection, Json, PatientConnection
+from vitwire_flags.options import with_options
 
 _CONNECTION, _PATIENT = Connection(), PatientConnection()
 _SECTIONS = {

@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from vitwire.cli._bench.load import Pace
-from vitwire.cli._bench.options import Options
-from vitwire.cli._bench.results import Run, percentiles
+from vitwire_cli.bench.load import Pace
+from vitwire_cli.bench.options import Options
+from vitwire_cli.bench.results import Run, percentiles
 
 GROWTH = 2.0
 """Factor from one rate to the next, until one holds and one does not."""

@@ -9,10 +9,10 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
-from vitwire.cli._bench.capacity import Finding, Verdict
-from vitwire.cli._bench.results import Run
-from vitwire.cli._bench.workload import Shape
 from vitwire.shared.extras import remedy
+from vitwire_cli.bench.capacity import Finding, Verdict
+from vitwire_cli.bench.results import Run
+from vitwire_cli.bench.workload import Shape
 
 _BLUE, _RED, _GREY = "#1a5fb4", "#b3261e", "#888888"
 

@@ -8,13 +8,14 @@ import typer
 from rich.console import Console
 
 from vitwire import Client, Model
-from vitwire.cli._bench import report, scrape
-from vitwire.cli._bench.capacity import Finding, Verdict, find_capacity
-from vitwire.cli._bench.load import Load, Pace
-from vitwire.cli._bench.options import CLOSED_CONCURRENCY, Options
-from vitwire.cli._bench.results import Run, run
-from vitwire.cli._bench.workload import Shape, Workload, of_sizes, of_trace, random_item
-from vitwire.cli._connection import INTERRUPTED, PatientConnection, fail, reported, warn, with_options
+from vitwire_cli.bench import report, scrape
+from vitwire_cli.bench.capacity import Finding, Verdict, find_capacity
+from vitwire_cli.bench.load import Load, Pace
+from vitwire_cli.bench.options import CLOSED_CONCURRENCY, Options
+from vitwire_cli.bench.results import Run, run
+from vitwire_cli.bench.workload import Shape, Workload, of_sizes, of_trace, random_item
+from vitwire_cli.connection import INTERRUPTED, PatientConnection, fail, reported, warn
+from vitwire_flags.options import with_options
 
 _OPTIONS = Options()
 _CONNECTION = PatientConnection(timeout=60.0, max_retries=0)
@@ -29,7 +30,7 @@ def bench(*, options: Options = _OPTIONS, connection: PatientConnection = _CONNE
     shows the results so far and exits with 130.
     """
     with reported():
-        pages = [scrape.page_url(text) for text in options.metrics or ()]
+        pages = [scrape.page_url(text) for text in options.metrics]
         sizes, pace = options.sizes, options.pace()
     with replace(connection, connections=options.connections).client() as client:
         if options.plot:

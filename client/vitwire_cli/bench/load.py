@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from vitwire import Client, Embedding, Item, Model, VitwireError
-from vitwire.cli._bench.workload import Shape, Workload
 from vitwire.items import pixel_bytes
+from vitwire_cli.bench.workload import Shape, Workload
 
 NOT_SENT = "NOT_SENT"
 """Error of a request that was due, but for which no thread was free until after the end."""

@@ -1,13 +1,11 @@
 """Options that all commands share, the client made from them, and how errors become a line and an exit code."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import wraps
-from inspect import Parameter, signature
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_type_hints
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -16,24 +14,10 @@ from vitwire._transport.attempts import MAX_RETRIES
 from vitwire._transport.channel import PORT
 from vitwire._transport.connections import CONNECTIONS
 from vitwire.shared.named_files import tls_of
+from vitwire_flags.options import flag
 
-Target = Annotated[
-    str,
-    typer.Option(
-        envvar="VITWIRE_TARGET",
-        help=f"Address of the service: host:port, dns:///name:port or unix:path; without a port, {PORT}.",
-    ),
-]
-Token = Annotated[str | None, typer.Option(envvar="VITWIRE_TOKEN", help="Bearer token.")]
-Tls = Annotated[bool, typer.Option("--tls", help="Use TLS, with the system's root certificates unless --ca is set.")]
-Ca = Annotated[Path | None, typer.Option(help="Root certificates, PEM; implies --tls.")]
-Cert = Annotated[Path | None, typer.Option(help="Client certificate, PEM, for mutual TLS.")]
-Key = Annotated[Path | None, typer.Option(help="Private key of the client certificate, PEM.")]
-Timeout = Annotated[float, typer.Option(min=0.001, help="Timeout of each request, in seconds.")]
-Wait = Annotated[bool, typer.Option("--wait", help="Wait up to 10 minutes for the server to start and load its model.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")]
 
-DEFAULT_TARGET = f"127.0.0.1:{PORT}"
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells: 128 + SIGINT."""
 _WAIT_SECONDS = 600.0
@@ -44,13 +28,17 @@ _NOTICE_SECONDS = 1.0
 class Connection:
     """The connection to the service: options of every command, and settings of the commands that have them."""
 
-    target: Target = DEFAULT_TARGET
-    token: Token = field(default=None, repr=False)
-    tls: Tls = False
-    ca: Ca = None
-    cert: Cert = None
-    key: Key = None
-    timeout: Timeout = 10.0
+    target: str = flag(
+        f"127.0.0.1:{PORT}",
+        f"Address of the service: host:port, dns:///name:port or unix:path; without a port, {PORT}.",
+        envvar="VITWIRE_TARGET",
+    )
+    token: str | None = flag(None, "Bearer token.", envvar="VITWIRE_TOKEN", hide_input=True)
+    tls: bool = flag(False, "Use TLS, with the system's root certificates unless --ca is set.", param_decls=["--tls"])
+    ca: Path | None = flag(None, "Root certificates, PEM; implies --tls.")
+    cert: Path | None = flag(None, "Client certificate, PEM, for mutual TLS.")
+    key: Path | None = flag(None, "Private key of the client certificate, PEM.")
+    timeout: float = flag(10.0, "Timeout of each request, in seconds.", 0.001)
     wait: bool = False
     max_retries: int = MAX_RETRIES
     connections: int = CONNECTIONS
@@ -85,36 +73,9 @@ class Connection:
 class PatientConnection(Connection):
     """With the option to wait for the server."""
 
-    wait: Wait = False
-
-
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as typer reads it: in place of each parameter whose default is a dataclass, its fields.
-
-    Fields that are `Annotated` become options, with the values of that default; the others keep these values.
-    """
-    groups: dict[str, tuple[Any, list[str]]] = {}
-    parameters: list[Parameter] = []
-    for each in signature(command).parameters.values():
-        if not is_dataclass(each.default):
-            parameters.append(each)
-            continue
-        hints = get_type_hints(type(each.default), include_extras=True)
-        names = [own.name for own in fields(each.default) if hasattr(hints[own.name], "__metadata__")]
-        groups[each.name] = each.default, names
-        for name in names:
-            default = getattr(each.default, name)
-            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[name]))
-
-    @wraps(command)
-    def flat(**values: Any) -> None:  # noqa: ANN401  # one for each parameter
-        for group, (default, names) in groups.items():
-            values[group] = replace(default, **{name: values.pop(name) for name in names})
-        command(**values)
-
-    flat.__signature__ = signature(command).replace(parameters=parameters)  # type: ignore[attr-defined]
-    flat.__annotations__ = {each.name: each.annotation for each in parameters}
-    return flat
+    wait: bool = flag(
+        False, "Wait up to 10 minutes for the server to start and load its model.", param_decls=["--wait"]
+    )
 
 
 @contextmanager
@@ -126,6 +87,8 @@ def reported() -> Iterator[None]:
         fail(f"out of memory: {error}")
     except Unauthenticated as error:
         fail(f"{error}: set --token or VITWIRE_TOKEN")
+    except ModuleNotFoundError:  # `vitwire_cli.main` says how to install it
+        raise
     except (VitwireError, OSError, ValueError, ImportError) as error:
         fail(str(error) or type(error).__name__)
 

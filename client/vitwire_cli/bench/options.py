@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import typer
 
 from vitwire._transport.connections import CONNECTIONS
-from vitwire.cli._bench.load import Pace
-from vitwire.cli._bench.workload import Form, ImageSize, Trace
+from vitwire_cli.bench.load import Pace
+from vitwire_cli.bench.workload import Form, ImageSize, Trace
+from vitwire_flags.options import flag
 
 Arrivals = Literal["poisson", "uniform", "trace"]
 
@@ -27,80 +28,52 @@ OPEN_CONCURRENCY = 256
 class Options:
     """All options but those of the connection. Raises BadParameter, naming the option."""
 
-    size: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Size of the random images, WIDTHxHEIGHT. Repeat the option to alternate between sizes, or add "
-            "weights to draw them at random: --size 448x448:3 --size 1024x1024:1."
-        ),
-    ] = None
-    items: Annotated[int, typer.Option(min=1, help="Images or clips per request.")] = 1
-    frames: Annotated[int, typer.Option(min=0, help="Send clips with this many frames instead of images.")] = 0
-    form: Annotated[
-        Form,
-        typer.Option(
-            "--as",
-            help="What is sent for a --size: pixels as the model's processor returns them for it, the picture (RGB), "
-            "which the server prepares, or a JPEG file of it (needs Pillow).",
-        ),
-    ] = "pixels"
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="Send the sizes of this trace, which vitwire-server serve --record-trace wrote, at its times; "
-            "with --rate these are stretched to that mean rate."
-        ),
-    ] = None
-    concurrency: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=MAX_CONCURRENCY,
-            help=f"Most requests in flight. Default: {CLOSED_CONCURRENCY}, or {OPEN_CONCURRENCY} with arrivals at a "
-            "rate.",
-        ),
-    ] = None
-    connections: Annotated[
-        int, typer.Option(min=1, help="Maximum connections; a server with several RPC processes needs several.")
-    ] = CONNECTIONS
-    rate: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001, help="Requests per second, whether earlier ones were answered or not; else back to back."
-        ),
-    ] = None
-    arrivals: Annotated[
-        Arrivals | None,
-        typer.Option(
-            help="Times of requests with --rate or --trace. Default: trace with a trace that has times, else poisson."
-        ),
-    ] = None
-    seconds: Annotated[
-        float, typer.Option(min=0.1, help="Duration in seconds; with --find-capacity, the least for each trial.")
-    ] = 10.0
-    requests: Annotated[int | None, typer.Option(min=1, help="Stop after this many requests.")] = None
-    metrics: Annotated[
-        list[str] | None,
-        typer.Option(help="Metrics page of the server, http://HOST:PORT/metrics; repeat the option for each replica."),
-    ] = None
-    p99_ms: Annotated[
-        float, typer.Option("--p99-ms", min=0.1, help="Latency that 99 % of requests must keep, for --find-capacity.")
-    ] = 500.0
-    for_rate: Annotated[
-        float | None, typer.Option(min=0.001, help="With --find-capacity: print the replicas for this many requests/s.")
-    ] = None
-    headroom: Annotated[
-        float, typer.Option(min=0.0, max=0.95, help="Share of the capacity that --for-rate leaves unused.")
-    ] = 0.3
-    plot: Annotated[
-        Path | None, typer.Option(help="Write a plot of the latencies to this file; PNG, SVG, … by suffix.")
-    ] = None
-    search: Annotated[
-        bool, typer.Option("--find-capacity", help="Search the highest rate at which 99 % of requests keep --p99-ms.")
-    ] = False
-    repeat: Annotated[bool, typer.Option("--repeat", help="Send the same pixels each time, to measure the cache.")] = (
-        False
+    size: tuple[str, ...] = flag(
+        (),
+        "Size of the random images, WIDTHxHEIGHT. Repeat the option to alternate between sizes, or add "
+        "weights to draw them at random: --size 448x448:3 --size 1024x1024:1.",
     )
+    items: int = flag(1, "Images or clips per request.", 1)
+    frames: int = flag(0, "Send clips with this many frames instead of images.", 0)
+    form: Form = flag(
+        "pixels",
+        "What is sent for a --size: pixels as the model's processor returns them for it, the picture (RGB), "
+        "which the server prepares, or a JPEG file of it (needs Pillow).",
+        param_decls=["--as"],
+    )
+    trace: Path | None = flag(
+        None,
+        "Send the sizes of this trace, which vitwire-server serve --record-trace wrote, at its times; "
+        "with --rate these are stretched to that mean rate.",
+    )
+    concurrency: int | None = flag(
+        None,
+        f"Most requests in flight. Default: {CLOSED_CONCURRENCY}, or {OPEN_CONCURRENCY} with arrivals at a rate.",
+        1,
+        MAX_CONCURRENCY,
+    )
+    connections: int = flag(CONNECTIONS, "Maximum connections; a server with several RPC processes needs several.", 1)
+    rate: float | None = flag(
+        None, "Requests per second, whether earlier ones were answered or not; else back to back.", 0.001
+    )
+    arrivals: Arrivals | None = flag(
+        None, "Times of requests with --rate or --trace. Default: trace with a trace that has times, else poisson."
+    )
+    seconds: float = flag(10.0, "Duration in seconds; with --find-capacity, the least for each trial.", 0.1)
+    requests: int | None = flag(None, "Stop after this many requests.", 1)
+    metrics: tuple[str, ...] = flag(
+        (), "Metrics page of the server, http://HOST:PORT/metrics; repeat the option for each replica."
+    )
+    p99_ms: float = flag(
+        500.0, "Latency that 99 % of requests must keep, for --find-capacity.", 0.1, param_decls=["--p99-ms"]
+    )
+    for_rate: float | None = flag(None, "With --find-capacity: print the replicas for this many requests/s.", 0.001)
+    headroom: float = flag(0.3, "Share of the capacity that --for-rate leaves unused.", 0.0, 0.95)
+    plot: Path | None = flag(None, "Write a plot of the latencies to this file; PNG, SVG, … by suffix.")
+    search: bool = flag(
+        False, "Search the highest rate at which 99 % of requests keep --p99-ms.", param_decls=["--find-capacity"]
+    )
+    repeat: bool = flag(False, "Send the same pixels each time, to measure the cache.", param_decls=["--repeat"])
 
     def __post_init__(self) -> None:
         checks = {
@@ -121,7 +94,7 @@ class Options:
     def sizes(self) -> tuple[ImageSize, ...]:
         """The sizes of random images. Raises BadParameter."""
         try:
-            return tuple(map(ImageSize.parse, self.size or ["448x448"]))
+            return tuple(map(ImageSize.parse, self.size or ("448x448",)))
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--size") from error
 
