@@ -14,10 +14,10 @@ from typing import Any, cast
 import grpc.aio
 from bench.echo import ANSWER, UNLIMITED, write_sizes
 from bench.images import Messages, images_of, serialised
-
-from vitwire import AsyncClient, Client, Embedding, Item, Unavailable, VitwireError
 from vitwire.cli._bench.load import Load, Pace, Sample
 from vitwire.cli._bench.workload import Workload
+
+from vitwire import AsyncClient, Client, Embedding, Item, Unavailable, VitwireError
 
 Row = dict[str, Any]
 _CHANNEL = (*UNLIMITED, ("grpc.use_local_subchannel_pool", 1))

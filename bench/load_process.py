@@ -13,8 +13,8 @@ import time
 
 from bench.callers import AsyncioClient, Caller, Health, Raw, Row, SyncClient, Work
 from bench.client_steps import ClientSteps
-
 from vitwire.cli._bench.load import Pace
+
 from vitwire.shared import allocator
 
 
