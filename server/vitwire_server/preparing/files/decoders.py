@@ -148,6 +148,7 @@ class DeviceDecoder(Pool[Decoder]):
         """End the process."""
         self.settled.set()
         self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
         await super().close()
 
     async def _none(self) -> Decoder:
