@@ -165,8 +165,9 @@ def test_children_on_cpu_share_the_cores(
 def test_children_share_the_cores_for_rpc_processes(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "cores", lambda _: 16)
     words = [*WORDS, "--devices", "cpu,cuda:0,cuda:1"]
-    for flags, expected in (([], {"cpu": "1", "cuda:0": "3", "cuda:1": "3"}), (["--rpc-processes", "2"], None)):
-        _, calls = pretend(WAITING, signals=1, after=3, words=[*words, *flags])
+    shared = {"cpu": "1", "cuda:0": "3", "cuda:1": "3"}
+    for after, flags, expected in ((3, [], shared), (6, ["--rpc-processes", "2"], None)):
+        _, calls = pretend(WAITING, signals=1, after=after, words=[*words, *flags])
         found = {}
         for call in calls[-3:]:
             last = dict(pairwise(call.split()))
