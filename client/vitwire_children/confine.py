@@ -18,6 +18,8 @@ from enum import Enum, auto
 from functools import cache
 from pathlib import Path
 
+PARENT = "VITWIRE_PARENT_PID"
+"""The variable by which `spawn` gives a child the id of its parent."""
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _CAPABILITIES = 0x20080522
 """_LINUX_CAPABILITY_VERSION_3."""
@@ -152,6 +154,22 @@ def dies_with(parent: int) -> None:
         _checked(ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0))
         if os.getppid() != parent:  # it ended before
             os._exit(1)
+
+
+def end_with_parent() -> int:
+    """End with the process that started this one by `spawn`, even while this one is stopped or blocked (on Linux).
+
+    Returns the parent's id. Raises OSError.
+    """
+    parent = int(os.environ.pop(PARENT))
+    dies_with(parent)
+    return parent
+
+
+def ignore_signals() -> None:
+    """Leave it to the parent when to stop."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _become_nobody() -> None:

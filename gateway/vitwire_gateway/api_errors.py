@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from vitwire import (
     DeadlineExceeded,
@@ -15,6 +16,8 @@ from vitwire import (
 )
 
 _RETRY_SECONDS = 1.0
+_MAX_MESSAGE = 500
+"""Characters of a message that a worker sends."""
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -30,6 +33,9 @@ class ApiError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+    def __reduce__(self) -> tuple[type[Self], tuple[int, str, str, str | None]]:
+        return type(self), (self.status, self.message[:_MAX_MESSAGE], self.code, self.param)
 
     @property
     def body(self) -> bytes:

@@ -13,8 +13,8 @@ from prometheus_client import generate_latest
 from tools import monitoring
 from tools.monitoring import stale
 
+from vitwire_children.serving import Fault
 from vitwire_gateway.metrics import Metrics as RouterMetrics
-from vitwire_server.core.decoding import Fault
 from vitwire_server.core.delivery import Fallback as DeliveryFallback
 from vitwire_server.core.health import State
 from vitwire_server.core.plans import Fallback

@@ -8,16 +8,15 @@ import sys
 from typing import Any
 
 import acts
-from vitwire_server.core.decoding import Fault
+from vitwire_children.serving import Fault, NotDone
 from vitwire_server.preparing.files import images
-from vitwire_server.preparing.files.messages import NotDecoded
 
 ACT, WIDE = b"ACT", 1234
 
 
 def _measure(data: bytes, *others: Any) -> Any:
     if data == ACT:
-        raise NotDecoded(Fault.MALFORMED, acts.results())
+        raise NotDone(Fault.MALFORMED, acts.results())
     return _original(data, *others)
 
 
@@ -28,7 +27,7 @@ def _act_on_device() -> None:
 
     def prepared(picture: Any, *others: Any) -> Any:
         if picture.shape[1] == WIDE:
-            raise NotDecoded(Fault.LOST, acts.results())
+            raise NotDone(Fault.LOST, acts.results())
         return original(picture, *others)
 
     setattr(resizing, "prepared", prepared)  # noqa: B010
@@ -37,7 +36,7 @@ def _act_on_device() -> None:
 _original = images.measure
 if __name__ == "__main__":
     setattr(images, "measure", _measure)  # noqa: B010
-    if sys.argv[4]:
+    if sys.argv[3]:
         _act_on_device()
-    module = "device.hardware" if sys.argv[4] else "files.worker"
+    module = "device.hardware" if sys.argv[3] else "files.worker"
     runpy.run_module(f"vitwire_server.preparing.{module}", run_name="__main__", alter_sys=True)

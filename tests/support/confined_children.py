@@ -18,10 +18,11 @@ import acts
 from acting_decoder import ACT, WIDE
 from prepared import MODELS
 from vitwire_children.confine import be_private
+from vitwire_children.serving import NotDone
 from vitwire_server.core.items import Modality
-from vitwire_server.preparing.files import child
-from vitwire_server.preparing.files.child import Child
-from vitwire_server.preparing.files.messages import Decode, Decoded, Measure, Measured, NotDecoded, Setup, Sizes
+from vitwire_server.preparing.files import decoders
+from vitwire_server.preparing.files.decoders import Decoder
+from vitwire_server.preparing.files.messages import Decode, Decoded, Measure, Measured, Setup, Sizes
 from vitwire_server.preparing.rules.forms import form_of
 
 CODECS = {
@@ -49,21 +50,22 @@ def status(pid: int) -> dict[str, str]:
     }
 
 
-async def started(device: str = "") -> Child:
+async def started(device: str = "") -> Decoder:
     ready: asyncio.Future[Setup] = asyncio.get_running_loop().create_future()
     ready.set_result(Setup(dict(RECIPES), _SIZES, clips=not device))
-    return await Child.start(ready, device)
+    return await Decoder.begin(ready, device)
 
 
-async def answered(of: Child, data: bytes, message: Measure | Decode) -> object:
+async def answered(of: Decoder, data: bytes, message: Measure | Decode) -> object:
     await of.write(data)
     try:
-        return await of.ask(message, 120)
-    except NotDecoded as error:
+        made = of.do(message, 120, Measured) if isinstance(message, Measure) else of.do(message, 120, Decoded)
+        return await made
+    except NotDone as error:
         return str(error)
 
 
-async def decoded(of: Child, data: bytes, modality: Modality) -> bool:
+async def decoded(of: Decoder, data: bytes, modality: Modality) -> bool:
     """Whether a file has pixels, by the decoder on the CPU."""
     found = await answered(of, data, Measure(len(data), modality, 60.0))
     assert isinstance(found, Measured), found
@@ -122,9 +124,9 @@ async def in_worker() -> dict[str, object]:
     caller = Caller.of("a")
     try:
         found = json.loads(await workers.run(caller, acted, b"", 0))
-        (worker,) = workers._idle
+        (worker,) = workers._pool._idle
         kinds = [(await workers.run(caller, header_of, saved(photograph(), kind), 0, 1 << 24))[0] for kind in IMAGES]
-        assert workers._idle == [worker]
+        assert workers._pool._idle == [worker]
         return {"acts": found, "status": status(worker.process.pid), "decoded": kinds}
     finally:
         await workers.close()
@@ -133,7 +135,7 @@ async def in_worker() -> dict[str, object]:
 async def main(folder: Path, *children: str) -> None:
     acts.prepared(folder)
     os.environ["HOME"] = str(folder)
-    child._WORKER = child.HARDWARE = "acting_decoder"
+    decoders._WORKER = decoders.HARDWARE = "acting_decoder"
     be_private()
     found: dict[str, object] = {}
     for name in children:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from vitwire.shared.agents import load
-from vitwire_children.confine import dies_with
+from vitwire_children.confine import end_with_parent, ignore_signals
 from vitwire_server.delivery.messages import MAX_MESSAGE, TO_FACTORY, End
 from vitwire_server.delivery.sender import serve
 
@@ -20,13 +20,11 @@ _REAPING_SECONDS = 1.0
 
 
 def main() -> NoReturn:
-    """Serve the socket whose descriptor is the first argument, until it is closed or the parent, the second, ends."""
-    descriptor, parent = (int(each) for each in sys.argv[1:3])
-    dies_with(parent)
-    for number in (signal.SIGTERM, signal.SIGINT):  # the parent decides when to stop
-        signal.signal(number, signal.SIG_IGN)
+    """Serve the socket whose descriptor is the first argument, until it is closed."""
+    end_with_parent()
+    ignore_signals()
     load()
-    link = socket.socket(fileno=descriptor)
+    link = socket.socket(fileno=int(sys.argv[1]))
     children: dict[int, int] = {}
     while True:
         readable, _, _ = select.select([link], [], [], _REAPING_SECONDS)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from vitwire.shared.agents import problem_of
+from vitwire_children.restarts import Restarts
 from vitwire_server.core.delivery import Consumer, Fallback
-from vitwire_server.delivery.senders import Delays, Sender, Senders
+from vitwire_server.delivery.senders import Sender, Senders
 
 _log = logging.getLogger(__name__)
 _MOST_NEW = 16
@@ -144,7 +145,7 @@ class Assignments:
         self.shared: dict[str, Sender] = {}
         """By principal."""
         self._trials: dict[Sender, Peer] = {}
-        self._delays: dict[str, Delays] = {}
+        self._restarts: dict[str, Restarts] = {}
         """After the end of a principal's sender."""
 
     def sender_of(self, peer: Peer) -> Sender | None:
@@ -152,8 +153,8 @@ class Assignments:
         if peer.state is State.NEW:
             return peer.trial
         principal = peer.consumer.principal
-        sender, delays = self.shared.get(principal), self._delays.get(principal)
-        if sender is None and len(self.shared) < self._most and (delays is None or delays.is_over):
+        sender, restarts = self.shared.get(principal), self._restarts.get(principal)
+        if sender is None and len(self.shared) < self._most and (restarts is None or restarts.is_over):
             sender = self._senders.take()
             if sender:
                 self.shared[principal] = sender
@@ -204,5 +205,5 @@ class Assignments:
         for principal in [each for each, its in self.shared.items() if its is sender]:
             del self.shared[principal]
             if is_to_blame:
-                self._delays.setdefault(principal, Delays()).failed()
+                self._restarts.setdefault(principal, Restarts()).failed()
         return peer

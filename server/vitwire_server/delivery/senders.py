@@ -4,7 +4,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,6 +15,8 @@ from weakref import finalize
 from msgspec import DecodeError, msgpack
 
 from vitwire.shared.agents import AgentError
+from vitwire_children import spawn
+from vitwire_children.restarts import Restarts
 from vitwire_server.delivery.messages import (
     FROM_SENDER,
     MAX_MESSAGE,
@@ -31,15 +32,10 @@ from vitwire_server.delivery.staging import Staging
 
 _log = logging.getLogger(__name__)
 _START_SECONDS = 30.0
-_FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0
-"""Seconds before a restart after a failure; doubled for each further one in a row."""
 _MOST_MESSAGES = 256
 """Read from a sender before others have their turn."""
-_STEADY_SECONDS = 60.0
-"""After which a failure counts as the first."""
 _KEPT_VARIABLES = (
-    *("PATH", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH"),
-    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"),
+    *spawn.OF_DEVICES,
     *("UCX_NET_DEVICES", "UCX_IB_GID_INDEX", "UCX_IB_SL", "UCX_IB_TRAFFIC_CLASS", "UCX_TCP_PORT_RANGE"),
 )
 TRANSPORTS = "tcp,rc,cuda_copy,cuda_ipc"
@@ -50,27 +46,7 @@ _SET_VARIABLES = {
     "UCX_LOG_LEVEL": "fatal",
     "NIXL_LOG_LEVEL": "FATAL",
     "HOME": "/",
-    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
 }
-
-
-class Delays:
-    """Pauses after failures: doubled with each, until there was none for a while."""
-
-    def __init__(self) -> None:
-        self._failures = 0
-        self._failed = self._until = 0.0
-
-    @property
-    def is_over(self) -> bool:
-        return time.monotonic() >= self._until
-
-    def failed(self) -> None:
-        """Begin a pause."""
-        now = time.monotonic()
-        self._failures = 1 if now > self._failed + _STEADY_SECONDS else self._failures + 1
-        self._failed = now
-        self._until = now + min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** (self._failures - 1))
 
 
 @dataclass(slots=True, eq=False)
@@ -126,17 +102,12 @@ class Senders:
         self._link: socket.socket | None = None
         self._spares: list[Sender] = []
         self._started = 0
-        self._delays = Delays()
+        self._restarts = Restarts()
 
     @property
     def is_running(self) -> bool:
         """Whether the factory runs; its socket is closed before its senders end with it."""
-        try:
-            return self._link is not None and bool(self._link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+        return self._link is not None and spawn.is_open(self._link)
 
     def start(self, outbox: Outbox | None = None) -> None:
         """Wait until a sender can be taken. Raises AgentError."""
@@ -165,7 +136,7 @@ class Senders:
             sender.is_ready = True
         else:
             self.end(sender)
-            self._delays.failed()
+            self._restarts.failed()
             raise AgentError(f"the sender cannot start: {fault}")
 
     def is_spare(self, sender: Sender) -> bool:
@@ -178,11 +149,11 @@ class Senders:
         for spare in [each for each in self._spares if not each.is_ready and each.heard < late]:
             _log.warning("a sender does not start and is replaced")
             self.end(spare)
-        while len(self._spares) < count and self._delays.is_over:
+        while len(self._spares) < count and self._restarts.is_over:
             try:
                 self._fork()
             except AgentError as error:
-                self._delays.failed()
+                self._restarts.failed()
                 _log.warning("%s", error)
 
     def take(self) -> Sender | None:
@@ -244,15 +215,14 @@ class Senders:
         ours.setblocking(False)
         self._started += 1
         try:
-            sender = Sender(self._started, ours, Staging(self._staging_bytes))
-            fork = msgpack.encode(Fork(sender.number))
-            send_fds(link, [fork], [theirs.fileno(), sender.staging.descriptor])
+            with theirs:
+                sender = Sender(self._started, ours, Staging(self._staging_bytes))
+                fork = msgpack.encode(Fork(sender.number))
+                send_fds(link, [fork], [theirs.fileno(), sender.staging.descriptor])
         except OSError as error:
             ours.close()
             self._end_factory()
             raise AgentError(f"a sender cannot be started: {error}") from error
-        finally:
-            theirs.close()
         sender.send(Setup(self._staging_bytes, self._outbox))
         self._selector.register(ours, EVENT_READ, sender)
         self._spares.append(sender)
@@ -264,23 +234,14 @@ class Senders:
         self._end_factory()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
-        program = (sys.executable, "-P", "-m", "vitwire_server.delivery.factory")
         try:
-            self._process = subprocess.Popen(  # noqa: S603 - this package
-                [*program, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=environment | _SET_VARIABLES,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for the server
-            )
+            with theirs:
+                options = spawn.options(spawn.environment(*_KEPT_VARIABLES) | _SET_VARIABLES, [theirs.fileno()])
+                command = spawn.program("vitwire_server.delivery.factory", theirs.fileno())
+                self._process = subprocess.Popen(command, **options)  # noqa: S603 - this package
         except (OSError, subprocess.SubprocessError) as error:
             ours.close()
             raise AgentError(f"the sender cannot be started: {error}") from error
-        finally:
-            theirs.close()
         self._link = ours
         return ours
 

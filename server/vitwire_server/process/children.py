@@ -8,21 +8,20 @@ import re
 import signal
 import sys
 import time
-from asyncio.subprocess import DEVNULL, Process
+from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
+from vitwire_children import spawn
+from vitwire_children.restarts import Restarts
 from vitwire_server.observe.logs import message_of
 from vitwire_server.process import heartbeat
 
 _log = logging.getLogger(__name__)
 _FAILURES = 5
-_FIRST_DELAY = 0.5
-"""Seconds before the first restart; doubled for each further failure in a row."""
-_STEADY_SECONDS = 60.0
-"""Seconds after which a ready process counts as started, which resets the count of failures."""
+"""In a row, until a process is not started again."""
 _OUTPUT_SECONDS = 1.0
 """Time to read the rest of a dead process's output; an orphan of it may keep the pipes open."""
 _LINE_BYTES = 1 << 20
@@ -80,9 +79,8 @@ class ChildProcess:
     on_stdout: Callable[[str], None] = lambda _: None
     """Gets the message of each line that the child prints."""
     _process: Process | None = None
-    _ready_at: float | None = None
     _was_ever_ready: bool = False
-    _failures: int = 0
+    _restarts: Restarts = field(default_factory=Restarts)
     _last_error: str = ""
 
     @property
@@ -92,7 +90,7 @@ class ChildProcess:
 
     def mark_ready(self) -> None:
         """The process is ready. Until one was, an exit with an error is final."""
-        self._ready_at = time.monotonic()
+        self._restarts.well_since = time.monotonic()
         self._was_ever_ready = True
 
     async def keep_running(self, stopping: asyncio.Event) -> bool:
@@ -124,7 +122,7 @@ class ChildProcess:
 
     async def _run_once(self, stopping: asyncio.Event) -> int:
         """Start a process and wait for it to end, and for its output; returns its exit code."""
-        self._ready_at = None
+        self._restarts.well_since = None
         launch = self.launch()
         tasks: list[asyncio.Task[None]] = []
         with ExitStack() as stack:
@@ -188,13 +186,12 @@ class ChildProcess:
         """Seconds until the next start. Raises StartFailed if another start would fail too."""
         if code > 0 and not self._was_ever_ready:  # a wrong flag, checkpoint or port, which it has logged
             raise StartFailed(f"{self.label}: {self._last_error}")
-        steady = self._ready_at is not None and time.monotonic() - self._ready_at >= _STEADY_SECONDS
-        self._failures = 1 if steady else self._failures + 1
-        if self._failures == _FAILURES:
+        pause = self._restarts.failed()
+        if self._restarts.failures == _FAILURES:
             raise StartFailed(
                 f"{self.label}: failed {_FAILURES} starts; last exit: {_exit(code).removeprefix('exit ')}"
             )
-        return _FIRST_DELAY * 2.0 ** (self._failures - 1)
+        return pause
 
 
 def _pipe(stack: ExitStack) -> tuple[BinaryIO, int]:
@@ -204,16 +201,10 @@ def _pipe(stack: ExitStack) -> tuple[BinaryIO, int]:
 
 
 async def _start(launch: Launch, out_end: int, err_end: int, beats_end: int) -> Process:
+    variables = {**os.environ, **launch.environment, heartbeat.VARIABLE: str(beats_end)}
     try:
-        return await asyncio.create_subprocess_exec(
-            *launch.command,
-            stdin=DEVNULL,
-            stdout=out_end,
-            stderr=err_end,
-            env={**os.environ, **launch.environment, **heartbeat.variables(beats_end)},
-            pass_fds=(beats_end, *launch.descriptors),
-            process_group=0,  # so that Ctrl-C reaches only this process, which drains its children
-        )
+        options = spawn.options(variables, (beats_end, *launch.descriptors)) | {"stdout": out_end, "stderr": err_end}
+        return await asyncio.create_subprocess_exec(*launch.command, **options)
     finally:
         for end in (out_end, err_end, beats_end):
             os.close(end)

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
+from vitwire_children import spawn
 from vitwire_server.config import host
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.observe.logs import configure_logs, plain_line
@@ -78,7 +79,7 @@ def _device_process(
 
     def launch() -> Launch:
         at = ("--port", str(ports[0]), "--metrics-port", str(ports[1]))
-        return Launch((sys.executable, "-P", "-m", "vitwire_server", "serve", *flags, *at), environment)
+        return Launch(spawn.program("vitwire_server", "serve", *flags, *at), environment)
 
     def on_stdout(message: str) -> None:
         nonlocal ports

@@ -4,10 +4,10 @@ import asyncio
 import logging
 import pickle
 import socket
-import sys
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from vitwire_children import spawn
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.core.footprints import Footprints
 from vitwire_server.core.health import Health
@@ -66,7 +66,7 @@ class _SupervisedEdge:
         ours, theirs = socket.socketpair()
         link, arena = descriptors = (theirs.fileno(), front.memory.arena.descriptor)
         return Launch(
-            (sys.executable, "-P", "-m", "vitwire_server", "edge"),
+            spawn.program("vitwire_server", "edge"),
             {VARIABLE: f"{link},{arena},{self.index}", **front.metrics.environment},
             descriptors,
             release=theirs.close,

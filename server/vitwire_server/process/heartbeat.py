@@ -12,11 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from vitwire_children.confine import dies_with
+from vitwire_children.confine import end_with_parent
 
 VARIABLE = "VITWIRE_HEARTBEAT_FD"
 """Set by the supervisor for its children: the descriptor to write to."""
-_SUPERVISOR = "VITWIRE_SUPERVISOR_PID"
 SECONDS = 1.0
 _MAX_BYTES = 1 << 16
 T = TypeVar("T")
@@ -27,10 +26,10 @@ def inherited() -> int | None:
 
     From now on the process dies with its supervisor (on Linux), even while it is stopped or blocked.
     """
-    descriptor, supervisor = os.environ.pop(VARIABLE, ""), os.environ.pop(_SUPERVISOR, "")
+    descriptor = os.environ.pop(VARIABLE, "")
     if not descriptor.isdigit():
         return None
-    dies_with(int(supervisor))
+    end_with_parent()
     os.set_inheritable(int(descriptor), False)
     os.set_blocking(int(descriptor), False)
     return int(descriptor)
@@ -52,11 +51,6 @@ async def _beat(descriptor: int) -> None:
             with suppress(BlockingIOError):  # the supervisor is stopped, and the pipe full
                 os.write(descriptor, b".")
             await asyncio.sleep(SECONDS)
-
-
-def variables(write_end: int) -> dict[str, str]:
-    """The environment that a child, which inherits the write end of a pipe, needs for `inherited`."""
-    return {VARIABLE: str(write_end), _SUPERVISOR: str(os.getpid())}
 
 
 async def wait_for_silence(pipe: BinaryIO, pid: int, seconds: float) -> str:

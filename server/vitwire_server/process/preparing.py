@@ -1,9 +1,7 @@
 """Preparation in a server process: decoders, and the files and pictures it offers to prepare."""
 
-import asyncio
 import logging
-import sys
-from asyncio.subprocess import DEVNULL, PIPE
+from asyncio.subprocess import DEVNULL
 from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import sha256
@@ -12,12 +10,14 @@ from importlib.util import find_spec
 
 import msgspec
 
+from vitwire_children.jobs import Program, done_by
+from vitwire_children.serving import NotDone
 from vitwire_server.config.host import decode_processes
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Encoding, ModelCard, NotOnDevice, Place, Preparation
 from vitwire_server.observe.metrics.rpc import RpcMetrics
-from vitwire_server.preparing.files.child import HARDWARE
+from vitwire_server.preparing.files.decoders import HARDWARE, OF_HARDWARE
 from vitwire_server.preparing.files.messages import Setup, Sizes
 from vitwire_server.preparing.files.pool import DecodePool
 from vitwire_server.preparing.rules.recipe import Recipe, recipes_of
@@ -41,17 +41,11 @@ async def decoded_on(settings: ServeSettings) -> Preparation:
     """Choose where JPEG files are decoded. A child process compares drawn pictures on the device with Pillow's."""
     if not _may_use_device(settings):
         return Preparation(Place.CPU, NotOnDevice.ASKED if settings.decode == "cpu" else NotOnDevice.NO_DEVICE)
-    words = (sys.executable, "-P", "-m", HARDWARE, "check", settings.device)
-    process = await asyncio.create_subprocess_exec(*words, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL)
+    program = Program(HARDWARE, ("check", settings.device), OF_HARDWARE, stderr=DEVNULL)
     try:
-        async with asyncio.timeout(_CHECK_SECONDS):
-            found, _ = await process.communicate()
-        fault = found.decode().strip() if process.returncode == 0 else f"the check ended (exit {process.returncode})"
-    except TimeoutError:
-        fault = f"the check took more than {_CHECK_SECONDS:g} s"
-    finally:
-        if process.returncode is None:
-            process.kill()
+        fault = await done_by(program, None, wall=_CHECK_SECONDS)
+    except NotDone as error:
+        fault = f"the check failed: {error}"
     if fault:
         _log.warning("JPEG files are decoded on the CPU, which is slower: %s", fault)
         return Preparation(Place.CPU, NotOnDevice.UNVERIFIED, fault)

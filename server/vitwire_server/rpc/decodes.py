@@ -8,12 +8,12 @@ from functools import partial
 
 from msgspec.structs import replace as changed
 
-from vitwire_server.core.decoding import Fault
-from vitwire_server.core.errors import EncodeFailed, EncoderError
+from vitwire_children.serving import Fault, NotDone
+from vitwire_server.core.errors import EncodeFailed, EncoderError, InvalidRequest, Violation
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.models import NotOnDevice, Place
 from vitwire_server.observe.tracing import Attributes, trace_preparing
-from vitwire_server.preparing.files.messages import Measured, NotDecoded
+from vitwire_server.preparing.files.messages import Measured
 from vitwire_server.preparing.files.pool import DecodePool
 from vitwire_server.preparing.files.turns import Flow
 from vitwire_server.rpc.calls import Call
@@ -62,9 +62,12 @@ async def _submit(call: Call, index: int, given: Unprepared, region_seconds: flo
     metrics, permit = _decoding(call).metrics, call.answers.item(index).permit
     try:
         await _decode(call, index, given, region_seconds)
-    except NotDecoded as error:
+    except NotDone as error:
         metrics.decode_failed(error.fault)
-        raise error.of_item(f"items[{index}].{given.field}") from None
+        field = f"items[{index}].{given.field}"
+        if error.fault is Fault.LOST:
+            raise EncodeFailed(f"{field}: {error}") from None
+        raise InvalidRequest([Violation(field, str(error))]) from None
     except EncoderError:
         raise
     except Exception:  # noqa: BLE001 - a defect must not leave the client without an answer
@@ -106,7 +109,7 @@ async def _decode(call: Call, index: int, given: Unprepared, region_seconds: flo
 
 
 async def _measured(pool: DecodePool, flow: Flow, index: int, given: Unprepared) -> tuple[Measured, Attributes]:
-    """Sizes of the prepared item, and attributes of its spans. Raises NotDecoded."""
+    """Sizes of the prepared item, and attributes of its spans. Raises NotDone."""
     began = time.monotonic()
     if given.picture:
         measured = pool.measure_picture(given.picture, given.modality)

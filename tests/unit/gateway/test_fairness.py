@@ -153,7 +153,7 @@ async def test_a_worker_that_ends_is_replaced(workers: Workers) -> None:
     caller = Caller.of("a")
     body = b'{"messages":[]}'
     assert await workers.run(caller, cut_request, body, 1000, *ARGUMENTS) == NOTHING
-    (worker,) = workers._idle
+    (worker,) = workers._pool._idle
     os.kill(worker.process.pid, signal.SIGSTOP)
     job = asyncio.create_task(workers.run(caller, cut_request, body, 1000, *ARGUMENTS))
     await asyncio.sleep(0.01)
@@ -196,7 +196,7 @@ async def test_long_urls_leave_the_worker_alive(workers: Workers) -> None:
     assert {str(each.content)[-55:] for each in found.images.sources} >= {
         "image_url: the URL exceeds the limit of 8192 characters"
     }
-    assert workers._idle[0].is_alive
+    assert workers._pool._idle[0].is_alive
 
 
 async def test_work_is_bounded(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:

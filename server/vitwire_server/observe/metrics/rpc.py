@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from vitwire_server.core.decoding import Fault
+from vitwire_children.serving import Fault
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import NotOnDevice, Place
 from vitwire_server.observe.metrics.series import SECONDS, Series

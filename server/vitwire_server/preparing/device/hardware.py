@@ -6,7 +6,6 @@ libjpeg-turbo, which shows that the way works.
 """
 
 import ctypes
-import mmap
 import os
 import sys
 import time
@@ -24,15 +23,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import to_builtins
 from PIL import Image
 from torch import Tensor
 
-from vitwire_children.confine import May, confined
-from vitwire_server.core.decoding import MAX_PICTURE_PIXELS, Fault
+from vitwire_children.confine import May
+from vitwire_children.serving import Answering, Fault, NotDone, serve
+from vitwire_server.core.decoding import MAX_PICTURE_PIXELS
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.preparing.device.resizing import prepared
-from vitwire_server.preparing.files.messages import Decode, Decoded, FromDecoder, Measure, NotDecoded, Refused, Setup
-from vitwire_server.preparing.files.worker import Answering, serve
+from vitwire_server.preparing.files.messages import Decode, Decoded, Setup
+from vitwire_server.preparing.files.worker import shared_memory
 from vitwire_server.preparing.rules.recipe import Recipe
 
 _MOST_DIFFERENCE, _MOST_DIFFERING = 1, 1e-3
@@ -76,19 +77,19 @@ class Hardware:
         """Memory that is used again; all zeros between two files, so that a damaged one shows nothing of another."""
 
     def decoded(self, data: bytes, orientation: int) -> Tensor:
-        """The picture in RGB, `(H, W, 3)` uint8 on the device, turned upright. Raises NotDecoded."""
+        """The picture in RGB, `(H, W, 3)` uint8 on the device, turned upright. Raises NotDone."""
         again = {"image": self._image} if self._image is not None else {}
         try:
             stream = self._stream(data)
             area = stream.height * stream.width  # it reads the header here
         except RuntimeError as error:
-            raise NotDecoded(Fault.LOST, str(error)) from error
+            raise NotDone(Fault.LOST, str(error)) from error
         if area > self.max_pixels:
-            raise NotDecoded(Fault.LOST, "nvImageCodec finds a larger picture in it than Pillow")
+            raise NotDone(Fault.LOST, "nvImageCodec finds a larger picture in it than Pillow")
         image = self._decoder.decode(stream, params=self._parameters, **again)
         if image is None:
             self._image = None  # it may be half written
-            raise NotDecoded(Fault.LOST, "the device does not decode this file")
+            raise NotDone(Fault.LOST, "the device does not decode this file")
         self._image = image
         if self._device.type == "cuda":
             torch.cuda.synchronize()  # kernels that wait for the engines for JPEG would keep the device from others
@@ -134,7 +135,7 @@ def fault_of(hardware: Hardware) -> str:
         expected = np.asarray(Image.open(BytesIO(data)).convert("RGB")).astype(np.int16)
         try:
             made = hardware.decoded(data, 1).cpu().numpy()
-        except (NotDecoded, RuntimeError) as error:
+        except (NotDone, RuntimeError) as error:
             return f"{sampling or 'grey'}: {error}"
         if made.shape != expected.shape:
             return f"{sampling or 'grey'} has the shape {made.shape}, not {expected.shape}"
@@ -161,15 +162,16 @@ def _file(sampling: str) -> bytes:
 
 def _ahead() -> Answering:
     """Decodes and prepares drawn pictures: the first use loads libraries and kernels, which is not possible later."""
-    hardware = Hardware(sys.argv[4])
+    hardware = Hardware(sys.argv[3])
     for orientation, sampling in zip((1, *_TURNS), cycle((*_SAMPLINGS, ""))):
         prepared(hardware.decoded(_file(sampling), orientation), _DRAWN)[0].cpu()
     return partial(_answering, hardware)
 
 
-def _answering(hardware: Hardware, setup: Setup, memory: mmap.mmap) -> Callable[[Measure | Decode], FromDecoder]:
-    """Answers jobs. Whatever is not expected ends the process, and with it all that the file left behind."""
+def _answering(hardware: Hardware, setup: Setup) -> tuple[Callable[[Decode], object], None]:
+    """Does jobs. Whatever is not expected ends the process, and with it all that the file left behind."""
     hardware.max_pixels = setup.sizes.pixels
+    memory = shared_memory()
 
     def write(picture: Tensor, job: Decode) -> None:
         at, end = setup.sizes.input_bytes, setup.sizes.input_bytes + job.output_bytes
@@ -180,33 +182,29 @@ def _answering(hardware: Hardware, setup: Setup, memory: mmap.mmap) -> Callable[
         if at != end:
             raise ValueError("its header and its content differ in size")
 
-    def answer(job: Measure | Decode) -> FromDecoder:
-        assert isinstance(job, Decode)
+    def answer(job: Decode) -> object:
         start = time.perf_counter()
         try:
             picture = hardware.decoded(memory[: job.nbytes], job.orientation)
             decoded = time.perf_counter()
             write(picture, job)
-        except (NotDecoded, ValueError) as error:
-            return Refused(Fault.LOST, str(error))
-        return Decoded(decoded - start, time.perf_counter() - decoded)
+        except ValueError as error:
+            raise NotDone(Fault.LOST, str(error)) from error
+        return to_builtins(Decoded(decoded - start, time.perf_counter() - decoded))
 
-    return answer
+    return answer, None
 
 
-def main() -> None:
-    """Serve as `files.worker`; or with `check DEVICE` write why this device cannot decode, or nothing."""
-    if sys.argv[1] != "check":
-        serve(_ahead, May.USE_DEVICE)
+def _check() -> Answering:
+    """Its job is to say why this device cannot decode; empty if it can."""
     try:
-        hardware = Hardware(sys.argv[2])
+        hardware = Hardware(sys.argv[3])
         hardware.decoded(_file("4:2:0"), 1)
-        confined(os.getppid(), May.USE_DEVICE)  # as decoders are
-        print(fault_of(hardware), flush=True)
     except Exception as error:  # noqa: BLE001 - of a driver or library: the reason is the answer
-        print(f"nvImageCodec cannot be used: {str(error).partition(chr(10))[0]}", flush=True)
-    os._exit(0)
+        fault = f"nvImageCodec cannot be used: {str(error).partition(chr(10))[0]}"
+        return lambda _: (lambda _: fault, None)
+    return lambda _: (lambda _: fault_of(hardware), None)
 
 
 if __name__ == "__main__":
-    main()
+    serve(_check if sys.argv[2] == "check" else _ahead, may=May.USE_DEVICE)

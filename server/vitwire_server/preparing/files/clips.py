@@ -12,8 +12,8 @@ from av.container import InputContainer
 from av.video.stream import VideoStream
 from msgspec.structs import replace
 
-from vitwire_server.core.decoding import Fault
-from vitwire_server.preparing.files.messages import Measured, NotDecoded
+from vitwire_children.serving import Fault, NotDone
+from vitwire_server.preparing.files.messages import Measured
 from vitwire_server.preparing.files.turning import Frame, Turn, turn_of
 from vitwire_server.preparing.rules.forms import form_of
 from vitwire_server.preparing.rules.patches import CHANNELS
@@ -31,7 +31,7 @@ av.logging.set_level(None)  # files are untrusted: their oddities are not news
 
 
 def measure(data: bytes, recipe: Recipe, max_pixels: int) -> Measured:
-    """Form and cost of the prepared clip; decodes at most one frame. Raises NotDecoded, ValueError or PyAV's errors."""
+    """Form and cost of the prepared clip; decodes at most one frame. Raises NotDone, ValueError or PyAV's errors."""
     indices, total, rate, _, (height, width) = _chosen(data, recipe, max_pixels)
     picture = (len(indices), height, width, CHANNELS)
     cost = width * height * (indices[-1] // _FRAMES_OF_COST + len(indices))
@@ -63,11 +63,11 @@ class _Chosen(NamedTuple):
 
 def _chosen(data: bytes, recipe: Recipe, max_pixels: int) -> _Chosen:
     if recipe.settings.sampling is None:
-        raise NotDecoded(Fault.UNSUPPORTED, "the model has no rule to choose frames: send clips as pixels")
+        raise NotDone(Fault.UNSUPPORTED, "the model has no rule to choose frames: send clips as pixels")
     with _opened(data) as (container, stream):
         width, height = stream.width, stream.height
         if width * height > max_pixels:
-            raise NotDecoded(Fault.TOO_LARGE, f"frames of {width}x{height} exceed the limit of {max_pixels} pixels")
+            raise NotDone(Fault.TOO_LARGE, f"frames of {width}x{height} exceed the limit of {max_pixels} pixels")
         rate = float(stream.average_rate or 0)
         total = _count(data, container, stream)
         turn = turn_of(stream)
@@ -76,33 +76,33 @@ def _chosen(data: bytes, recipe: Recipe, max_pixels: int) -> _Chosen:
 
 
 def _frames(container: InputContainer, stream: VideoStream, indices: Sequence[int]) -> Iterator[Frame]:
-    """The chosen frames as they are stored, each decoded when it is taken. Raises NotDecoded, or what PyAV raises."""
+    """The chosen frames as they are stored, each decoded when it is taken. Raises NotDone, or what PyAV raises."""
     wanted = iter(indices)
     due = next(wanted, None)
     size = stream.width, stream.height
     for index, frame in enumerate(container.decode(stream)):
         if index == due:
             if (frame.width, frame.height) != size:
-                raise NotDecoded(Fault.UNSUPPORTED, "its frames change their size")
+                raise NotDone(Fault.UNSUPPORTED, "its frames change their size")
             yield frame.to_ndarray(format="rgb24").astype(np.uint8, copy=False)
             due = next(wanted, None)
         if due is None:
             return
-    raise NotDecoded(Fault.MALFORMED, f"frame {due} is missing or cannot be decoded")
+    raise NotDone(Fault.MALFORMED, f"frame {due} is missing or cannot be decoded")
 
 
 @contextmanager
 def _opened(data: bytes) -> Iterator[tuple[InputContainer, VideoStream]]:
     name = next((name for at, mark, name in _MARKS if data[at : at + len(mark)] == mark), None)
     if name is None:
-        raise NotDecoded(Fault.UNSUPPORTED, "is neither an MP4 nor a WebM file")
+        raise NotDone(Fault.UNSUPPORTED, "is neither an MP4 nor a WebM file")
     with BytesIO(data) as file, av.open(file, "r", name, metadata_errors="ignore") as container:
         if not container.streams.video:
-            raise NotDecoded(Fault.UNSUPPORTED, "has no video")
+            raise NotDone(Fault.UNSUPPORTED, "has no video")
         stream = container.streams.video[0]
         codec = stream.codec_context.codec.canonical_name
         if codec not in _CODECS:
-            raise NotDecoded(Fault.UNSUPPORTED, f"is coded as {codec}; supported are {', '.join(_CODECS)}")
+            raise NotDone(Fault.UNSUPPORTED, f"is coded as {codec}; supported are {', '.join(_CODECS)}")
         stream.thread_count = 1
         yield container, stream
 
@@ -119,7 +119,7 @@ def _count(data: bytes, container: InputContainer, stream: VideoStream) -> int:
             starts_whole = starts_whole and (bool(times) or packet.is_keyframe)
             times.append(packet.pts)
         if len(times) > _MAX_FRAMES:
-            raise NotDecoded(Fault.TOO_LARGE, f"has more than {_MAX_FRAMES} frames")
+            raise NotDone(Fault.TOO_LARGE, f"has more than {_MAX_FRAMES} frames")
     if starts_whole:
         return len(times)
     first = _first_shown(data)
@@ -127,9 +127,9 @@ def _count(data: bytes, container: InputContainer, stream: VideoStream) -> int:
 
 
 def _first_shown(data: bytes) -> int:
-    """When the first frame is shown. Raises NotDecoded, or what PyAV raises."""
+    """When the first frame is shown. Raises NotDone, or what PyAV raises."""
     with _opened(data) as (container, stream):
         frame = next(container.decode(stream), None)
     if frame is None or frame.pts is None:
-        raise NotDecoded(Fault.MALFORMED, "has no frame that can be decoded")
+        raise NotDone(Fault.MALFORMED, "has no frame that can be decoded")
     return frame.pts

@@ -1,151 +1,173 @@
-"""Decoders on the CPU, as many as are needed, and the one on the model's device. Used on one event loop."""
+"""Decoders as the server sees them: their processes, and the memory that each shares with it."""
 
 import asyncio
+import fcntl
 import logging
-from collections.abc import Callable
+import mmap
+import os
+import sys
+from asyncio.subprocess import DEVNULL
+from contextlib import suppress
+from typing import Self, TypeVar
 
-from vitwire_server.core.decoding import Fault
-from vitwire_server.preparing.files.child import Child
-from vitwire_server.preparing.files.messages import Measured, NotDecoded, Setup
+import msgspec
+import numpy as np
+
+from vitwire.wire import Buffer
+from vitwire_children import spawn
+from vitwire_children.jobs import Child, Program
+from vitwire_children.lending import Pool
+from vitwire_children.restarts import Restarts
+from vitwire_children.serving import Fault, NotDone
+from vitwire_server.preparing.files.messages import Decode, Decoded, Measure, Measured, Setup, Sizes
+from vitwire_server.preparing.rules.patches import Pixels
 
 _log = logging.getLogger(__name__)
+_WORKER, HARDWARE = "vitwire_server.preparing.files.worker", "vitwire_server.preparing.device.hardware"
+"""The modules of decoders on the CPU and on a device."""
+OF_HARDWARE = (*spawn.OF_DEVICES, "CUDA_MPS_PIPE_DIRECTORY", "CUDA_HOME", "TRITON_CACHE_DIR", "CC", "TMPDIR")
+"""Variables of decoders on a device."""
+_COPIED_BYTES = 4 << 20
+"""Bytes that are copied before other RPCs get their turn."""
+_KEPT_BYTES = 8 << 20
+"""Shared memory that a decoder keeps between two jobs."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if sys.platform == "linux" else 0
 DEVICE_SECONDS = 5.0
 """Of wall-clock time for a file on the device, which takes milliseconds: it was checked, and its size is bounded."""
 _LEAST_PIXELS = 1 << 19
 """Of a picture: 448² was decoded faster on the CPU, and 1920 x 1080 on the device."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 """Seconds until the decoder on the device is started again, twice as long each time."""
+T = TypeVar("T", Measured, Decoded)
 
 
-class CpuDecoders:
-    """Processes that are started ahead, or when they are needed; those that died are replaced then."""
+class Decoder(Child):
+    """Reads a file from the memory that it shares with the server, and writes pixels into it."""
 
-    def __init__(self, setup: asyncio.Future[Setup], most: int, changed: Callable[[int, int], None]) -> None:
-        """At most `most` processes; `changed` is called with their number, and the number of those that have a job."""
-        self._setup = setup
-        self._free = asyncio.Semaphore(most)
-        self._changed = changed
-        self._idle: list[Child] = []
-        self._all: set[Child] = set()
-        self.closed = False
-        """Once true, no process is lent or started."""
+    sizes: Sizes
+    memory: mmap.mmap
+    """Begins with the input, and ends with the output."""
 
-    async def start(self, count: int) -> None:
-        """Start `count` processes ahead of jobs."""
-        for child in await asyncio.gather(*(self.take() for _ in range(count)), return_exceptions=True):
-            if isinstance(child, Child):
-                await self.give_back(child)
+    @classmethod
+    async def begin(cls, awaited: asyncio.Future[Setup], device: str = "") -> Self:
+        """A decoder that is ready, on the device if one is named. Its process loads its libraries before the setup.
 
-    async def take(self) -> Child:
-        """A decoder for one job, as soon as one is free. Raises NotDecoded if none can be started, or once `closed`."""
-        await self._free.acquire()
+        Raises NotDone if it cannot be started.
+        """
         try:
-            return await self._taken()
-        except BaseException:
-            self._free.release()
-            raise
+            descriptor = os.memfd_create("vitwire-decoder", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise NotDone(Fault.LOST, f"its process cannot be started: {error}") from error
+        module, kept, stderr = (HARDWARE, OF_HARDWARE, DEVNULL) if device else (_WORKER, (), None)
+        memory: list[mmap.mmap] = []
 
-    async def _taken(self) -> Child:
-        while self._idle and not self.closed:
-            child = self._idle.pop()
-            if child.is_alive:
-                self._count()
-                return child
-            await self._drop(child)
-        if self.closed:
-            raise _stopping()
-        child = await Child.start(self._setup)
-        if self.closed:
-            await child.close()
-            raise _stopping()
-        self._all.add(child)
-        self._count()
-        _log.debug("decoder %d started", child.process.pid)
+        async def set_up() -> Setup:
+            setup = await asyncio.shield(awaited)
+            nbytes = setup.sizes.input_bytes + setup.sizes.output_bytes
+            os.ftruncate(descriptor, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)  # one that was taken over cannot make reads fail
+            memory.append(mmap.mmap(descriptor, 0))
+            return setup
+
+        try:
+            child = await cls.start(Program(module, (descriptor, device), kept, [descriptor], stderr), set_up)
+        finally:
+            os.close(descriptor)
+        child.noun = "decoder on the device" if device else "decoder"
+        child.memory, child.sizes = memory.pop(), awaited.result().sizes
         return child
 
-    async def give_back(self, child: Child) -> None:
-        """Keep it for the next job, if it is alive."""
-        self._free.release()
-        if child.is_alive:
-            child.discard()
-            self._idle.append(child)
-            self._count()
-        else:
-            await self._drop(child)
+    async def write(self, data: Buffer) -> None:
+        """Bring the bytes of a file into the shared memory. Raises NotDone."""
+        source = np.frombuffer(data, np.uint8)
+        await _copy(self._shared(len(source), 0), source)
+
+    async def read(self, target: memoryview) -> None:
+        """Copy the pixels of the last job. Raises NotDone."""
+        array = np.frombuffer(target, np.uint8)
+        await _copy(array, self._shared(len(array), self.sizes.input_bytes))
+
+    def _shared(self, count: int, offset: int) -> Pixels:
+        if self.memory.closed:
+            raise NotDone(Fault.LOST, "its decoder was closed")
+        return np.frombuffer(self.memory, np.uint8, count, offset)
+
+    async def do(self, job: Measure | Decode, wall: float, made: type[T]) -> T:
+        """The answer to a job, within `wall` seconds. Raises NotDone."""
+        answer = await self.ask(job, wall=wall, seconds=job.seconds)
+        try:
+            return msgspec.convert(answer, made)
+        except msgspec.ValidationError as error:
+            await self.close()
+            raise NotDone(Fault.LOST, "its decoder gave no answer") from error
+
+    async def idle(self) -> None:
+        """Wait until the last job is done, and give pages of large files and clips back to the system."""
+        await super().idle()
+        if self.is_alive and len(self.memory) > _KEPT_BYTES:
+            start = self.sizes.input_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+            for begin, end in ((0, start), (start, len(self.memory))):
+                keep = _KEPT_BYTES // 2
+                if end - begin > keep:
+                    with suppress(OSError):
+                        self.memory.madvise(mmap.MADV_REMOVE, begin + keep, end - begin - keep)
 
     async def close(self) -> None:
-        self.closed = True
-        await asyncio.gather(*(child.close() for child in self._all))
-        self._all.clear()
-
-    async def _drop(self, child: Child) -> None:
-        await child.close()
-        self._all.discard(child)
-        self._count()
-        _log.warning("decoder %d ended (exit %s)", child.process.pid, child.process.returncode)
-
-    def _count(self) -> None:
-        self._changed(len(self._all), len(self._all) - len(self._idle))
+        """Kill the process and free the memory."""
+        await super().close()
+        if hasattr(self, "memory"):
+            with suppress(BufferError):  # a copy is under way, whose end frees it; errors in cycles would hold it else
+                self.memory.close()
 
 
-def _stopping() -> NotDecoded:
-    return NotDecoded(Fault.LOST, "the server is stopping")
+async def _copy(target: Pixels, source: Pixels) -> None:
+    for start in range(0, len(source), _COPIED_BYTES):
+        target[start : start + _COPIED_BYTES] = source[start : start + _COPIED_BYTES]
+        await asyncio.sleep(0)
 
 
-class DeviceDecoder:
+class DeviceDecoder(Pool[Decoder]):
     """One process for JPEG files, started ahead, and again after it ended.
 
     Nothing depends on it: what it does not decode is left to the others.
     """
 
     def __init__(self, setup: asyncio.Future[Setup], device: str) -> None:
+        super().__init__(self._none, most=1)
         self._setup = setup
         self._device = device
-        self._child: Child | None = None
-        self._pause = _FIRST_PAUSE
-        self._starting: asyncio.Task[None] | None = None
-
-    def start(self) -> asyncio.Task[None]:
-        """Start the process in the background."""
-        self._starting = asyncio.create_task(self._start(0.0))
-        return self._starting
+        self._running = asyncio.create_task(self._keep_running())
+        self.settled = asyncio.Event()
+        """Set once it was ready, or is closed."""
 
     def takes(self, found: Measured) -> bool:
         """True if it is ready, and decodes this file as Pillow does and sooner."""
-        return self._child is not None and found.orientation > 0 and found.area >= _LEAST_PIXELS
-
-    async def take(self) -> Child:
-        """The process. Raises NotDecoded if it is not ready."""
-        if self._child is None:
-            raise NotDecoded(Fault.LOST, "the decoder on the device is not ready")
-        return self._child
-
-    async def give_back(self, child: Child) -> None:
-        """Its job is done; start it again if it has ended."""
-        if child.is_alive:
-            child.discard()
-        elif self._child is child:
-            self._child = None
-            await child.close()
-            _log.warning("the decoder on the device ended (exit %s); it starts again", child.process.returncode)
-            self._starting = asyncio.create_task(self._start(self._pause))
-            self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
+        return bool(self._all) and found.orientation > 0 and found.area >= _LEAST_PIXELS
 
     async def close(self) -> None:
-        child, self._child = self._child, None  # so that none is started in its place
-        if self._starting:
-            self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
-        if child:
-            await child.close()
+        """End the process."""
+        self.settled.set()
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+        await super().close()
 
-    async def _start(self, pause: float) -> None:
-        while self._child is None:
-            await asyncio.sleep(pause)
+    async def _none(self) -> Decoder:
+        raise NotDone(Fault.LOST, "the decoder on the device is not ready")
+
+    async def _keep_running(self) -> None:
+        restarts = Restarts(_FIRST_PAUSE, _LONGEST_PAUSE)
+        while True:
             try:
-                self._child = await Child.start(self._setup, self._device)
-            except NotDecoded as error:
-                pause = _LONGEST_PAUSE
+                child = await Decoder.begin(self._setup, self._device)
+            except NotDone as error:
                 _log.warning("JPEG files are decoded on the CPU: the decoder on the device did not start: %s", error)
-            else:
-                _log.debug("the decoder on the device started: %d", self._child.process.pid)
+                await asyncio.sleep(_LONGEST_PAUSE)
+                continue
+            self._all.add(child)
+            self._idle.append(child)
+            self.settled.set()
+            await child.process.wait()
+            if child in self._idle:
+                self._idle.remove(child)
+                await self._drop(child)
+            await asyncio.sleep(restarts.failed())

@@ -9,9 +9,9 @@ from msgspec.structs import replace
 from PIL import Image, MpoImagePlugin, WebPImagePlugin  # noqa: F401 - else the first WebP file imports all plugins
 from PIL.ExifTags import Base
 
-from vitwire_server.core.decoding import Fault
+from vitwire_children.serving import Fault, NotDone
 from vitwire_server.preparing import pillow
-from vitwire_server.preparing.files.messages import Measured, NotDecoded
+from vitwire_server.preparing.files.messages import Measured
 from vitwire_server.preparing.rules.forms import form_of
 from vitwire_server.preparing.rules.patches import CHANNELS
 from vitwire_server.preparing.rules.recipe import Recipe
@@ -28,14 +28,14 @@ _PNG_START, _PNG_CONTENT, _PNG_OVERHEAD = 8, 8, 12
 
 
 def measure(data: bytes, recipe: Recipe, max_pixels: int) -> Measured:
-    """Form and cost of the prepared image. Raises NotDecoded, or what Pillow raises."""
+    """Form and cost of the prepared image. Raises NotDone, or what Pillow raises."""
     with BytesIO(data) as file, Image.open(file, formats=_FORMATS) as image:
         width, height = image.size
         if width * height > max_pixels:
-            raise NotDecoded(Fault.TOO_LARGE, f"{width}x{height} exceeds the limit of {max_pixels} pixels")
+            raise NotDone(Fault.TOO_LARGE, f"{width}x{height} exceeds the limit of {max_pixels} pixels")
         # in this order: `is_animated` reads a GIF's second picture, which may be damaged
         if image.format not in _FIRST_OF_MANY and getattr(image, "is_animated", False):
-            raise NotDecoded(Fault.UNSUPPORTED, "is animated; send its frames as a clip")
+            raise NotDone(Fault.UNSUPPORTED, "is animated; send its frames as a clip")
         orientation = _orientation(image, data)
         if orientation in _TURNED:
             width, height = height, width

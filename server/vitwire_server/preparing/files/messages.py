@@ -1,36 +1,16 @@
 """Messages between a server process and its decoders. Bytes of files and pixels lie in memory that both share."""
 
-from typing import TypeAlias
-
 from msgspec import Struct
-from msgspec.msgpack import Decoder
 
-from vitwire_server.core.decoding import Fault
-from vitwire_server.core.errors import EncodeFailed, EncoderError, InvalidRequest, Violation
 from vitwire_server.core.items import Modality
 from vitwire_server.preparing.rules.forms import Form
 from vitwire_server.preparing.rules.patches import CHANNELS
 from vitwire_server.preparing.rules.recipe import Recipe
 
-
-class NotDecoded(Exception):
-    """A file was not decoded; raised in decoders and by the pool."""
-
-    def __init__(self, fault: Fault, reason: str) -> None:
-        super().__init__(reason)
-        self.fault = fault
-
-    def of_item(self, field: str) -> EncoderError:
-        """The error of the item; `field` names it."""
-        if self.fault is Fault.LOST:
-            return EncodeFailed(f"{field}: {self}")
-        return InvalidRequest([Violation(field, str(self))])
-
-
 # -- to a decoder ----------------------------------------------------------------------------------
 
 
-class Sizes(Struct, array_like=True, frozen=True):
+class Sizes(Struct, frozen=True):
     """Bounds of a pool. The memory that it shares with a decoder begins with the input, and ends with the output."""
 
     input_bytes: int
@@ -45,8 +25,8 @@ class Sizes(Struct, array_like=True, frozen=True):
     """Bytes of each decoder, in addition to what it has after its imports."""
 
 
-class Setup(Struct, array_like=True, frozen=True, tag=0):
-    """The first message."""
+class Setup(Struct, frozen=True):
+    """What the model needs."""
 
     recipes: dict[Modality, Recipe]
     sizes: Sizes
@@ -54,7 +34,7 @@ class Setup(Struct, array_like=True, frozen=True, tag=0):
     """True if files of clips are read, which needs PyAV."""
 
 
-class Measure(Struct, array_like=True, frozen=True, tag=1):
+class Measure(Struct, frozen=True):
     """Answered with Measured: read the file's header only."""
 
     nbytes: int
@@ -63,7 +43,7 @@ class Measure(Struct, array_like=True, frozen=True, tag=1):
     """Of processor time."""
 
 
-class Decode(Struct, array_like=True, frozen=True, tag=2):
+class Decode(Struct, frozen=True):
     """Answered with Decoded: prepare a file or picture."""
 
     nbytes: int
@@ -83,14 +63,7 @@ class Decode(Struct, array_like=True, frozen=True, tag=2):
 # -- from a decoder --------------------------------------------------------------------------------
 
 
-class Ready(Struct, array_like=True, frozen=True, tag=0):
-    """The decoder was set up."""
-
-    unconfined: str
-    """Why the kernel does not confine it; empty if it does."""
-
-
-class Measured(Struct, array_like=True, frozen=True, tag=1):
+class Measured(Struct, array_like=True, frozen=True):
     """Form and cost of the prepared item."""
 
     grid: tuple[int, int, int]
@@ -115,24 +88,9 @@ class Measured(Struct, array_like=True, frozen=True, tag=1):
         return cls(form.grid, form.pixels, form.crops, cost + form.area, (*picture[:-1], CHANNELS))
 
 
-class Decoded(Struct, array_like=True, frozen=True, tag=2):
+class Decoded(Struct, array_like=True, frozen=True):
     """The pixels are in the shared memory, and the crops behind them."""
 
     decode_seconds: float
     prepare_seconds: float
     """0 for a picture that the engine prepares."""
-
-
-class Refused(Struct, array_like=True, frozen=True, tag=3):
-    """The file cannot be used."""
-
-    fault: Fault
-    reason: str
-
-
-ToDecoder: TypeAlias = Setup | Measure | Decode
-FromDecoder: TypeAlias = Ready | Measured | Decoded | Refused
-TO_DECODER: Decoder[ToDecoder] = Decoder(ToDecoder)
-FROM_DECODER: Decoder[FromDecoder] = Decoder(FromDecoder)
-MAX_MESSAGE = 1 << 17
-"""Bytes of a message, which is one packet of the socket."""

@@ -9,12 +9,12 @@ from math import prod
 from typing import NamedTuple
 
 from vitwire.wire import Buffer
-from vitwire_server.core.decoding import Fault
+from vitwire_children.lending import Pool
+from vitwire_children.serving import Fault, NotDone
 from vitwire_server.core.items import Modality
 from vitwire_server.observe.metrics.rpc import RpcMetrics
-from vitwire_server.preparing.files.child import Child
-from vitwire_server.preparing.files.decoders import DEVICE_SECONDS, CpuDecoders, DeviceDecoder
-from vitwire_server.preparing.files.messages import Decode, Decoded, Measure, Measured, NotDecoded, Setup
+from vitwire_server.preparing.files.decoders import DEVICE_SECONDS, Decoder, DeviceDecoder
+from vitwire_server.preparing.files.messages import Decode, Decoded, Measure, Measured, Setup
 from vitwire_server.preparing.files.turns import Flow, Turns, predicted
 from vitwire_server.preparing.rules.forms import form_of
 
@@ -50,15 +50,14 @@ class DecodePool:
         """Start `processes` decoders, one more for headers, and one on `device`. They load their libraries now."""
         self._monitor = monitor
         self._awaited: asyncio.Future[Setup] = asyncio.get_running_loop().create_future()
-        self._decoders = CpuDecoders(self._awaited, processes + 1, monitor.decoders)
+        self._decoders = Pool(lambda: Decoder.begin(self._awaited), processes + 1, monitor.decoders)
         self._measuring = Turns(_HEADERS, self._count_waiting)
         self._decoding = Turns(processes, self._count_waiting)
         self._on_device = Turns(1, self._count_waiting)
         self._device = DeviceDecoder(self._awaited, device) if device else None
-        self._starting = [asyncio.create_task(self._decoders.start(processes + 1))]
+        self._starting: list[asyncio.Task[object]] = [asyncio.create_task(self._decoders.start(processes + 1))]
         if self._device:
-            self._starting.append(self._device.start())
-        self._returning: set[asyncio.Task[None]] = set()
+            self._starting.append(asyncio.create_task(self._device.settled.wait()))
 
     def set_up(self, setup: Setup, *, on_device: bool) -> None:
         """The model is known; the device turned out to decode, or not."""
@@ -80,7 +79,7 @@ class DecodePool:
         return self._device is not None and self._device.takes(found)
 
     async def measure(self, flow: Flow, data: Buffer, modality: Modality) -> Measured:
-        """Form and cost of the prepared item, from its file. Raises NotDecoded.
+        """Form and cost of the prepared item, from its file. Raises NotDone.
 
         Clips take turns with files that are decoded: their frames are counted, and some are decoded for that.
         """
@@ -89,16 +88,14 @@ class DecodePool:
         seconds, wall = (_HEADER_SECONDS, _PATIENCE * _HEADER_SECONDS) if is_image else self._bounds(len(data))
         async with self._lent(self._decoders, turns, flow, predicted(0), is_open=not is_image) as child:
             await child.write(data)
-            answer = await child.ask(Measure(len(data), modality, seconds), wall)
-        assert isinstance(answer, Measured)
-        return answer
+            return await child.do(Measure(len(data), modality, seconds), wall, Measured)
 
     def measure_picture(self, shape: tuple[int, ...], modality: Modality) -> Measured:
-        """Form and cost of a prepared picture, or the frames of a clip, from their shape. Raises NotDecoded."""
+        """Form and cost of a prepared picture, or the frames of a clip, from their shape. Raises NotDone."""
         try:
             form = form_of(shape, self._setup.recipes[modality])
         except ValueError as error:
-            raise NotDecoded(Fault.UNSUPPORTED, str(error)) from error
+            raise NotDone(Fault.UNSUPPORTED, str(error)) from error
         return Measured.of(form, prod(shape[:-1]), shape)
 
     async def decode(
@@ -112,7 +109,7 @@ class DecodePool:
         *,
         raw: bool = False,
     ) -> Prepared:
-        """Prepare a file, or a picture of this shape, that was measured. Raises NotDecoded.
+        """Prepare a file, or a picture of this shape, that was measured. Raises NotDone.
 
         `reserve` gets the memory for the pixels once it is the item's turn. `raw` leaves the picture, in RGB, for the
         engine to prepare.
@@ -120,15 +117,14 @@ class DecodePool:
         start = time.perf_counter()
         target: memoryview | None = None
 
-        async def decoded(decoders: CpuDecoders | DeviceDecoder, turns: Turns, seconds: float, wall: float) -> Prepared:
+        async def decoded(decoders: Pool[Decoder], turns: Turns, seconds: float, wall: float) -> Prepared:
             nonlocal target
             async with self._lent(decoders, turns, flow, predicted(found.cost)) as child:
                 waited = time.perf_counter() - start
                 target = target or await reserve()
                 await child.write(data)
                 job = Decode(len(data), modality, seconds, len(target), picture, raw, found.orientation)
-                answer = await child.ask(job, wall)
-                assert isinstance(answer, Decoded)
+                answer = await child.do(job, wall, Decoded)
                 await child.read(target)
             on_device = decoders is self._device
             return Prepared(target, waited, answer.decode_seconds, answer.prepare_seconds, on_device)
@@ -136,46 +132,27 @@ class DecodePool:
         if self._device and not raw and self._device.takes(found):
             try:
                 return await decoded(self._device, self._on_device, DEVICE_SECONDS, DEVICE_SECONDS)
-            except NotDecoded as error:
+            except NotDone as error:
                 _log.debug("a file is left to other decoders: %s", error)
         return await decoded(self._decoders, self._decoding, *self._bounds(found.cost))
 
     async def close(self) -> None:
-        self._decoders.closed = True
-        for task in (tasks := [*self._starting, *self._returning]):
+        for task in self._starting:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._starting, return_exceptions=True)
         if self._device:
             await self._device.close()
         await self._decoders.close()
 
     @asynccontextmanager
     async def _lent(
-        self, decoders: CpuDecoders | DeviceDecoder, turns: Turns, flow: Flow, cost: int, *, is_open: bool = False
-    ) -> AsyncIterator[Child]:
-        """A decoder for one job, in turn; see `Turn`. Raises NotDecoded."""
+        self, decoders: Pool[Decoder], turns: Turns, flow: Flow, cost: int, *, is_open: bool = False
+    ) -> AsyncIterator[Decoder]:
+        """A decoder for one job, in turn; see `Turn`. Raises NotDone."""
         turn = await turns.acquire(flow, cost, is_open=is_open)
-        getting = asyncio.create_task(decoders.take())
-
-        async def take_back() -> None:
-            """A decoder that still starts or works, as the RPC was cancelled, is waited for, not replaced."""
-            try:
-                child = await getting
-                await child.idle()
-                await decoders.give_back(child)
-            except NotDecoded as error:
-                _log.debug("there was no decoder: %s", error)
-            finally:
-                turns.release(turn)
-
-        try:
-            child = await asyncio.shield(getting)
+        async with decoders.lent(lambda: turns.release(turn)) as child:
             turn.since = asyncio.get_running_loop().time()
             yield child
-        finally:
-            task = asyncio.create_task(take_back())
-            self._returning.add(task)
-            task.add_done_callback(self._returning.discard)
 
     def _bounds(self, cost: int) -> tuple[float, float]:
         """Processor time and wall-clock time for a job that costs this many pixels or bytes."""

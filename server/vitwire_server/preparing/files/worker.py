@@ -5,110 +5,64 @@ and the libraries that read them are in C.
 """
 
 import mmap
-import os
-import signal
-import socket
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import ModuleType
-from typing import NoReturn, TypeAlias
 
+import msgspec
 import numpy as np
-from msgspec import msgpack
 from PIL import Image, UnidentifiedImageError
 
-from vitwire_children.confine import May, confined, dies_with
-from vitwire_server.core.decoding import Fault
+from vitwire_children.serving import Fault, NotDone, serve
 from vitwire_server.core.items import Modality
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.files import images
-from vitwire_server.preparing.files.messages import (
-    MAX_MESSAGE,
-    TO_DECODER,
-    Decode,
-    Decoded,
-    FromDecoder,
-    Measure,
-    Measured,
-    NotDecoded,
-    Ready,
-    Refused,
-    Setup,
-)
+from vitwire_server.preparing.files.messages import Decode, Decoded, Measure, Measured, Setup
 from vitwire_server.preparing.rules.patches import Pixels
 from vitwire_server.preparing.rules.recipe import Recipe
 
 _MAX_REASON = 200
-_TOO_MANY_FRAMES = Refused(Fault.TOO_LARGE, "the model's rule chooses too many frames of it")
-"""Instead of an answer with more times than a message can carry."""
+_MOST_FRAMES = 1 << 14
+"""Of a clip: their times are sent to the server."""
 
 
-Answering: TypeAlias = Callable[[Setup, mmap.mmap], Callable[[Measure | Decode], FromDecoder]]
-"""Gets the setup and the memory, and returns what answers a job."""
-
-
-def serve(ahead: Callable[[], Answering], may: May = May.COMPUTE) -> NoReturn:
-    """Answer jobs until the socket is closed; arguments of the process are the descriptors of socket and memory.
-
-    `ahead` is called before the setup is awaited, and does all that needs none. The process is confined before the
-    first job: whatever jobs use must have been imported and opened.
-    """
-    end, memory, parent = (int(each) for each in sys.argv[1:4])
-    dies_with(parent)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # the parent decides when to stop
-        signal.signal(number, signal.SIG_IGN)
-    with socket.socket(fileno=end) as link:
-        made = ahead()
-        setup = TO_DECODER.decode(link.recv(MAX_MESSAGE))
-        assert isinstance(setup, Setup), "the first message"
-        answer = made(setup, mmap.mmap(memory, 0))
-        os.dup2(1, 2)  # to /dev/null: what was taken over must not write, or fill, the server's log
-        link.sendall(msgpack.encode(Ready(confined(parent, may, setup.sizes.memory if may is May.COMPUTE else None))))
-        while raw := link.recv(MAX_MESSAGE):
-            job = TO_DECODER.decode(raw)
-            assert isinstance(job, Measure | Decode)
-            raw = msgpack.encode(answer(job))
-            link.sendall(raw if len(raw) <= MAX_MESSAGE else msgpack.encode(_TOO_MANY_FRAMES))
-    os._exit(0)
+def shared_memory() -> mmap.mmap:
+    """The memory of a decoder, once it was set up; the second argument of its process is the descriptor."""
+    return mmap.mmap(int(sys.argv[2]), 0)
 
 
 class _Worker:
-    def __init__(self, setup: Setup, memory: mmap.mmap) -> None:
+    def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._memory = memory
+        self._memory = shared_memory()
         self._clips: ModuleType | None = None
         if setup.clips:
             from vitwire_server.preparing.files import clips  # noqa: PLC0415 - needs PyAV, which is optional
 
             self._clips = clips
         Image.MAX_IMAGE_PIXELS = setup.sizes.pixels
-        warnings.simplefilter("ignore")  # files are untrusted: their oddities are not news
 
-    def answer(self, job: Measure | Decode) -> FromDecoder:
-        """The answer to a job. The kernel ends the process if it takes too long."""
-        signal.setitimer(signal.ITIMER_PROF, job.seconds)
+    def answer(self, job: Measure | Decode) -> object:
+        """Measured or Decoded, as JSON. Raises NotDone or MemoryError."""
         try:
-            return self._measured(job) if isinstance(job, Measure) else self._decoded(job)
-        except NotDecoded as error:
-            return Refused(error.fault, str(error))
-        except MemoryError:
-            return Refused(Fault.TOO_LARGE, "needs more memory than a decoder may use")
+            return msgspec.to_builtins(self._measured(job) if isinstance(job, Measure) else self._decoded(job))
+        except (NotDone, MemoryError):
+            raise
         except UnidentifiedImageError:
-            return Refused(Fault.UNSUPPORTED, "is not a JPEG, PNG, WebP, GIF or BMP image")
+            raise NotDone(Fault.UNSUPPORTED, "is not a JPEG, PNG, WebP, GIF or BMP image") from None
         except Image.DecompressionBombError as error:
-            return Refused(Fault.TOO_LARGE, str(error))
+            raise NotDone(Fault.TOO_LARGE, str(error)) from None
         except Exception as error:  # noqa: BLE001 - libraries raise anything over broken files
-            return Refused(Fault.MALFORMED, f"cannot be decoded: {_brief(error)}")
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
+            raise NotDone(Fault.MALFORMED, f"cannot be decoded: {_brief(error)}") from None
 
     def _measured(self, job: Measure) -> Measured:
         reader = images if job.modality is Modality.IMAGE else self._clip_reader
         measured: Measured = reader.measure(
             self._memory[: job.nbytes], self._recipe(job.modality), self._setup.sizes.pixels
         )
+        if len(measured.frame_seconds) > _MOST_FRAMES:
+            raise NotDone(Fault.TOO_LARGE, "the model's rule chooses too many frames of it")
         return measured
 
     def _decoded(self, job: Decode) -> Decoded:
@@ -133,13 +87,13 @@ class _Worker:
 
     def _recipe(self, modality: Modality) -> Recipe:
         if modality not in self._setup.recipes:
-            raise NotDecoded(Fault.UNSUPPORTED, f"is one of the {modality}s, which this model takes as pixels only")
+            raise NotDone(Fault.UNSUPPORTED, f"is one of the {modality}s, which this model takes as pixels only")
         return self._setup.recipes[modality]
 
     @property
     def _clip_reader(self) -> ModuleType:
         if self._clips is None:
-            raise NotDecoded(Fault.UNSUPPORTED, "is a clip, and this server decodes images only")
+            raise NotDone(Fault.UNSUPPORTED, "is a clip, and this server decodes images only")
         return self._clips
 
     def _write(self, parts: Iterable[Pixels], job: Decode) -> None:
@@ -150,7 +104,7 @@ class _Worker:
                 np.frombuffer(self._memory, np.uint8, part.size, at).reshape(part.shape)[:] = part
             at += part.size
         if at != end:
-            raise NotDecoded(Fault.MALFORMED, "its header and its content differ in size")
+            raise NotDone(Fault.MALFORMED, "its header and its content differ in size")
 
 
 def _parts(tiles: pillow.Tiles) -> list[Pixels]:
@@ -163,4 +117,4 @@ def _brief(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    serve(lambda: lambda setup, memory: _Worker(setup, memory).answer)
+    serve(lambda: lambda setup: (_Worker(setup).answer, setup.sizes.memory))

@@ -1,10 +1,8 @@
 """A LoRA adapter in PEFT's layout: what it adds to the weights of a tower."""
 
-import json
+import asyncio
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from vitwire_children.jobs import Program, done_by
+from vitwire_children.serving import NotDone
 from vitwire_server.towers.checkpoints.weights import BROKEN, refused
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Family, Module, Weights
@@ -41,23 +41,9 @@ _LARGEST_ALPHA = 1e38
 _PLAIN_STARTS = ("gaussian", "eva")
 """Initialisations that leave the base's weights as they were."""
 
-_SECONDS = 5
-"""Of the processor, so a busy machine takes nothing from it."""
-_BYTES = 1 << 30
-"""Bounds of a process that matches an adapter's regular expressions: some would match for years."""
-_PROGRAM = f"""
-import json, re, resource, sys
-resource.setrlimit(resource.RLIMIT_AS, ({_BYTES}, {_BYTES}))
-resource.setrlimit(resource.RLIMIT_CPU, ({_SECONDS}, {_SECONDS}))
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-patterns, names = json.load(sys.stdin)
-try:
-    compiled = [re.compile(rf"(.*\\.)?({{pattern}})$") for pattern in patterns]
-    found = [next((at for at, each in enumerate(compiled) if each.match(name)), None) for name in names]
-except (re.error, MemoryError, RecursionError, OverflowError) as error:
-    sys.exit(f"it is not a regular expression that can be matched ({{type(error).__name__}}: {{error}})")
-json.dump(found, sys.stdout)
-"""
+_MATCHING = Program("vitwire_server.towers.checkpoints.matching")
+_SECONDS, _WALL_SECONDS = 5.0, 60.0
+"""Of the processor, so a busy machine takes nothing from it, and of patience."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +148,9 @@ class Adapter:
             raise CheckpointError(f"{self.folder / _CONFIG}: alpha_pattern must be an object of names and numbers")
         found: list[int | None] = [None] * len(modules)
         if patterns:
-            with refused(f"{self.folder / _CONFIG}: alpha_pattern cannot be used", ValueError):
-                found = _first_matches(list(patterns), modules)
+            matching = done_by(_MATCHING, (list(patterns), modules), wall=_WALL_SECONDS, seconds=_SECONDS)
+            with refused(f"{self.folder / _CONFIG}: alpha_pattern cannot be used", NotDone):
+                found = asyncio.run(matching)
         alphas = [self._number(f"alpha_pattern.{key}", value) for key, value in patterns.items()]
         default = self._number("lora_alpha", self.config.get("lora_alpha", 8))
         return {module: default if at is None else alphas[at] for module, at in zip(modules, found, strict=True)}
@@ -172,23 +159,3 @@ class Adapter:
         if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST_ALPHA:
             return float(value)
         raise CheckpointError(f"{self.folder / _CONFIG}: {field} is {value!r}, but must be a finite number")
-
-
-def _first_matches(patterns: Sequence[str], names: Sequence[str]) -> list[int | None]:
-    """For each dotted name, the number of the first pattern that matches the end of it, by PEFT's rule.
-
-    Raises ValueError over patterns that do not end, or are none.
-    """
-    ran = subprocess.run(  # noqa: S603 - the program above
-        [sys.executable, "-I", "-S", "-c", _PROGRAM],
-        input=json.dumps([patterns, names]),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if ran.returncode < 0:
-        raise ValueError(f"it does not match within {_SECONDS} s of processor time")
-    if ran.returncode:
-        raise ValueError(ran.stderr.strip().rpartition("\n")[2])
-    found: list[int | None] = json.loads(ran.stdout)
-    return found

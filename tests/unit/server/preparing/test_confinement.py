@@ -11,7 +11,7 @@ import pytest
 
 import acts
 from confined_children import CODECS, IMAGES, WIDTHS, started
-from vitwire_server.preparing.files import child
+from vitwire_server.preparing.files import decoders
 
 PROGRAM = Path(__file__).parents[4] / "tests/support/confined_children.py"
 OTHER = 1234
@@ -43,7 +43,7 @@ print(status(os.getpid()))
 async def test_a_decoder_without_a_filter_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(child, "_WORKER", "unconfined_decoder")
+    monkeypatch.setattr(decoders, "_WORKER", "unconfined_decoder")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     for _ in range(2):
         await (await started()).close()

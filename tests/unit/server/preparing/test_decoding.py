@@ -29,10 +29,10 @@ from encoded_files import (
     sound,
 )
 from prepared import FORMATS, MODELS, SAMPLING, Recipes
-from vitwire_server.core.decoding import Fault
+from vitwire_children.serving import Fault, NotDone
 from vitwire_server.core.items import Modality
 from vitwire_server.preparing import pillow
-from vitwire_server.preparing.files.messages import Measured, NotDecoded, Setup, Sizes
+from vitwire_server.preparing.files.messages import Measured, Setup, Sizes
 from vitwire_server.preparing.files.pool import DecodePool
 from vitwire_server.preparing.files.turns import Flow
 from vitwire_server.preparing.pillow import Tiles
@@ -157,11 +157,10 @@ async def test_hostile_files_are_refused_and_the_decoder_survives() -> None:
     async with pool_of(pixels=64_000_000) as pool:
         before = decoders()
         for name, (make, fault, reason) in HOSTILE.items():
-            with pytest.raises(NotDecoded) as error:
+            with pytest.raises(NotDone) as error:
                 await prepared(pool, make())
             assert not fault or error.value.fault == fault, name
             assert reason in str(error.value), name
-            assert "items[3].encoded" in str(error.value.of_item("items[3].encoded"))
         assert_equal(*await prepared(pool, good), expected(good, MODELS["patches"]))
         assert decoders() == before
 
@@ -170,7 +169,7 @@ async def test_a_file_that_takes_too_long_ends_only_its_decoder() -> None:
     file, good = many_scans(), saved(photograph())
     async with pool_of(seconds=0.5, pixels=1 << 25) as pool:
         found = await pool.measure(FLOW, file, Modality.IMAGE)
-        with pytest.raises(NotDecoded, match=r"takes more than 0\.5 s") as error:
+        with pytest.raises(NotDone, match=r"takes more than 0\.5 s") as error:
             await decoded(pool, file, int(np.prod(found.pixels)))
         assert error.value.fault is Fault.TOO_SLOW
         assert_equal(*await prepared(pool, good), expected(good, MODELS["patches"]))
@@ -179,7 +178,7 @@ async def test_a_file_that_takes_too_long_ends_only_its_decoder() -> None:
 async def test_a_small_file_may_take_less_than_a_large_one() -> None:
     file, good = many_scans(500, 20_000), saved(photograph())
     async with pool_of(seconds=60.0) as pool:
-        with pytest.raises(NotDecoded, match=r"takes more than 1\.1\d s") as error:
+        with pytest.raises(NotDone, match=r"takes more than 1\.1\d s") as error:
             await prepared(pool, file)
         assert error.value.fault is Fault.TOO_SLOW
         assert_equal(*await prepared(pool, good), expected(good, MODELS["patches"]))
@@ -197,7 +196,7 @@ async def test_headers_are_read_while_all_decoders_are_busy() -> None:
         assert not job.done()
         for child in decoders():
             child.kill()
-        with pytest.raises(NotDecoded):
+        with pytest.raises(NotDone):
             await job
 
 
@@ -236,7 +235,7 @@ async def test_a_decoder_that_hangs_over_a_header_holds_up_nobody_else() -> None
 async def test_the_time_for_a_header_does_not_grow_with_the_file() -> None:
     file, good = many_chunks(2_000_000), saved(photograph())
     async with pool_of(seconds=60.0, input_bytes=32 << 20) as pool:
-        with pytest.raises(NotDecoded, match="takes more than 1 s") as error:
+        with pytest.raises(NotDone, match="takes more than 1 s") as error:
             await pool.measure(FLOW, file, Modality.IMAGE)
         assert error.value.fault is Fault.TOO_SLOW
         assert_equal(*await prepared(pool, good), expected(good, MODELS["patches"]))
@@ -250,14 +249,14 @@ async def test_pixels_are_not_decoded_for_metadata_behind_them() -> None:
     async with pool_of() as pool:
         found, turned = [await pool.measure(FLOW, file, Modality.IMAGE) for file in (whole, late)]
         assert turned.grid == (found.grid[0], found.grid[2], found.grid[1])
-        with pytest.raises(NotDecoded, match="truncated"):
+        with pytest.raises(NotDone, match="truncated"):
             await decoded(pool, late, 1)
 
 
 async def test_memory_is_limited() -> None:
     large = saved(photograph(5000, 5000))
     async with pool_of(memory=120 << 20, output_bytes=1 << 20, pixels=1 << 25) as pool:
-        with pytest.raises(NotDecoded) as error:
+        with pytest.raises(NotDone) as error:
             await prepared(pool, large)
         assert error.value.fault is Fault.TOO_LARGE
         good = saved(photograph())
@@ -274,7 +273,7 @@ async def test_a_killed_decoder_costs_at_most_its_file() -> None:
         while child.cpu_times().user < 1.0:  # noqa: ASYNC110 - until it works on the job
             await asyncio.sleep(0.02)
         child.kill()
-        with pytest.raises(NotDecoded, match="ended unexpectedly") as error:
+        with pytest.raises(NotDone, match="ended unexpectedly") as error:
             await job
         assert error.value.fault is Fault.LOST
         await prepared(pool, file)
@@ -323,7 +322,7 @@ async def test_a_job_that_is_cancelled_as_its_answer_arrives_costs_nothing() -> 
             job.cancel()
             with suppress(asyncio.CancelledError):
                 await job
-            await asyncio.gather(*pool._returning)
+            await asyncio.gather(*pool._decoders._returning)
         assert_equal(*await prepared(pool, file), expected(file, MODELS["patches"]))
         assert pool._decoders._all == before
 
@@ -338,7 +337,7 @@ async def test_a_cancelled_job_does_not_stop_the_start_of_a_decoder() -> None:
         (child,) = decoders()
         job.cancel()
         await prepared(pool, file)
-        await asyncio.gather(*pool._returning)
+        await asyncio.gather(*pool._decoders._returning)
         assert child.pid in {each.process.pid for each in pool._decoders._all}
         assert len(pool._decoders._all) <= 2, "another header was read meanwhile"
 
@@ -370,7 +369,7 @@ async def test_decoders_are_ready_before_the_first_job() -> None:
         for file, result in zip(files, await asyncio.gather(*(prepared(pool, file) for file in files)), strict=True):
             assert_equal(*result, expected(file, MODELS["patches"]))
         assert decoders() == ready
-        await asyncio.gather(*pool._returning)
+        await asyncio.gather(*pool._decoders._returning)
         assert max(busy for _, busy in counts) >= 2
         assert all(0 <= busy <= count for count, busy in counts)
         assert counts[-1] == (len(decoders()), 0)
@@ -411,12 +410,12 @@ async def test_hostile_clips_are_refused() -> None:
     }
     async with pool_of() as pool:
         for reason, file in files.items():
-            with pytest.raises(NotDecoded, match=reason) as error:
+            with pytest.raises(NotDone, match=reason) as error:
                 await prepared(pool, file, Modality.VIDEO)
             assert error.value.fault in (Fault.UNSUPPORTED, Fault.MALFORMED)
-        with pytest.raises(NotDecoded, match="is not a JPEG"):
+        with pytest.raises(NotDone, match="is not a JPEG"):
             await prepared(pool, good)
-        with suppress(NotDecoded):  # FFmpeg conceals some damage
+        with suppress(NotDone):  # FFmpeg conceals some damage
             await prepared(pool, bytes(damaged), Modality.VIDEO)
         await prepared(pool, good, Modality.VIDEO)
 
@@ -448,7 +447,7 @@ async def test_frames_are_prepared_as_in_this_process(name: str) -> None:
 
 async def test_a_picture_that_the_rule_refuses() -> None:
     async with pool_of() as pool:
-        with pytest.raises(NotDecoded, match="too elongated") as error:
+        with pytest.raises(NotDone, match="too elongated") as error:
             pool.measure_picture((1, 500, 3), Modality.IMAGE)
         assert error.value.fault is Fault.UNSUPPORTED
 

@@ -20,17 +20,17 @@ from PIL import Image, ImageOps
 from PIL.ExifTags import Base
 
 from prepared import MODELS
+from vitwire_children.serving import Fault, NotDone
 from vitwire_server.config.settings import ServeSettings
-from vitwire_server.core.decoding import Fault
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import NotOnDevice, Place
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.device import hardware
 from vitwire_server.preparing.device.hardware import Hardware, fault_of
 from vitwire_server.preparing.files import decoders
-from vitwire_server.preparing.files.child import Child
+from vitwire_server.preparing.files.decoders import Decoder
 from vitwire_server.preparing.files.images import is_plain
-from vitwire_server.preparing.files.messages import NotDecoded, Setup, Sizes
+from vitwire_server.preparing.files.messages import Setup, Sizes
 from vitwire_server.preparing.files.pool import DecodePool, Prepared
 from vitwire_server.preparing.files.turns import Flow
 from vitwire_server.process.preparing import decoded_on
@@ -153,16 +153,16 @@ def test_no_pixels_are_left_behind(decoder: Hardware) -> None:
     assert is_plain(cut)
     try:
         own = decoder.decoded(cut, 1).numpy()
-    except NotDecoded:
+    except NotDone:
         return
     assert not (own == 255).all(axis=2).any()
 
 
 def test_the_size_is_checked_before_memory_is_reserved(decoder: Hardware) -> None:
     """Of a file whose size was misread: else a header reserves 12 GB."""
-    with pytest.raises(NotDecoded, match="larger picture"):
+    with pytest.raises(NotDone, match="larger picture"):
         decoder.decoded(framed(PLAIN["4:4:4"], 20_000), 1)
-    with pytest.raises(NotDecoded):
+    with pytest.raises(NotDone):
         decoder.decoded(PLAIN["4:4:4"].replace(b"\xff\xc0", b"\xff\x00\x00\x02\xff\xc0"), 1)
 
 
@@ -237,15 +237,15 @@ def assert_pixels(done: Prepared, data: bytes) -> None:
 
 async def ready(pool: DecodePool) -> None:
     assert pool._device
-    while pool._device._child is None:  # noqa: ASYNC110  # it has no event, as nobody waits for it
+    while not any(child.is_alive for child in pool._device._all):  # noqa: ASYNC110  # nobody else waits for it
         await asyncio.sleep(0.05)
 
 
-def child_of(pool: DecodePool) -> Child:
+def child_of(pool: DecodePool) -> Decoder:
     """The decoder on the device, which is ready."""
     assert pool._device
-    assert pool._device._child
-    return pool._device._child
+    (child,) = pool._device._all
+    return child
 
 
 async def test_plain_files_go_to_the_device() -> None:
@@ -257,7 +257,7 @@ async def test_plain_files_go_to_the_device() -> None:
         done = await decoded(pool, OTHERS["progressive"])
         assert not done.on_device
         assert_pixels(done, OTHERS["progressive"])
-        with pytest.raises(NotDecoded):
+        with pytest.raises(NotDone):
             await decoded(pool, OTHERS["cut"])
 
 
@@ -300,7 +300,7 @@ async def test_a_damaged_file_is_what_pillow_makes_of_it() -> None:
     async with pool_of() as pool:
         try:
             done = await decoded(pool, cut)
-        except NotDecoded as error:
+        except NotDone as error:
             assert error.fault is Fault.MALFORMED
         else:
             assert_pixels(done, cut)
@@ -309,9 +309,7 @@ async def test_a_damaged_file_is_what_pillow_makes_of_it() -> None:
 
 async def test_a_decoder_that_dies_costs_no_file() -> None:
     async with pool_of() as pool:
-        assert pool._device
-        child = pool._device._child
-        assert child
+        child = child_of(pool)
         os.kill(child.process.pid, signal.SIGSTOP)
         job = asyncio.create_task(decoded(pool, PLAIN["4:2:2"]))
         await asyncio.sleep(0.2)
@@ -320,7 +318,7 @@ async def test_a_decoder_that_dies_costs_no_file() -> None:
         assert not done.on_device
         assert_pixels(done, PLAIN["4:2:2"])
         await ready(pool)
-        assert pool._device._child is not child
+        assert child_of(pool) is not child
         assert (await decoded(pool, PLAIN["4:2:2"])).on_device
 
 
@@ -409,5 +407,5 @@ async def test_a_closed_pool_starts_no_decoder(monkeypatch: pytest.MonkeyPatch) 
     ends = await asyncio.gather(*jobs, return_exceptions=True)
     assert [getattr(end, "fault", end) for end in ends] == [Fault.LOST] * 3
     assert pool._device
-    await asyncio.gather(*pool._returning)
-    assert pool._device._child is None
+    await asyncio.gather(*pool._device._returning)
+    assert not pool._device._all

@@ -11,7 +11,9 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from vitwire_server.process import children, heartbeat
+from vitwire_children.confine import PARENT
+from vitwire_children.restarts import Restarts
+from vitwire_server.process import heartbeat
 from vitwire_server.process.children import ChildProcess, Launch, StartFailed, labelled
 
 ECHO = "import os, socket; link = socket.socket(fileno=int(os.environ['LINK'])); link.send(link.recv(9))\n"
@@ -49,7 +51,7 @@ def kept(launch: Callable[[], Launch]) -> ChildProcess:
 
 
 async def test_each_start_has_its_own_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "_FIRST_DELAY", 0.01)
+    monkeypatch.setattr(Restarts, "failed", lambda _: 0.01)
     events: list[str] = []
     launches: asyncio.Queue[Linked] = asyncio.Queue()
 
@@ -119,7 +121,7 @@ async def test_a_child_does_not_outlive_its_parent() -> None:
         "import os, subprocess, sys, time\n"
         "sys.path[:0] = eval(sys.argv[3])\n"
         f"os.environ['{heartbeat.VARIABLE}'] = sys.argv[2]\n"
-        "os.environ['VITWIRE_SUPERVISOR_PID'] = str(os.getpid())\n"
+        f"os.environ['{PARENT}'] = str(os.getpid())\n"
         f"subprocess.Popen([sys.executable, '-c', {grandchild!r}, sys.argv[1]], stdin=subprocess.PIPE,"
         " pass_fds=[int(sys.argv[1]), int(sys.argv[2])])\n"
         "time.sleep(60)\n"

@@ -14,6 +14,7 @@ from threading import Thread
 import psutil
 import pytest
 
+from vitwire_children import restarts
 from vitwire_server.config import host
 from vitwire_server.config.resolving import resolve
 from vitwire_server.process import children, device_supervisor, heartbeat
@@ -33,7 +34,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pretend:
     """Runs the supervisor; `cpu` and `cuda` are what the two processes do. Returns exit code and their flags."""
     calls = tmp_path / "calls"
     monkeypatch.setattr(device_supervisor, "configure_logs", lambda *_: None)  # pytest's own handlers stay
-    monkeypatch.setattr(children, "_FIRST_DELAY", 0.01)
+    failed = restarts.Restarts.failed
+    monkeypatch.setattr(restarts.Restarts, "failed", lambda self: failed(self) / 50)
 
     def run(
         cpu: str, cuda: str = WAITING, *, signals: int = 0, after: int = 2, apart: float = 0.7, words: list[str] = WORDS
@@ -79,7 +81,7 @@ def test_the_others_drain_when_one_keeps_dying(pretend: Pretend, capfd: pytest.C
 
 
 def test_a_steady_life_forgives_earlier_deaths(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "_STEADY_SECONDS", 0.0)
+    monkeypatch.setattr(restarts, "STEADY_SECONDS", 0.0)
     _, calls = pretend(READY + DYING, signals=1, after=9)
     assert len(calls) >= 9
 
@@ -163,8 +165,9 @@ def test_children_on_cpu_share_the_cores(
 def test_children_share_the_cores_for_rpc_processes(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "cores", lambda _: 16)
     words = [*WORDS, "--devices", "cpu,cuda:0,cuda:1"]
-    for flags, expected in (([], {"cpu": "1", "cuda:0": "3", "cuda:1": "3"}), (["--rpc-processes", "2"], None)):
-        _, calls = pretend(WAITING, signals=1, after=3, words=[*words, *flags])
+    shared = {"cpu": "1", "cuda:0": "3", "cuda:1": "3"}
+    for after, flags, expected in ((3, [], shared), (6, ["--rpc-processes", "2"], None)):
+        _, calls = pretend(WAITING, signals=1, after=after, words=[*words, *flags])
         found = {}
         for call in calls[-3:]:
             last = dict(pairwise(call.split()))
