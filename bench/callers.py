@@ -14,8 +14,8 @@ from typing import Any, cast
 import grpc.aio
 from bench.echo import ANSWER, UNLIMITED, write_sizes
 from bench.images import Messages, images_of, serialised
-from vitwire.cli._bench.load import Load, Pace, Sample
-from vitwire.cli._bench.workload import Workload
+from vitwire_cli.bench.load import Load, Pace, Sample
+from vitwire_cli.bench.workload import Workload
 
 from vitwire import AsyncClient, Client, Embedding, Item, Unavailable, VitwireError
 

@@ -13,7 +13,7 @@ import time
 
 from bench.callers import AsyncioClient, Caller, Health, Raw, Row, SyncClient, Work
 from bench.client_steps import ClientSteps
-from vitwire.cli._bench.load import Pace
+from vitwire_cli.bench.load import Pace
 
 from vitwire.shared import allocator
 
