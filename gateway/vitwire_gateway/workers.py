@@ -15,9 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
+from vitwire.shared.fairness.places import Place, Places
 from vitwire_children.confine import warn
 from vitwire_gateway.api_errors import ApiError
-from vitwire_gateway.fairness import Caller, Turn, Turns
+from vitwire_gateway.callers import Caller
 
 _log = logging.getLogger(__name__)
 _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "HOME", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
@@ -157,7 +158,7 @@ class _Worker:
 
 
 class Workers:
-    """Processes that are started as they are needed. Callers take turns, by the time that their jobs took.
+    """Processes that are started as they are needed. Each caller gets its share of their time.
 
     module: imports the jobs with all that they use. memory: bytes that each process may use for a job.
     """
@@ -165,7 +166,7 @@ class Workers:
     def __init__(self, module: str, memory: int) -> None:
         self._module = module
         self._memory = memory
-        self._turns = Turns(max(_FEWEST, min(_MOST, os.cpu_count() or 1)))
+        self._places = Places(max(_FEWEST, min(_MOST, os.cpu_count() or 1)))
         self._idle: list[_Worker] = []
         self._jobs: set[asyncio.Task[Any]] = set()
 
@@ -178,8 +179,8 @@ class Workers:
         that is cancelled leaves the job at work, whose time is bounded and counts as its caller's.
         """
         message = pickle.dumps((job, len(blob), arguments))  # the parent is trusted, its worker is not
-        turn = await self._turns.begin(caller)
-        task = asyncio.create_task(self._done(turn, message, blob, max_bytes))
+        place = await self._places.acquire(caller.path)
+        task = asyncio.create_task(self._done(place, message, blob, max_bytes))
         self._jobs.add(task)
         task.add_done_callback(self._seen)
         return await asyncio.shield(task)
@@ -191,17 +192,18 @@ class Workers:
         await asyncio.gather(*self._jobs, return_exceptions=True)
         await asyncio.gather(*(worker.close() for worker in self._idle))
 
-    async def _done(self, turn: Turn, message: bytes, blob: bytes, max_bytes: int) -> object:
+    async def _done(self, place: Place, message: bytes, blob: bytes, max_bytes: int) -> object:
         worker = None
         try:
             worker = await self._next()
+            place.begin()
             return await worker.ask(message, blob, max_bytes)
         finally:
             if worker and worker.is_alive:
                 self._idle.append(worker)
             elif worker:
                 await worker.close()
-            turn.end()
+            self._places.give_back(place)
 
     async def _next(self) -> _Worker:
         while self._idle:

@@ -114,16 +114,16 @@ class Exchange:
         await self._start(status, [(b"content-type", b"application/json"), (b"content-length", size), *headers])
         await self._write(body, more=False)
 
-    async def respond_in_turns(
-        self, pieces: Iterator[bytes], turn: Callable[[], AbstractAsyncContextManager[None]]
+    async def respond_in_chunks(
+        self, pieces: Iterator[bytes], place: Callable[[], AbstractAsyncContextManager[object]]
     ) -> None:
-        """Send JSON in chunks of 64 KiB, each of which is made in a turn."""
+        """Send JSON in chunks of 64 KiB, each of which is made in a `place`."""
         self.stage = "response"
         await self._start(200, [(b"content-type", b"application/json")])
         more = True
         while more:
             chunk = bytearray()
-            async with turn():
+            async with place():
                 while more and len(chunk) < _CHUNK_BYTES:
                     piece = next(pieces, None)
                     more = piece is not None
