@@ -160,7 +160,7 @@ class Exchange:
         await self._write(b"", more=False)
 
     async def _translated(self, events: MessageEvents, chunk: bytes, shorten: Shorten) -> None:
-        """Send what follows from a chunk of the engine's stream; others get their turn every 4 KiB and large event."""
+        """Send what follows from a chunk of the engine's stream; others run after every 4 KiB and large event."""
         for start in range(0, len(chunk), _TRANSLATED_BYTES):
             pieces = [
                 events.following(text if is_small(text) else await shorten(text))

@@ -34,7 +34,7 @@ _START_SECONDS = 30.0
 _FIRST_DELAY, _LONGEST_DELAY = 0.5, 30.0
 """Seconds before a restart after a failure; doubled for each further one in a row."""
 _MOST_MESSAGES = 256
-"""Read from a sender before others have their turn."""
+"""Read from a sender before others run."""
 _STEADY_SECONDS = 60.0
 """After which a failure counts as the first."""
 _KEPT_VARIABLES = (

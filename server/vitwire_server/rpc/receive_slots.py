@@ -1,6 +1,5 @@
 """Bounds how many one-message requests are received at once; until then only their largest size is known."""
 
-import asyncio
 import math
 from typing import Any, TypeVar
 
@@ -35,8 +34,7 @@ class ReceiveSlots:
     async def read(self, context: Stream[M, Any]) -> M:
         """The one message of an RPC. Raises Overloaded, DeadlineExceeded, or InvalidRequest if there is none."""
         try:
-            async with asyncio.timeout(_WAIT_SECONDS):
-                slot = await self.slots.acquire((0, *caller_of(context)))
+            slot = await self.slots.acquire((0, *caller_of(context)), wait=_WAIT_SECONDS)
         except TimeoutError:
             raise self._none_free() from None
         slot.begin()

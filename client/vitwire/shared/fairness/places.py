@@ -76,10 +76,10 @@ class Places(Budget):
         finally:
             self.give_back(place)
 
-    async def acquire(self, path: Path, cost: int = 1, *, is_open: bool = False) -> Place:
+    async def acquire(self, path: Path, cost: int = 1, *, is_open: bool = False, wait: float | None = None) -> Place:
         """A place for a job of predicted microseconds, once it is its turn. A cancelled job leaves the line.
 
-        is_open: nothing bounds its cost, so it counts as long.
+        is_open: nothing bounds its cost, so it counts as long. Raises TimeoutError after `wait` seconds.
         """
         place = Place(self, path, cost, is_open=is_open)
         self._charge_share(place)
@@ -90,8 +90,9 @@ class Places(Budget):
         self._changed()
         self._grant_if_possible(place)
         try:
-            await place.granted
-        except asyncio.CancelledError:
+            async with asyncio.timeout(wait):
+                await place.granted
+        except (asyncio.CancelledError, TimeoutError):
             if place.granted.cancelled():
                 self._line.drop(path, place)
                 self._changed()
@@ -112,7 +113,8 @@ class Places(Budget):
             self._paces[place.name] = max(1.0, (self._pace(place) + took / place.cost) / 2)
         self._line.end(place.path, max(0, took - place.cost))
         self._forget_idle(place.name)
-        self._grant()
+        if self._line:
+            self._grant()
 
     def _hold(self, place: Place) -> None:
         place.due = now() + self._grace

@@ -52,7 +52,8 @@ class Shares(Generic[E]):
         self._passed_by = 0
 
     def __len__(self) -> int:
-        return sum(len(level.costs) for level in self._levels)
+        first, last = self._levels
+        return len(first.costs) + len(last.costs)
 
     def has_flow(self, name: Hashable) -> bool:
         """Whether something of an outermost flow waits or runs."""

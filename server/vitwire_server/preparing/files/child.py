@@ -42,7 +42,7 @@ HARDWARE = "vitwire_server.preparing.device.hardware"
 """The module of decoders on a device."""
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _COPIED_BYTES = 4 << 20
-"""Bytes that are copied before other RPCs get their turn."""
+"""Bytes that are copied before other RPCs run."""
 _KEPT_BYTES = 8 << 20
 """Shared memory that a decoder keeps between two jobs."""
 _FILE_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
