@@ -1,6 +1,6 @@
 """Bounds how many one-message requests are received at once; until then only their largest size is known."""
 
-import math
+import asyncio
 from typing import Any, TypeVar
 
 from vitwire.shared.fairness.places import Place, Places
@@ -39,7 +39,7 @@ class ReceiveSlots:
             raise self._none_free() from None
         slot.begin()
         try:
-            async with slot.losable(self._stall_seconds, grace=math.inf):
+            async with asyncio.timeout(0.0 if slot.is_lost else self._stall_seconds) as slot.limit:
                 message = await read(context)
         except TimeoutError:
             raise self._too_slow(slot) from None

@@ -33,7 +33,8 @@ class Holding:
         self.is_lost = False
         """Others have got it."""
         self._budget = budget
-        self._limit: asyncio.Timeout | None = None
+        self.limit: asyncio.Timeout | None = None
+        """Of the block in which it may be lost, while it is entered."""
 
     def take(self, amount: int) -> None:
         """Hold more. Raises the budget's refusal."""
@@ -50,14 +51,13 @@ class Holding:
 
         Raises TimeoutError for either; `is_lost` says which.
         """
-        limit = 0.0 if self.is_lost else seconds
         try:
-            async with asyncio.timeout(None if math.isinf(limit) else limit) as self._limit:
-                self.due = min(self.due, now() + grace)
+            async with asyncio.timeout(None if math.isinf(seconds) else seconds) as self.limit:
+                self.due = now() + grace
                 self.hurry()
                 yield
         finally:
-            self.due, self._limit = math.inf, None
+            self.due, self.limit = math.inf, None
 
     def advance(self, received: int) -> None:
         """Note bytes of a body that have arrived."""
@@ -68,14 +68,14 @@ class Holding:
         """Leave what is held to others, and end the block in which it may be lost."""
         self.is_lost = True
         self.release()
-        if self._limit and not self._limit.expired():
-            self._limit.reschedule(0.0)
+        if self.limit and not self.limit.expired():
+            self.limit.reschedule(0.0)
 
     def hurry(self) -> None:
         """While the budget drains, let the block end when it is due."""
-        if self._budget.is_draining and self._limit and not self._limit.expired():
-            when = self._limit.when()
-            self._limit.reschedule(self.due if when is None else min(when, self.due))
+        if self._budget.is_draining and self.limit and not self.limit.expired():
+            when = self.limit.when()
+            self.limit.reschedule(self.due if when is None else min(when, self.due))
 
 
 class Budget:

@@ -49,7 +49,7 @@ class Places(Budget):
         """`most` jobs at a time, `share` of them of one caller: three quarters if None, but never all of several.
 
         long: microseconds beyond which a job counts against the share; all do by default.
-        grace: seconds after which a place may be lost to others that wait, in a block `losable`.
+        grace: seconds after which a place may be lost to others that wait, and its `limit` ends.
         changed: called when the number of waiting jobs changed.
         """
         super().__init__(most, share=max(1, min(share_of(most), most - 1)) if share is None else share)
