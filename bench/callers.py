@@ -14,10 +14,10 @@ from typing import Any, cast
 import grpc.aio
 from bench.echo import ANSWER, UNLIMITED, write_sizes
 from bench.images import Messages, images_of, serialised
-from vitwire_cli.bench.load import Load, Pace, Sample
-from vitwire_cli.bench.workload import Workload
 
 from vitwire import AsyncClient, Client, Embedding, Item, Unavailable, VitwireError
+from vitwire_cli.bench.load import Load, Pace, Sample
+from vitwire_cli.bench.workload import Workload
 
 Row = dict[str, Any]
 _CHANNEL = (*UNLIMITED, ("grpc.use_local_subchannel_pool", 1))

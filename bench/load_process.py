@@ -13,9 +13,9 @@ import time
 
 from bench.callers import AsyncioClient, Caller, Health, Raw, Row, SyncClient, Work
 from bench.client_steps import ClientSteps
-from vitwire_cli.bench.load import Pace
 
 from vitwire.shared import allocator
+from vitwire_cli.bench.load import Pace
 
 
 def _caller(kind: str, settings: Row) -> Caller:

@@ -6,8 +6,8 @@ from typing import Any
 
 from starlette.requests import Request
 
+from vitwire.shared.fairness.budgets import Holding
 from vitwire_gateway.api_errors import ApiError, invalid
-from vitwire_gateway.fairness import Holding
 from vitwire_gateway.spans import short
 
 Json = dict[str, Any]

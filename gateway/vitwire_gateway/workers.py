@@ -4,11 +4,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from vitwire.shared.fairness.places import Places
 from vitwire_children.jobs import Child, Program
 from vitwire_children.lending import Pool
 from vitwire_children.serving import Fault, NotDone
 from vitwire_gateway.api_errors import ApiError
-from vitwire_gateway.fairness import Caller, Turns
+from vitwire_gateway.callers import Caller
 
 _FEWEST, _MOST = 3, 8
 _WORK_SECONDS = 10.0
@@ -29,7 +30,7 @@ class _Worker(Child):
 
 
 class Workers:
-    """Processes that are started as they are needed. Callers take turns, by the time that their jobs took.
+    """Processes that are started as they are needed. Each caller gets its share of their time.
 
     module: imports the jobs with all that they use. memory: bytes that each process may use for a job.
     """
@@ -37,7 +38,7 @@ class Workers:
     def __init__(self, module: str, memory: int) -> None:
         program = Program("vitwire_gateway.worker_process", [module, memory])
         most = max(_FEWEST, min(_MOST, os.cpu_count() or 1))
-        self._turns = Turns(most)
+        self._places = Places(most)
         self._pool = Pool(lambda: _Worker.start(program), most)
         self.close = self._pool.close
 
@@ -49,10 +50,11 @@ class Workers:
         The job may return JSON with bytes and ApiErrors in it: tuples arrive as lists, bytes as bytearrays. A caller
         that is cancelled leaves the job at work, whose time is bounded and counts as its caller's.
         """
-        turn = await self._turns.begin(caller)
+        place = await self._places.acquire(caller.path)
         call = (job, arguments)
         try:
-            async with self._pool.lent(turn.end) as worker:
+            async with self._pool.lent(lambda: self._places.give_back(place)) as worker:
+                place.begin()
                 return await worker.ask(call, blob, wall=_WALL_SECONDS, seconds=_WORK_SECONDS, max_bytes=max_bytes)
         except NotDone as error:
             if error.fault is Fault.LOST:

@@ -117,7 +117,7 @@ async def on_device(device: str) -> dict[str, object]:
 async def in_worker() -> dict[str, object]:
     from acting_jobs import acted, header_of  # noqa: PLC0415 - not installed beside a GPU
     from encoded_files import photograph, saved  # noqa: PLC0415 - as above
-    from vitwire_gateway.fairness import Caller  # noqa: PLC0415 - as above
+    from vitwire_gateway.callers import Caller  # noqa: PLC0415 - as above
     from vitwire_gateway.workers import Workers  # noqa: PLC0415 - as above
 
     workers = Workers("acting_jobs", 512 << 20)

@@ -166,8 +166,8 @@ def pixels_of(image: object) -> Picture:
     has_alpha = "A" in image.getbands() or "a" in image.getbands() or image.info.get("transparency") is not None
     try:
         picture = image.convert("RGBA" if has_alpha else "RGB")
-        turn = _TRANSPOSITIONS.get(image.getexif().get(_ORIENTATION))
-        return np.asarray(picture if turn is None else picture.transpose(turn))
+        transposition = _TRANSPOSITIONS.get(image.getexif().get(_ORIENTATION))
+        return np.asarray(picture if transposition is None else picture.transpose(transposition))
     except (
         OSError,
         ValueError,

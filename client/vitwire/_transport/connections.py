@@ -27,7 +27,7 @@ class Connection(Generic[C]):
 
     channel: C
     is_routed: bool = False
-    """Whether the channel chooses replicas by the hint of a call, rather than in turn."""
+    """Whether the channel chooses replicas by the hint of a call, rather than round robin."""
     load: int = 0
     """Bytes of the calls in flight, in both directions."""
     _avoided_until: float = 0.0

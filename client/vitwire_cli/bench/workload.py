@@ -113,7 +113,7 @@ class ImageSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests, to be sent in turn and again from the first. Items that are equal are shared."""
+    """Requests, to be sent one after another and again from the first. Items that are equal are shared."""
 
     requests: Sequence[Sequence[Item]]
     sizes: Mapping[ImageSize, Item] = field(default_factory=dict)
@@ -163,12 +163,12 @@ def _unit(grid: Grid, model: Model) -> tuple[tuple[int, int], int]:
 def of_sizes(sizes: Sequence[ImageSize], items: Sequence[Item], count: int) -> Workload:
     """Requests of `count` items, of which there is one for each size.
 
-    Sizes take turns; if any has a weight, each item's size is drawn by weight instead (1 for those without).
+    Sizes alternate; if any has a weight, each item's size is drawn by weight instead (1 for those without).
     """
     named = dict(zip(sizes, items, strict=True))
     if all(size.weight is None for size in sizes):
-        turns, distinct = cycle(items), len(sizes) // math.gcd(len(sizes), count)
-        return Workload([list(islice(turns, count)) for _ in range(distinct)], named)
+        endless, distinct = cycle(items), len(sizes) // math.gcd(len(sizes), count)
+        return Workload([list(islice(endless, count)) for _ in range(distinct)], named)
     return Workload([[items[index] for index in row] for row in draws(sizes, count, _MIX_REQUESTS)], named)
 
 

@@ -1,4 +1,4 @@
-"""Files of images and clips to embeddings: as many at a time as the limit allows, by turns of the callers."""
+"""Files of images and clips to embeddings: as many at a time as the limit allows, and each caller its share."""
 
 import asyncio
 import hashlib
@@ -24,8 +24,9 @@ from vitwire import (
     Unauthenticated,
     VitwireError,
 )
+from vitwire.shared.fairness.places import Places
 from vitwire_gateway.api_errors import ApiError
-from vitwire_gateway.fairness import Caller, Turns
+from vitwire_gateway.callers import Caller
 from vitwire_gateway.images.batching import Batches
 from vitwire_gateway.images.image_files import Header, ImageFile, clip_kind, header_of
 from vitwire_gateway.spans import stage
@@ -92,7 +93,7 @@ class Encoder:
         self.batches = Batches(client)
         self._max_pixels = max_pixels
         self._content_key = content_key or secrets.token_bytes(32)
-        self._turns = Turns(max_encoding)
+        self._places = Places(max_encoding)
         self.caller = Caller.of("anybody")
         self._times: dict[str, Accepted | Report] = {}
         """Answers with the times of clips, by content id; all requests share it."""
@@ -129,7 +130,7 @@ class Encoder:
 
         Raises VitwireError, or ApiError if no worker is left, or the server prepares no such files.
         """
-        async with self._turn("encode", image):
+        async with self._placed("encode", image):
             with self.batches.together() if together else nullcontext():
                 model = await self.model.get()
                 answer = self.batches.add(await self._item(image, model))
@@ -175,14 +176,14 @@ class Encoder:
                 await self.client.store([item])
 
     @asynccontextmanager
-    async def _turn(self, name: str, image: ImageFile) -> AsyncGenerator[None, None]:
-        """The caller's turn for a file, with the wait for it in a span."""
+    async def _placed(self, name: str, image: ImageFile) -> AsyncGenerator[None, None]:
+        """A place for a file, with the wait for it in a span."""
         with stage(name, {"vitwire.bytes": len(image.content)}):
-            async with self._turns.turn(self.caller):
+            async with self._places.place(self.caller.path):
                 yield
 
     async def _store(self, image: ImageFile, accepted: "asyncio.Future[Referenced]") -> str:
-        async with self._turn("store", image):
+        async with self._placed("store", image):
             model = await self.model.get()
             if not model.limits.cached_bytes:
                 message = "the encoder keeps no embeddings: --mode reference needs --cache-bytes on every server"

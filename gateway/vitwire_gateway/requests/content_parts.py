@@ -12,7 +12,7 @@ from anyio.to_thread import run_sync
 from vitwire import Model, VitwireError
 from vitwire.items import Modality
 from vitwire_gateway.api_errors import ApiError, from_encoder, of_clip
-from vitwire_gateway.fairness import Caller
+from vitwire_gateway.callers import Caller
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.images.encoding import Encoded, Encoder
 from vitwire_gateway.images.fetching import Fetcher, Hold

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 
 from vitwire.wire import Buffer
 from vitwire_gateway.bodies import Json, is_small
-from vitwire_gateway.fairness import Caller
+from vitwire_gateway.callers import Caller
 from vitwire_gateway.requests.caller_fields import cleaned
 from vitwire_gateway.requests.filling import Hole, cut, serialised
 from vitwire_gateway.requests.image_refs import ImageRef, image_parts

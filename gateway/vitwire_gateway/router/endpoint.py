@@ -114,16 +114,16 @@ class Exchange:
         await self._start(status, [(b"content-type", b"application/json"), (b"content-length", size), *headers])
         await self._write(body, more=False)
 
-    async def respond_in_turns(
-        self, pieces: Iterator[bytes], turn: Callable[[], AbstractAsyncContextManager[None]]
+    async def respond_in_chunks(
+        self, pieces: Iterator[bytes], place: Callable[[], AbstractAsyncContextManager[object]]
     ) -> None:
-        """Send JSON in chunks of 64 KiB, each of which is made in a turn."""
+        """Send JSON in chunks of 64 KiB, each of which is made in a `place`."""
         self.stage = "response"
         await self._start(200, [(b"content-type", b"application/json")])
         more = True
         while more:
             chunk = bytearray()
-            async with turn():
+            async with place():
                 while more and len(chunk) < _CHUNK_BYTES:
                     piece = next(pieces, None)
                     more = piece is not None
@@ -160,7 +160,7 @@ class Exchange:
         await self._write(b"", more=False)
 
     async def _translated(self, events: MessageEvents, chunk: bytes, shorten: Shorten) -> None:
-        """Send what follows from a chunk of the engine's stream; others get their turn every 4 KiB and large event."""
+        """Send what follows from a chunk of the engine's stream; others run after every 4 KiB and large event."""
         for start in range(0, len(chunk), _TRANSLATED_BYTES):
             pieces = [
                 events.following(text if is_small(text) else await shorten(text))

@@ -117,7 +117,7 @@ async def whole(response: httpx2.Response, max_bytes: int, hold: Callable[[int],
 
 
 async def _pieces(body: Filled) -> AsyncIterator[bytes]:
-    """A request as it is sent; other requests get their turn between pieces."""
+    """A request as it is sent; others run between pieces."""
     for piece in body:
         yield bytes(piece)
 

@@ -11,14 +11,15 @@ from typing import Any
 import httpx2
 from anyio.to_thread import run_sync
 
+from vitwire.shared.fairness.places import Places
 from vitwire_gateway import spans
 from vitwire_gateway.anthropic.answers import answer_of
 from vitwire_gateway.anthropic.message_events import MessageEvents, shortened
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import is_small, read_body
+from vitwire_gateway.callers import Caller
 from vitwire_gateway.embeddings.embedding_answers import Answer, vectors_of
 from vitwire_gateway.embeddings.embedding_requests import EmbeddingRequest
-from vitwire_gateway.fairness import Caller, Turns
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.metrics import FALLBACKS, Metrics
 from vitwire_gateway.requests.caller_fields import clean_body
@@ -56,7 +57,7 @@ class Router:
     """The caller's key is for the router alone."""
     engine_key: str | None
     """Sent in place of the caller's key."""
-    answering: Turns = field(default_factory=lambda: Turns(1))
+    answering: Places = field(default_factory=lambda: Places(1))
     """To write vectors as JSON, which takes 2 ms for 64 KiB."""
 
     async def with_images(self, api: ImageApi, exchange: Exchange, ticket: Ticket) -> None:
@@ -146,7 +147,7 @@ class Router:
         limit = self.settings.max_buffered_bytes
         if (size := sum(each.rows.nbytes for each in answer.images)) > limit:  # equal images are held once
             raise ApiError(413, f"the vectors have {size} bytes, the limit is {limit}", "request_too_large")
-        await exchange.respond_in_turns(api.answer(answer), lambda: self.answering.turn(ticket.caller))
+        await exchange.respond_in_chunks(api.answer(answer), lambda: self.answering.place(ticket.caller.path))
 
     async def _encoded(
         self, dialect: Dialect, exchange: Exchange, ticket: Ticket, images: Images, request: CutRequest

@@ -9,8 +9,10 @@ from contextlib import AsyncExitStack
 import numpy as np
 
 from vitwire import VitwireError
+from vitwire.shared.fairness.budgets import Budget, Holding
+from vitwire.shared.fairness.places import Places
 from vitwire_gateway.api_errors import ApiError, from_encoder
-from vitwire_gateway.fairness import Budget, Caller, Holding, Turns
+from vitwire_gateway.callers import Caller
 from vitwire_gateway.gateway_settings import SglangSettings
 from vitwire_gateway.images.encoding import Encoded, Encoder
 from vitwire_gateway.sglang.media import Media
@@ -61,7 +63,7 @@ class Adapter:
         self._computing = Budget(settings.max_requests, lambda: refused("too many requests are in flight", 503))
         self._delivering = Budget(settings.max_requests, _crowded)
         self._bytes = Budget(embedding_bytes, _crowded)
-        self._encoding = Turns(MAX_ENCODING)
+        self._encoding = Places(MAX_ENCODING)
         self._reports: set[asyncio.Task[None]] = set()
 
     async def serve(self, posted: Posted, caller: Caller, body: Holding | None = None) -> None:
@@ -135,7 +137,7 @@ class Adapter:
         return _message(part, [each for each in results if isinstance(each, Encoded)])
 
     async def _encoded(self, part: Part, index: int, caller: Caller, held: Holding) -> Encoded:
-        async with self._encoding.turn(caller):
+        async with self._encoding.place(caller.path):
             try:
                 image = await self._media.image(part.sources[index], part.modality)
                 encoded = await self._encoder.serving(caller).encode(image)

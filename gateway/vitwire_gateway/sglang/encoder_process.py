@@ -13,10 +13,10 @@ import uvicorn
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from vitwire import AsyncClient, VitwireError
+from vitwire.shared.fairness.budgets import Budget
 from vitwire.shared.garbage import exempt_loaded
 from vitwire_children.confine import be_private
 from vitwire_gateway.collector import collecting
-from vitwire_gateway.fairness import Budget
 from vitwire_gateway.gateway_settings import SglangSettings
 from vitwire_gateway.images.encoding import Encoder
 from vitwire_gateway.images.fetching import Fetcher

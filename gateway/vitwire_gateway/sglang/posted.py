@@ -14,7 +14,7 @@ from smg_grpc_proto import sglang_encoder_pb2 as pb
 from vitwire.items import Modality
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import Json, is_small, parse
-from vitwire_gateway.fairness import Caller
+from vitwire_gateway.callers import Caller
 from vitwire_gateway.workers import Workers
 
 M = TypeVar("M", bound=Message)

@@ -20,7 +20,8 @@ import zmq.asyncio
 
 from vitwire import Model, Report
 from vitwire.items import Modality
-from vitwire_gateway.fairness import Caller, Turns
+from vitwire.shared.fairness.places import Places
+from vitwire_gateway.callers import Caller
 from vitwire_gateway.images.image_hosts import Network
 from vitwire_gateway.sglang.posted import Part, refused
 
@@ -46,7 +47,7 @@ _USUAL_INTERVAL = 1.0
 class Pusher:
     """Sends each message on a new connection; a receiver that takes too long fails only its message.
 
-    Callers take turns at connections, by the time that theirs took.
+    Each caller gets its share of the connections' time.
 
     networks: receivers must be in one of them, by address; empty for any receiver.
     """
@@ -55,11 +56,11 @@ class Pusher:
         self._seconds = seconds
         self._networks = tuple(networks)
         self._context = zmq.asyncio.Context()
-        self._turns = Turns(_MAX_SENDERS)
+        self._places = Places(_MAX_SENDERS)
 
     async def push_all(self, endpoints: Sequence[str], frames: Sequence[Frame], caller: Caller) -> None:
-        """Send to every receiver, as many at a time as turns allow. Raises ApiError if one did not take the message."""
-        sending = (self._in_turn(each, frames, caller) for each in endpoints)
+        """Send to every receiver, once there is a place. Raises ApiError if one did not take the message."""
+        sending = (self._push_in_place(each, frames, caller) for each in endpoints)
         outcomes = await asyncio.gather(*sending, return_exceptions=True)
         for outcome in outcomes:
             if outcome is not None:
@@ -81,8 +82,8 @@ class Pusher:
         """Drop the connections, at once."""
         self._context.destroy(linger=0)
 
-    async def _in_turn(self, endpoint: str, frames: Sequence[Frame], caller: Caller) -> None:
-        async with self._turns.turn(caller):
+    async def _push_in_place(self, endpoint: str, frames: Sequence[Frame], caller: Caller) -> None:
+        async with self._places.place(caller.path):
             await self._push(endpoint, frames)
 
     async def _push(self, endpoint: str, frames: Sequence[Frame]) -> None:

@@ -18,9 +18,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from vitwire.shared.fairness.budgets import Budget
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import read_body
-from vitwire_gateway.fairness import Budget, Caller, host_name
+from vitwire_gateway.callers import Caller, host_name
 from vitwire_gateway.gateway_settings import SglangSettings
 from vitwire_gateway.sglang.adapter import Adapter
 from vitwire_gateway.sglang.posted import Kind, read

@@ -83,8 +83,10 @@ def _command(function: Callable[..., Any]) -> Any:  # noqa: ANN401  # typer has 
 def _message(error: TyperException) -> str:
     """One line about a wrong setting, which names the TOML file if it is from there."""
     ctx, param = getattr(error, "ctx", None), getattr(error, "param", None)
-    source = ctx.get_parameter_source(param.name) if ctx and param else None
-    return error.format_message() + (f" ({ctx.params['config']})" if source and source.name == "DEFAULT_MAP" else "")
+    message = error.format_message()
+    if ctx and param and (source := ctx.get_parameter_source(param.name)) and source.name == "DEFAULT_MAP":
+        return f"{message} ({ctx.params['config']})"
+    return message
 
 
 def _memory(settings: ServeSettings, limit: int) -> Iterator[str]:

@@ -166,7 +166,7 @@ class Assignments:
         return sender in self._trials
 
     def begin_trials(self, due: list[Peer]) -> None:
-        """Take senders for new agents, in turns of principals."""
+        """Take senders for new agents, first for the principals that have the fewest."""
         running = Counter(each.consumer.principal for each in self._trials.values())
         while due and len(self._trials) < _TRIALS:
             peer = min(due, key=lambda each: running[each.consumer.principal])

@@ -33,7 +33,7 @@ from vitwire_server.delivery.staging import Staging
 _log = logging.getLogger(__name__)
 _START_SECONDS = 30.0
 _MOST_MESSAGES = 256
-"""Read from a sender before others have their turn."""
+"""Read from a sender before others run."""
 _KEPT_VARIABLES = (
     *spawn.OF_DEVICES,
     *("UCX_NET_DEVICES", "UCX_IB_GID_INDEX", "UCX_IB_SL", "UCX_IB_TRAFFIC_CLASS", "UCX_TCP_PORT_RANGE"),

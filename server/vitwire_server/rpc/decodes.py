@@ -8,6 +8,7 @@ from functools import partial
 
 from msgspec.structs import replace as changed
 
+from vitwire.shared.fairness.shares import Path
 from vitwire_children.serving import Fault, NotDone
 from vitwire_server.core.errors import EncodeFailed, EncoderError, InvalidRequest, Violation
 from vitwire_server.core.items import CacheLookup, Item
@@ -15,7 +16,6 @@ from vitwire_server.core.models import NotOnDevice, Place
 from vitwire_server.observe.tracing import Attributes, trace_preparing
 from vitwire_server.preparing.files.messages import Measured
 from vitwire_server.preparing.files.pool import DecodePool
-from vitwire_server.preparing.files.turns import Flow
 from vitwire_server.rpc.calls import Call
 from vitwire_server.rpc.unprepared import Decoding, Prepared, Unprepared, is_elongated
 
@@ -83,7 +83,7 @@ async def _decode(call: Call, index: int, given: Unprepared, region_seconds: flo
     decoding = _decoding(call)
     pool, metrics = decoding.pool, decoding.metrics
     began = time.monotonic()
-    flow = Flow(*call.caller, id(call), call.priority)
+    flow = (call.priority, *call.caller, id(call))
     measured, attributes = await _measured(pool, flow, index, given)
     item = call.serving.codec.measured(f"items[{index}]", given, measured, call.consumer)
     call.answers.item(index).prepared = Prepared(measured.grid, measured.frame_seconds, measured.second_per_grid)
@@ -108,7 +108,7 @@ async def _decode(call: Call, index: int, given: Unprepared, region_seconds: flo
     await call.submit({index: item.filled(done.pixels)}, digests)
 
 
-async def _measured(pool: DecodePool, flow: Flow, index: int, given: Unprepared) -> tuple[Measured, Attributes]:
+async def _measured(pool: DecodePool, flow: Path, index: int, given: Unprepared) -> tuple[Measured, Attributes]:
     """Sizes of the prepared item, and attributes of its spans. Raises NotDone."""
     began = time.monotonic()
     if given.picture:

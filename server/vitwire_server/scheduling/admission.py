@@ -3,11 +3,8 @@
 from collections.abc import Callable, Sequence
 from threading import Lock
 
+from vitwire.shared.fairness.budgets import share_of
 from vitwire_server.core.errors import Overloaded
-
-SHARE = 0.75
-"""Share of a bound that one caller may hold for items that are not sent yet or must be decoded: a single caller, as
-behind a proxy, loses little, and other callers find a quarter free."""
 
 
 class Permit:
@@ -53,12 +50,13 @@ class Admission:
     def admit(self, nbytes: Sequence[int], caller: str | None = None) -> list[Permit]:
         """A permit for each item, given its bytes; all or none. Raises Overloaded when full.
 
-        Permits of a `caller` take no more than a share of each bound until they have arrived, unless it has no others.
+        Permits of a `caller`, for items that are not sent yet or must be decoded, take no more than a share of each
+        bound until they have arrived, unless it has no others.
         """
         with self._lock:
             added, size = len(nbytes), sum(nbytes)
             items, held = self._promised.get(caller, (0, 0)) if caller is not None else (0, 0)
-            if items and (items + added > self._max_items * SHARE or held + size > self._max_bytes * SHARE):
+            if items and (items + added > share_of(self._max_items) or held + size > share_of(self._max_bytes)):
                 message = f"this caller has {items} unfinished uploads of {held} bytes: wait until they are done"
                 raise Overloaded(message, reason="uploads", retry_seconds=1.0)
             self._take(added, size)

@@ -2,13 +2,11 @@
 
 from collections.abc import Iterable
 
-from vitwire_server.scheduling.shares import Shares
+from vitwire.shared.fairness.shares import Path, Shares
 from vitwire_server.scheduling.tickets import Entry, Priority, Ticket
 
 _QUANTUM = 256
 """Tokens of one turn: a 512 x 512 image in most families."""
-_MOST_PASSED_BY = 15
-"""Batches in a row that may leave batch-priority items waiting before one of them leads."""
 
 
 class Queue:
@@ -20,21 +18,22 @@ class Queue:
     """
 
     def __init__(self) -> None:
-        self._levels: dict[Priority, Shares[Ticket, Entry]] = {level: Shares(_QUANTUM) for level in Priority}
-        self._items = 0
+        self._shares = Shares[Entry](_QUANTUM)
         self.nbytes = 0
         """Bytes of the pixels that wait."""
-        self.tokens = 0
-        """Tokens of the items that wait."""
-        self._passed_by = 0
 
     def __len__(self) -> int:
-        return self._items
+        return len(self._shares)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the items that wait."""
+        return self._shares.backlog
 
     def push(self, entry: Entry) -> None:
         """Append to the share of the entry's ticket."""
-        self._level(entry).push(entry.ticket, entry, max(1, entry.item.footprint.tokens))
-        self._count(entry, 1)
+        self._shares.push(_path(entry.ticket), entry, max(1, entry.item.footprint.tokens))
+        self.nbytes += entry.item.nbytes
 
     def window(self, limit: int, tokens: int) -> list[Entry]:
         """Entries to pack the next batch from: the first `limit` of at most `tokens` tokens, one at least.
@@ -51,47 +50,29 @@ class Queue:
 
     def peek(self, limit: int) -> list[Entry]:
         """Up to `limit` entries in the order they should run."""
-        first, second = (self._levels[level] for level in Priority)
-        if self._passed_by < _MOST_PASSED_BY or not second:
-            ahead = first.order(limit)
-            return ahead + second.order(limit - len(ahead))
-        (leader,) = second.order(1)
-        ahead = [leader, *first.order(limit - 1)]
-        return ahead + second.order(limit - len(ahead) + 1)[1:]
+        return self._shares.order(limit)
 
     def tokens_ahead(self, priority: Priority, tokens: int) -> int:
         """Tokens that would run before a new request of `tokens` tokens is done, as things are now."""
-        higher = sum(shares.backlog for level, shares in self._levels.items() if level < priority)
-        return higher + self._levels[priority].ahead(tokens)
+        return self._shares.ahead(priority, tokens)
 
     def take(self, entries: Iterable[Entry]) -> None:
         """Remove entries that run now; their requests pay for them."""
         taken = list(entries)
-        for level, shares in self._levels.items():
-            here = [(entry.ticket, entry) for entry in taken if entry.ticket.priority is level]
-            if level is Priority.BATCH and taken:
-                self._passed_by = 0 if here or not shares else self._passed_by + 1
-            if here:
-                shares.take(here)
-        for entry in taken:
-            self._count(entry, -1)
+        self._shares.take((_path(entry.ticket), entry) for entry in taken)
+        self.nbytes -= sum(entry.item.nbytes for entry in taken)
 
     def drop(self, entry: Entry) -> None:
         """Remove an entry that will not run."""
-        self._level(entry).drop(entry.ticket, entry)
-        self._count(entry, -1)
+        self._shares.drop(_path(entry.ticket), entry)
+        self.nbytes -= entry.item.nbytes
 
     def remove(self, ticket: Ticket) -> list[Entry]:
         """Remove and return what still waits of one request."""
-        removed = self._levels[ticket.priority].remove(ticket)
-        for entry in removed:
-            self._count(entry, -1)
+        removed = self._shares.remove(_path(ticket))
+        self.nbytes -= sum(entry.item.nbytes for entry in removed)
         return removed
 
-    def _level(self, entry: Entry) -> Shares[Ticket, Entry]:
-        return self._levels[entry.ticket.priority]
 
-    def _count(self, entry: Entry, sign: int) -> None:
-        self._items += sign
-        self.nbytes += sign * entry.item.nbytes
-        self.tokens += sign * entry.item.footprint.tokens
+def _path(ticket: Ticket) -> Path:
+    return ticket.priority, ticket

@@ -72,7 +72,7 @@ class Watchdog:
 class Scheduler:
     """Gives the engine a batch whenever it can take one; there is no timer while the device is idle.
 
-    Each time it plans over the next items in turn and runs the first batch of the plan, so that items that
+    Each time it plans over the next items and runs the first batch of the plan, so that items that
     arrive in the meantime get their turn. `run` and all that it calls belong to the engine's thread; other
     threads use `intake`, and read `watchdog`, `last_launch` and `fault`.
     """

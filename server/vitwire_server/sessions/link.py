@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 In = TypeVar("In")
 Out = TypeVar("Out")
 _HEAD = 4
-"""Bytes of the length that precedes the messages of one turn, little-endian."""
+"""Bytes of the length that precedes the messages of one pass, little-endian."""
 
 
 class Link(asyncio.Protocol, Generic[In, Out]):
@@ -44,7 +44,7 @@ class Link(asyncio.Protocol, Generic[In, Out]):
         return link
 
     def send(self, message: Out) -> None:
-        """Send a message, together with others of one turn of the loop. Does nothing once the link is lost."""
+        """Send a message, together with others of one pass of the loop. Does nothing once the link is lost."""
         if self.lost.is_set():
             return
         if not self._unsent:

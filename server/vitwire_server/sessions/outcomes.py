@@ -75,7 +75,7 @@ class Mailbox:
             calls, self._calls = self._calls, []
             for call in calls[1:]:  # before another thread can post the next one
                 self._loop.call_soon(call)  # one that fails ends no other
-        calls[0]()  # a turn of the loop earlier
+        calls[0]()  # one pass of the loop earlier
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from vitwire_server.sessions.messages import encoded_of, form_of, unpickled
 from vitwire_server.sessions.session import Fail, Opening, Settle
 
 _COPIED_BYTES = 4 << 20
-"""Bytes that are copied before other RPCs get their turn."""
+"""Bytes that are copied before other RPCs run."""
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class RemoteSessions:
         return self._open.pop(session, None) is not None
 
     def take_spares(self, items: Collection[Item | CacheLookup]) -> list[int] | None:
-        """Offsets of a spare block for each item; None unless all have bytes, which fit and are copied in one turn."""
+        """Offsets of a spare block for each item; None unless all have bytes, which fit and are copied at once."""
         sizes = [item.nbytes for item in items if isinstance(item, Item)]
         if not len(sizes) == len(items) <= len(self._spares):
             return None
@@ -181,7 +181,7 @@ class RemoteSession:
 
 
 def _copied(arena: Arena, offset: int, item: Item) -> Iterator[None]:
-    """Copy an item's bytes into the arena; yields after each part, so that other RPCs may get their turn."""
+    """Copy an item's bytes into the arena; yields after each part, so that other RPCs may run."""
     for tensor in (item.pixels, item.crops):
         data = np.frombuffer(tensor.data, np.uint8) if tensor and tensor.nbytes else np.empty(0, np.uint8)
         for start in range(0, len(data), _COPIED_BYTES):

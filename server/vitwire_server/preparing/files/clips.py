@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from vitwire_children.serving import Fault, NotDone
 from vitwire_server.preparing.files.messages import Measured
-from vitwire_server.preparing.files.turning import Frame, Turn, turn_of
+from vitwire_server.preparing.files.rotation import Frame, Rotation, rotation_of
 from vitwire_server.preparing.rules.forms import form_of
 from vitwire_server.preparing.rules.patches import CHANNELS
 from vitwire_server.preparing.rules.recipe import Recipe
@@ -46,7 +46,7 @@ def decoded(data: bytes, recipe: Recipe, max_pixels: int) -> Iterator[tuple[Iter
     """The chosen frames, each decoded when it is taken, and their number. Raises as `measure`."""
     chosen = _chosen(data, recipe, max_pixels)
     with _opened(data) as (container, stream):
-        yield map(chosen.turn.applied, _frames(container, stream, chosen.indices)), len(chosen.indices)
+        yield map(chosen.rotation.applied, _frames(container, stream, chosen.indices)), len(chosen.indices)
 
 
 class _Chosen(NamedTuple):
@@ -56,7 +56,7 @@ class _Chosen(NamedTuple):
     total: int
     rate: float
     """Frames per second, or 0."""
-    turn: Turn
+    rotation: Rotation
     size: tuple[int, int]
     """Height and width of a frame that is turned."""
 
@@ -70,9 +70,9 @@ def _chosen(data: bytes, recipe: Recipe, max_pixels: int) -> _Chosen:
             raise NotDone(Fault.TOO_LARGE, f"frames of {width}x{height} exceed the limit of {max_pixels} pixels")
         rate = float(stream.average_rate or 0)
         total = _count(data, container, stream)
-        turn = turn_of(stream)
+        rotation = rotation_of(stream)
     indices = sampled(total, rate, recipe.settings.sampling, recipe.temporal)
-    return _Chosen(indices, total, rate, turn, turn.size(height, width))
+    return _Chosen(indices, total, rate, rotation, rotation.size(height, width))
 
 
 def _frames(container: InputContainer, stream: VideoStream, indices: Sequence[int]) -> Iterator[Frame]:

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from math import prod
 from typing import NamedTuple
 
+from vitwire.shared.fairness.places import Places
+from vitwire.shared.fairness.shares import Path
 from vitwire.wire import Buffer
 from vitwire_children.lending import Pool
 from vitwire_children.serving import Fault, NotDone
@@ -15,7 +17,6 @@ from vitwire_server.core.items import Modality
 from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.preparing.files.decoders import DEVICE_SECONDS, Decoder, DeviceDecoder
 from vitwire_server.preparing.files.messages import Decode, Decoded, Measure, Measured, Setup
-from vitwire_server.preparing.files.turns import Flow, Turns, predicted
 from vitwire_server.preparing.rules.forms import form_of
 
 _log = logging.getLogger(__name__)
@@ -29,6 +30,9 @@ _HEADER_SECONDS = 1.0
 """Of processor time for the header of an image, which takes milliseconds, whatever the size of its file."""
 _HEADERS = 2
 """Headers that are read at a time: a decoder that hangs over one leaves a place to others."""
+_LONG = 1_000_000
+"""Microseconds beyond which a job counts as long: those of one caller leave a decoder to others."""
+_LEAST_MICROSECONDS, _PIXELS_PER_MICROSECOND = 20_000, 20
 
 
 class Prepared(NamedTuple):
@@ -43,17 +47,30 @@ class Prepared(NamedTuple):
     """True if the decoder on the device did both."""
 
 
+def predicted(cost: int) -> int:
+    """Predicted microseconds of a job that decodes `cost` pixels, which a decoder says that may be taken over."""
+    return _LEAST_MICROSECONDS + max(0, cost) // _PIXELS_PER_MICROSECOND
+
+
+def places_of(processes: int, changed: Callable[[], None]) -> Places:
+    """Places at so many decoders."""
+    return Places(processes, share=max(1, processes - 1), long=_LONG, changed=changed)
+
+
 class DecodePool:
-    """Lends decoders to jobs, in turn. Used on one event loop."""
+    """Lends decoders to jobs. Used on one event loop.
+
+    The flow of a job is its priority, its caller, the caller's connection, and the request. They take turns.
+    """
 
     def __init__(self, processes: int, monitor: RpcMetrics, device: str = "") -> None:
         """Start `processes` decoders, one more for headers, and one on `device`. They load their libraries now."""
         self._monitor = monitor
         self._awaited: asyncio.Future[Setup] = asyncio.get_running_loop().create_future()
         self._decoders = Pool(lambda: Decoder.begin(self._awaited), processes + 1, monitor.decoders)
-        self._measuring = Turns(_HEADERS, self._count_waiting)
-        self._decoding = Turns(processes, self._count_waiting)
-        self._on_device = Turns(1, self._count_waiting)
+        self._measuring = places_of(_HEADERS, self._count_waiting)
+        self._decoding = places_of(processes, self._count_waiting)
+        self._on_device = places_of(1, self._count_waiting)
         self._device = DeviceDecoder(self._awaited, device) if device else None
         self._starting: list[asyncio.Task[object]] = [asyncio.create_task(self._decoders.start(processes + 1))]
         if self._device:
@@ -78,15 +95,15 @@ class DecodePool:
         """True if a file goes to the decoder on the device, which prepares it too."""
         return self._device is not None and self._device.takes(found)
 
-    async def measure(self, flow: Flow, data: Buffer, modality: Modality) -> Measured:
+    async def measure(self, flow: Path, data: Buffer, modality: Modality) -> Measured:
         """Form and cost of the prepared item, from its file. Raises NotDone.
 
-        Clips take turns with files that are decoded: their frames are counted, and some are decoded for that.
+        Clips share places with files that are decoded: their frames are counted, and some are decoded for that.
         """
         is_image = modality is Modality.IMAGE
-        turns = self._measuring if is_image else self._decoding
+        places = self._measuring if is_image else self._decoding
         seconds, wall = (_HEADER_SECONDS, _PATIENCE * _HEADER_SECONDS) if is_image else self._bounds(len(data))
-        async with self._lent(self._decoders, turns, flow, predicted(0), is_open=not is_image) as child:
+        async with self._lent(self._decoders, places, flow, predicted(0), is_open=not is_image) as child:
             await child.write(data)
             return await child.do(Measure(len(data), modality, seconds), wall, Measured)
 
@@ -100,7 +117,7 @@ class DecodePool:
 
     async def decode(
         self,
-        flow: Flow,
+        flow: Path,
         data: Buffer,
         modality: Modality,
         found: Measured,
@@ -111,15 +128,15 @@ class DecodePool:
     ) -> Prepared:
         """Prepare a file, or a picture of this shape, that was measured. Raises NotDone.
 
-        `reserve` gets the memory for the pixels once it is the item's turn. `raw` leaves the picture, in RGB, for the
+        `reserve` gets the memory for the pixels once the item has a decoder. `raw` leaves the picture, in RGB, for the
         engine to prepare.
         """
         start = time.perf_counter()
         target: memoryview | None = None
 
-        async def decoded(decoders: Pool[Decoder], turns: Turns, seconds: float, wall: float) -> Prepared:
+        async def decoded(decoders: Pool[Decoder], at: Places, seconds: float, wall: float) -> Prepared:
             nonlocal target
-            async with self._lent(decoders, turns, flow, predicted(found.cost)) as child:
+            async with self._lent(decoders, at, flow, predicted(found.cost)) as child:
                 waited = time.perf_counter() - start
                 target = target or await reserve()
                 await child.write(data)
@@ -146,12 +163,12 @@ class DecodePool:
 
     @asynccontextmanager
     async def _lent(
-        self, decoders: Pool[Decoder], turns: Turns, flow: Flow, cost: int, *, is_open: bool = False
+        self, decoders: Pool[Decoder], places: Places, flow: Path, cost: int, *, is_open: bool = False
     ) -> AsyncIterator[Decoder]:
-        """A decoder for one job, in turn; see `Turn`. Raises NotDone."""
-        turn = await turns.acquire(flow, cost, is_open=is_open)
-        async with decoders.lent(lambda: turns.release(turn)) as child:
-            turn.since = asyncio.get_running_loop().time()
+        """A decoder for one job, as `Places.acquire`. Raises NotDone."""
+        place = await places.acquire(flow, cost, is_open=is_open)
+        async with decoders.lent(lambda: places.give_back(place)) as child:
+            place.begin()
             yield child
 
     def _bounds(self, cost: int) -> tuple[float, float]:

@@ -74,7 +74,7 @@ class _Worker:
             picture = images.decode(data[: job.nbytes], recipe)
         else:
             reading = self._clip_reader.decoded(data[: job.nbytes], recipe, self._setup.sizes.pixels)
-            with reading as (frames, count):  # decoding and preparing take turns
+            with reading as (frames, count):  # decoding and preparing alternate
                 self._write(frames if job.raw else _parts(pillow.clip(frames, count, recipe)), job)
             return Decoded(time.perf_counter() - start, 0.0)
         decoded = time.perf_counter()

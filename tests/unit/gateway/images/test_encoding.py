@@ -22,7 +22,7 @@ from vitwire import AsyncClient, InvalidItem, Model, Unauthenticated
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_cli.app import app
 from vitwire_gateway.api_errors import ApiError
-from vitwire_gateway.fairness import Caller
+from vitwire_gateway.callers import Caller
 from vitwire_gateway.gateway_settings import GatewaySettings, RouterSettings, SglangSettings
 from vitwire_gateway.images.encoding import Encoder, content_id_of
 from vitwire_gateway.images.image_files import ImageFile

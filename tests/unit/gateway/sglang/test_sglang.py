@@ -21,7 +21,7 @@ from fake_service import Fake, model_message, serving
 from vitwire import AsyncClient, Embedding, Model, Report
 from vitwire.integrations.sglang import expanded, precomputed
 from vitwire_gateway.api_errors import ApiError
-from vitwire_gateway.fairness import Caller
+from vitwire_gateway.callers import Caller
 from vitwire_gateway.gateway_settings import SglangSettings
 from vitwire_gateway.images.encoding import Encoder
 from vitwire_gateway.images.fetching import Fetcher

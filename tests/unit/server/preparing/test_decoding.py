@@ -34,12 +34,11 @@ from vitwire_server.core.items import Modality
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.files.messages import Measured, Setup, Sizes
 from vitwire_server.preparing.files.pool import DecodePool
-from vitwire_server.preparing.files.turns import Flow
 from vitwire_server.preparing.pillow import Tiles
 from vitwire_server.preparing.rules.forms import form_of
 from vitwire_server.preparing.rules.sampling import sampled
 
-FLOW = Flow("a caller")
+FLOW = (0, "a caller")
 LONG = Measured((1, 1, 1), (1,), None, cost=1 << 26)
 _END = chunk(b"IEND", b"")
 CUT = {
@@ -202,7 +201,7 @@ async def test_headers_are_read_while_all_decoders_are_busy() -> None:
 
 async def test_clips_of_one_caller_do_not_hold_up_others() -> None:
     """Each is decoded for seconds in search of its first frame."""
-    slow, flood = never_shown(6000, 20_000_000), Flow("a flood")
+    slow, flood = never_shown(6000, 20_000_000), (0, "a flood")
     async with pool_of(processes=2, seconds=60.0, input_bytes=32 << 20) as pool:
         jobs = [asyncio.create_task(pool.measure(flood, slow, Modality.VIDEO)) for _ in range(4)]
         while not any(child.is_busy for child in pool._decoders._all):  # noqa: ASYNC110 - until one has a job
@@ -222,7 +221,7 @@ async def test_a_decoder_that_hangs_over_a_header_holds_up_nobody_else() -> None
     async with pool_of() as pool:
         hanging = psutil.Process(pool._decoders._idle[-1].process.pid)
         hanging.suspend()
-        job = asyncio.create_task(pool.measure(Flow("another"), file, Modality.IMAGE))
+        job = asyncio.create_task(pool.measure((0, "another"), file, Modality.IMAGE))
         while not any(child.is_busy for child in pool._decoders._all):  # noqa: ASYNC110 - until it has the job
             await asyncio.sleep(0.01)
         for _ in range(3):

@@ -32,10 +32,9 @@ from vitwire_server.preparing.files.decoders import Decoder
 from vitwire_server.preparing.files.images import is_plain
 from vitwire_server.preparing.files.messages import Setup, Sizes
 from vitwire_server.preparing.files.pool import DecodePool, Prepared
-from vitwire_server.preparing.files.turns import Flow
 from vitwire_server.process.preparing import decoded_on
 
-FLOW = Flow("a caller")
+FLOW = (0, "a caller")
 RECIPES = MODELS["patches"]
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vitwire.shared.fairness.shares import Shares
 from vitwire_server.core.budgets import Ladder, budget, default_tokens
 from vitwire_server.core.costs import Costs
 from vitwire_server.core.grids import Footprint, Grid
@@ -15,7 +16,6 @@ from vitwire_server.core.items import DType, Item, Modality, Pixels
 from vitwire_server.core.plans import Fallback
 from vitwire_server.scheduling.planner import Bounds, Planner
 from vitwire_server.scheduling.queue import Queue
-from vitwire_server.scheduling.shares import Shares
 from vitwire_server.scheduling.tickets import Entry, Ticket
 
 QUANTUM = 10
@@ -24,10 +24,10 @@ WORK = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 45)), max_size=60)
 """Elements as (flow, cost), in the order they come."""
 
 
-def filled(work: Work) -> Shares[int, int]:
-    shares: Shares[int, int] = Shares(QUANTUM)
+def filled(work: Work) -> Shares[int]:
+    shares: Shares[int] = Shares(QUANTUM)
     for element, (flow, cost) in enumerate(work):
-        shares.push(flow, element, cost)
+        shares.push((0, flow), element, cost)
     return shares
 
 
@@ -43,7 +43,7 @@ def test_looking_changes_nothing_and_a_short_look_is_the_start_of_a_long_one(wor
 def test_a_flow_is_first_in_first_out_whatever_was_taken_from_it(work: Work, picks: list[int]) -> None:
     shares = filled(work)
     gone = {pick for pick in picks if pick < len(work)}
-    shares.take((work[element][0], element) for element in sorted(gone))
+    shares.take(((0, work[element][0]), element) for element in sorted(gone))
     rest = shares.order(len(work))
     assert sorted(rest) == sorted(set(range(len(work))) - gone)
     for flow in range(6):
@@ -60,7 +60,7 @@ def test_flows_that_always_wait_get_the_same_within_a_turn_and_an_element(flows:
     while min(left.values()) > 0:
         (element,) = shares.order(1)
         flow, cost = work[element]
-        shares.take([(flow, element)])
+        shares.take([((0, flow), element)])
         served[flow] += cost
         left[flow] -= 1
         assert max(served.values()) - min(served.values()) <= QUANTUM + 2 * 45
@@ -69,41 +69,41 @@ def test_flows_that_always_wait_get_the_same_within_a_turn_and_an_element(flows:
 @given(st.integers(1, 400), st.integers(1, 45), st.integers(1, 6))
 def test_a_flow_is_served_however_many_new_ones_keep_coming(owed: int, cost: int, newcomers: int) -> None:
     """Debts are paid a quantum a round, so a round of newcomers at a time it moves up."""
-    shares: Shares[str, str] = Shares(QUANTUM)
-    shares.push("old", "first", owed)
-    shares.push("old", "second", cost)
-    shares.take([("old", "first")])
+    shares: Shares[str] = Shares(QUANTUM)
+    shares.push((0, "old"), "first", owed)
+    shares.push((0, "old"), "second", cost)
+    shares.take([((0, "old"), "first")])
     turns = 0
     while (head := shares.order(1)) != ["second"]:
         if head:
-            shares.take([(head[0], head[0])])
+            shares.take([((0, head[0]), head[0])])
         for _ in range(newcomers):
             turns += 1
-            shares.push(f"new {turns}", f"new {turns}", QUANTUM)
+            shares.push((0, f"new {turns}"), f"new {turns}", QUANTUM)
         assert turns <= newcomers * ((owed + cost) // QUANTUM + 2) * (newcomers + 1)
 
 
 def test_who_was_served_ahead_of_its_share_lets_others_pass() -> None:
-    shares: Shares[str, int] = Shares(QUANTUM)
+    shares: Shares[int] = Shares(QUANTUM)
     for element in range(8):
-        shares.push("large", element, 10)
-    shares.take([("large", element) for element in range(4)])
-    shares.push("single", 100, 10)
-    shares.push("double", 200, 10)
-    shares.push("double", 201, 10)
+        shares.push((0, "large"), element, 10)
+    shares.take([((0, "large"), element) for element in range(4)])
+    shares.push((0, "single"), 100, 10)
+    shares.push((0, "double"), 200, 10)
+    shares.push((0, "double"), 201, 10)
     assert shares.order(5) == [100, 200, 201, 4, 5]
 
 
 def test_nobody_pays_for_a_device_that_nobody_else_wanted() -> None:
     """After any number of batches a flow owes at most one of them."""
-    shares: Shares[str, int] = Shares(QUANTUM)
+    shares: Shares[int] = Shares(QUANTUM)
     for element in range(200):
-        shares.push("large", element, 10)
-        shares.push("single", 1000 + element, 1)
-        shares.take([("large", element), ("single", 1000 + element)])
-        shares.push("large", 5000 + element, 10)
+        shares.push((0, "large"), element, 10)
+        shares.push((0, "single"), 1000 + element, 1)
+        shares.take([((0, "large"), element), ((0, "single"), 1000 + element)])
+        shares.push((0, "large"), 5000 + element, 10)
     for element in range(9000, 9010):
-        shares.push("busy", element, 10)
+        shares.push((0, "busy"), element, 10)
     assert min(shares.order(4)) < 9000, "the debt is one batch of 11, so two turns pay it"
 
 
@@ -112,10 +112,10 @@ def test_dropped_elements_cost_nothing(work: Work, flow: int) -> None:
     shares, kept = filled(work), filled([one for one in work if one[0] != flow])
     for element, (owner, _) in enumerate(work):
         if owner == flow:
-            shares.drop(flow, element)
+            shares.drop((0, flow), element)
     survivors = [e for e, (owner, _) in enumerate(work) if owner != flow]
     assert [survivors.index(e) for e in shares.order(99)] == kept.order(99)
-    assert shares.ahead(30) == kept.ahead(30)
+    assert shares.ahead(0, 30) == kept.ahead(0, 30)
 
 
 # -- with the planner ------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The way in which a clip is shown: turned and mirrored by its display matrix. Runs in decoders only."""
+"""The way in which a clip is shown: rotated and mirrored by its display matrix. Runs in decoders only."""
 
 from contextlib import suppress
 from io import BytesIO
@@ -15,18 +15,18 @@ _NO_FRAMES = {"movflags": "empty_moov+default_base_moof"}
 _TRACK, _MATRIX, _MATRIX_AT = b"tkhd", ">5i", 44
 """The box of an MP4 file with the matrix, its first numbers, and their place behind the box's name."""
 _STEEPEST = 115
-"""Matrices within half a degree of a quarter turn count as one, as FFmpeg rounds them."""
+"""Matrices within half a degree of 90 degrees count as those, as FFmpeg rounds them."""
 
 
-class Turn(NamedTuple):
-    """Steps in this order."""
+class Rotation(NamedTuple):
+    """Steps that make a frame upright, in this order."""
 
     transposed: bool = False
     upside_down: bool = False
     mirrored: bool = False
 
     def size(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of a frame that is turned."""
+        """Height and width of a rotated frame."""
         return (width, height) if self.transposed else (height, width)
 
     def applied(self, frame: Frame) -> Frame:
@@ -35,14 +35,14 @@ class Turn(NamedTuple):
         return upright[:: -1 if self.upside_down else 1, :: -1 if self.mirrored else 1]
 
 
-def turn_of(stream: VideoStream) -> Turn:
-    """The turn to show a stream by, as FFmpeg and OpenCV have it; none by other angles than quarters, as OpenCV."""
+def rotation_of(stream: VideoStream) -> Rotation:
+    """The rotation to show a stream by, as FFmpeg and OpenCV have it; none for angles between quarters, as OpenCV."""
     across, down_by_across, _, across_by_down, down = _matrix(stream)
     if _STEEPEST * max(abs(down_by_across), abs(across_by_down)) < min(abs(across), abs(down)):
-        return Turn(transposed=False, upside_down=down < 0, mirrored=across < 0)
+        return Rotation(transposed=False, upside_down=down < 0, mirrored=across < 0)
     if _STEEPEST * max(abs(across), abs(down)) < min(abs(down_by_across), abs(across_by_down)):
-        return Turn(transposed=True, upside_down=down_by_across < 0, mirrored=across_by_down < 0)
-    return Turn()
+        return Rotation(transposed=True, upside_down=down_by_across < 0, mirrored=across_by_down < 0)
+    return Rotation()
 
 
 def _matrix(stream: VideoStream) -> tuple[int, ...]:

@@ -1,15 +1,22 @@
-"""Whose file is decoded next, without decoders."""
+"""Who gets the next place: jobs at decoders, and those of the gateway's callers."""
 
 import asyncio
 import random
+from collections.abc import Hashable
 from contextlib import suppress
 
 import pytest
 
-from vitwire_server.preparing.files.turns import Flow, Turn, Turns, predicted
+from vitwire.shared.fairness.places import Place, Places
+from vitwire.shared.fairness.shares import Path
+from vitwire_server.preparing.files.pool import places_of, predicted
 from vitwire_server.scheduling.tickets import Priority
 
 SHORT, LONG = 70_000, 3_000_000
+
+
+def flow(caller: str, connection: str = "", request: int = 0, priority: Priority = Priority.INTERACTIVE) -> Path:
+    return priority, caller, connection, request
 
 
 class Line:
@@ -17,35 +24,36 @@ class Line:
 
     def __init__(self, places: int) -> None:
         self.reported = 0
-        self.turns = Turns(places, self._count)
+        self.places = places_of(places, self._count)
         self.granted: list[str] = []
-        self.running: dict[str, Turn] = {}
+        self.running: dict[str, Place] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def add(self, name: str, cost: int, flow: Flow) -> None:
-        self.tasks[name] = asyncio.create_task(self._wait(name, cost, flow))
+    async def add(self, name: str, cost: int, to: Path) -> None:
+        self.tasks[name] = asyncio.create_task(self._wait(name, cost, to))
         await settled()
 
     async def finish(self, name: str = "", seconds: float = 0.0) -> None:
         """Job `name`, or that which runs longest, is done after so many seconds."""
-        turn = self.running.pop(name or next(iter(self.running)))
-        turn.since = asyncio.get_running_loop().time() - seconds
-        self.turns.release(turn)
+        place = self.running.pop(name or next(iter(self.running)))
+        place.since = asyncio.get_running_loop().time() - seconds
+        self.places.give_back(place)
         await settled()
 
     async def finish_all(self) -> None:
         while self.running:
             await self.finish()
-        assert (self.turns.waiting, self.reported) == (0, 0)
-        assert not self.turns._callers
-        assert not any(self.turns._levels.values())
+        assert (self.places.waiting, self.reported) == (0, 0)
+        assert not self.places._paces
+        assert not self.places._line
+        assert (self.places.used, self.places._holdings) == (0, set())
 
-    async def _wait(self, name: str, cost: int, flow: Flow) -> None:
-        self.running[name] = await self.turns.acquire(flow, cost)
+    async def _wait(self, name: str, cost: int, to: Path) -> None:
+        self.running[name] = await self.places.acquire(to, cost)
         self.granted.append(name)
 
     def _count(self) -> None:
-        self.reported = self.turns.waiting
+        self.reported = self.places.waiting
 
 
 async def settled() -> None:
@@ -56,8 +64,8 @@ async def settled() -> None:
 async def test_a_decoder_that_lies_about_costs_holds_up_nobody() -> None:
     """A job that costs nothing left those behind it waiting, and the flow of one that costs less went first."""
     line = Line(places=1)
-    await line.add("lie", predicted(-400_000), Flow("liar"))
-    await line.add("honest", predicted(0), Flow("other"))
+    await line.add("lie", predicted(-400_000), flow("liar"))
+    await line.add("honest", predicted(0), flow("other"))
     await line.finish_all()
     assert line.granted == ["lie", "honest"]
     assert predicted(-(10**15)) == predicted(0)
@@ -65,13 +73,13 @@ async def test_a_decoder_that_lies_about_costs_holds_up_nobody() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [Flow("other"), Flow("many", "second connection"), Flow("many", "connection", 1)],
+    [flow("other"), flow("many", "second connection"), flow("many", "connection", 1)],
     ids=["caller", "connection", "request"],
 )
-async def test_a_flood_delays_others_by_one_job(other: Flow) -> None:
+async def test_a_flood_delays_others_by_one_job(other: Path) -> None:
     line = Line(1)
     for number in range(60):
-        await line.add(f"flood {number}", LONG, Flow("many", "connection"))
+        await line.add(f"flood {number}", LONG, flow("many", "connection"))
     for number in range(3):
         await line.add(f"other {number}", SHORT, other)
     assert line.granted == ["flood 0"]
@@ -85,9 +93,9 @@ async def test_a_flood_delays_others_by_one_job(other: Flow) -> None:
 async def test_many_requests_and_connections_of_a_caller_are_one_share() -> None:
     line = Line(1)
     for number in range(30):
-        await line.add(f"flood {number}", SHORT, Flow("many", f"connection {number % 5}", number))
+        await line.add(f"flood {number}", SHORT, flow("many", f"connection {number % 5}", number))
     for number in range(5):
-        await line.add(f"other {number}", SHORT, Flow("other"))
+        await line.add(f"other {number}", SHORT, flow("other"))
     for _ in range(10):
         await line.finish(seconds=0.07)
     assert sum(name.startswith("other") for name in line.granted) == 5
@@ -97,11 +105,11 @@ async def test_many_requests_and_connections_of_a_caller_are_one_share() -> None
 async def test_long_jobs_of_a_caller_leave_a_place() -> None:
     line = Line(3)
     for number in range(4):
-        await line.add(f"long {number}", LONG, Flow("one"))
+        await line.add(f"long {number}", LONG, flow("one"))
     assert line.granted == ["long 0", "long 1"]
-    await line.add("short", SHORT, Flow("one", "other connection"))
+    await line.add("short", SHORT, flow("one", "other connection"))
     await line.finish("short", seconds=0.07)
-    await line.add("of another", LONG, Flow("two"))
+    await line.add("of another", LONG, flow("two"))
     assert line.granted == ["long 0", "long 1", "short", "of another"]
     await line.finish("of another", seconds=3)
     assert len(line.granted) == 4
@@ -113,9 +121,9 @@ async def test_long_jobs_of_a_caller_leave_a_place() -> None:
 async def test_a_caller_pays_for_jobs_that_take_longer_than_predicted() -> None:
     line = Line(1)
     for number in range(8):
-        await line.add(f"liar {number}", SHORT, Flow("one"))
+        await line.add(f"liar {number}", SHORT, flow("one"))
     for number in range(8):
-        await line.add(f"other {number}", SHORT, Flow("two"))
+        await line.add(f"other {number}", SHORT, flow("two"))
     await line.finish("liar 0", seconds=5)
     for number in range(7):
         await line.finish(f"other {number}", seconds=0.07)
@@ -126,23 +134,23 @@ async def test_a_caller_pays_for_jobs_that_take_longer_than_predicted() -> None:
 async def test_a_caller_whose_jobs_take_longer_than_predicted_leaves_a_place() -> None:
     line = Line(2)
     for number in range(5):
-        await line.add(f"liar {number}", SHORT, Flow("one"))
+        await line.add(f"liar {number}", SHORT, flow("one"))
     assert line.granted == ["liar 0", "liar 1"]
     await line.finish("liar 0", seconds=5)
     await line.finish("liar 1", seconds=5)
     assert line.granted == ["liar 0", "liar 1", "liar 2"]
-    await line.add("other", SHORT, Flow("two"))
+    await line.add("other", SHORT, flow("two"))
     assert line.granted[-1] == "other"
     await line.finish_all()
 
 
 async def test_interactive_jobs_go_first_and_batch_jobs_do_not_starve() -> None:
     line = Line(1)
-    await line.add("first", SHORT, Flow("one"))
+    await line.add("first", SHORT, flow("one"))
     for number in range(3):
-        await line.add(f"batch {number}", SHORT, Flow("one", priority=Priority.BATCH))
+        await line.add(f"batch {number}", SHORT, flow("one", priority=Priority.BATCH))
     for number in range(40):
-        await line.add(f"interactive {number}", SHORT, Flow("two"))
+        await line.add(f"interactive {number}", SHORT, flow("two"))
     for _ in range(40):
         await line.finish(seconds=0.07)
     places = [position for position, name in enumerate(line.granted) if name.startswith("batch")]
@@ -152,9 +160,9 @@ async def test_interactive_jobs_go_first_and_batch_jobs_do_not_starve() -> None:
 
 async def test_cancelled_jobs_leave_the_line() -> None:
     line = Line(1)
-    await line.add("first", SHORT, Flow("one"))
+    await line.add("first", SHORT, flow("one"))
     for number in range(5):
-        await line.add(f"next {number}", SHORT, Flow("one"))
+        await line.add(f"next {number}", SHORT, flow("one"))
     for number in range(4):
         line.tasks[f"next {number}"].cancel()
     await settled()
@@ -167,10 +175,10 @@ async def test_cancelled_jobs_leave_the_line() -> None:
 @pytest.mark.parametrize("steps", range(3))
 async def test_a_job_that_is_cancelled_as_it_gets_its_place_gives_it_back(steps: int) -> None:
     line = Line(1)
-    await line.add("first", SHORT, Flow("one"))
-    await line.add("second", SHORT, Flow("two"))
-    await line.add("third", SHORT, Flow("two"))
-    line.turns.release(line.running.pop("first"))
+    await line.add("first", SHORT, flow("one"))
+    await line.add("second", SHORT, flow("two"))
+    await line.add("third", SHORT, flow("two"))
+    line.places.give_back(line.running.pop("first"))
     for _ in range(steps):
         await asyncio.sleep(0)
     was_granted = "second" in line.granted
@@ -182,11 +190,11 @@ async def test_a_job_that_is_cancelled_as_it_gets_its_place_gives_it_back(steps:
 
 async def test_a_cancelled_head_does_not_keep_its_flow_waiting() -> None:
     line = Line(1)
-    await line.add("first", SHORT, Flow("one"))
-    await line.add("second", SHORT, Flow("two"))
-    await line.add("third", SHORT, Flow("two"))
+    await line.add("first", SHORT, flow("one"))
+    await line.add("second", SHORT, flow("two"))
+    await line.add("third", SHORT, flow("two"))
     line.tasks["second"].cancel()  # its task has not run yet when the place is free
-    line.turns.release(line.running.pop("first"))
+    line.places.give_back(line.running.pop("first"))
     await settled()
     assert line.granted == ["first", "third"]
     await line.finish_all()
@@ -194,17 +202,17 @@ async def test_a_cancelled_head_does_not_keep_its_flow_waiting() -> None:
 
 async def test_a_flood_is_searched_when_a_job_is_done_only(monkeypatch: pytest.MonkeyPatch) -> None:
     searches = 0
-    search = Turns._next
+    search = Places._next
 
-    def counted(turns: Turns) -> Turn | None:
+    def counted(places: Places) -> Place | None:
         nonlocal searches
         searches += 1
-        return search(turns)
+        return search(places)
 
-    monkeypatch.setattr(Turns, "_next", counted)
+    monkeypatch.setattr(Places, "_next", counted)
     line = Line(2)
     for number in range(50):
-        await line.add(f"long {number}", LONG, Flow("one", request=number))
+        await line.add(f"long {number}", LONG, flow("one", request=number))
     for number in range(1, 50):
         line.tasks[f"long {number}"].cancel()
     await settled()
@@ -216,7 +224,7 @@ async def test_a_flood_is_searched_when_a_job_is_done_only(monkeypatch: pytest.M
 async def test_a_cancelled_job_lets_a_shorter_one_behind_it_run() -> None:
     line = Line(2)
     for name, cost in (("first", LONG), ("second", LONG), ("short", SHORT)):
-        await line.add(name, cost, Flow("one"))
+        await line.add(name, cost, flow("one"))
     assert line.granted == ["first"]
     line.tasks["second"].cancel()
     await settled()
@@ -229,11 +237,11 @@ async def test_nothing_is_left_of_any_traffic() -> None:
     for _ in range(20):
         line = Line(chance.randint(1, 3))
         for number in range(60):
-            flow = Flow(
+            to = flow(
                 f"caller {chance.randrange(4)}", f"{chance.randrange(2)}", chance.randrange(2),
                 chance.choice(list(Priority)),
             )  # fmt: skip
-            await line.add(f"job {number}", chance.choice([SHORT, LONG]), flow)
+            await line.add(f"job {number}", chance.choice([SHORT, LONG]), to)
             if chance.random() < 0.3:
                 line.tasks[chance.choice(list(line.tasks))].cancel()
             if line.running and chance.random() < 0.5:
@@ -243,3 +251,67 @@ async def test_nothing_is_left_of_any_traffic() -> None:
         for task in line.tasks.values():
             with suppress(asyncio.CancelledError):
                 await task
+
+
+# -- jobs whose time nobody predicts ---------------------------------------------------------------
+
+
+async def test_one_place_is_left_to_whoever_worked_least() -> None:
+    places, order = Places(2), list[Hashable]()
+    attacker, honest = flow("attacker"), flow("honest")
+    running = await places.acquire(attacker)
+
+    async def work(to: Path) -> None:
+        async with places.place(to):
+            order.append(to[1])
+            await asyncio.sleep(0.01)
+
+    tasks = [asyncio.create_task(work(attacker)) for _ in range(5)]
+    await asyncio.sleep(0.02)
+    assert order == [], "one place is left to others"
+    tasks.append(asyncio.create_task(work(honest)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert order == ["honest"]
+    tasks[0].cancel()
+    places.give_back(running)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert order == ["honest"] + ["attacker"] * 4
+    assert not places._paces
+    assert not places._line
+    assert (places.used, places._holdings) == (0, set())
+
+
+async def test_a_new_request_of_the_same_caller_does_not_wait_for_the_old_ones() -> None:
+    places, order = Places(1), list[Path]()
+    large, small = flow("a"), flow("a", request=1)
+
+    async def work(to: Path) -> None:
+        async with places.place(to):
+            order.append(to)
+            await asyncio.sleep(0.01)
+
+    tasks = [asyncio.create_task(work(large)) for _ in range(6)]
+    await asyncio.sleep(0.025)
+    tasks.append(asyncio.create_task(work(small)))
+    await asyncio.gather(*tasks)
+    assert order.index(small) < 6
+
+
+async def test_places_of_one_caller_go_to_all_of_its_requests() -> None:
+    """Also before the first job has ended, and so was paid for."""
+    places = Places(5)
+    other = [await places.acquire(flow("a", request=number)) for number in range(3)]
+    requests = [flow("b", request=number) for number in range(3)]
+    waiting = [asyncio.create_task(places.acquire(each)) for each in requests for _ in range(5)]
+    await asyncio.sleep(0)
+    for place in other:
+        places.give_back(place)
+    await asyncio.sleep(0)
+    granted = [task.result() for task in waiting if task.done()]
+    assert {each.path for each in granted[1:]} == set(requests)
+    for place in granted:
+        places.give_back(place)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)

@@ -1,0 +1,1 @@
+"""Fairness between callers: who goes next (`shares`), who works (`places`), and what each may hold (`budgets`)."""
