@@ -74,7 +74,7 @@ class Layer(ABC):
         attention = stock.get_submodule(form.attention)
         try:
             self._heads = int(_either(attention, "num_heads", "num_attention_heads"))
-            self._scale = float(_either(attention, "scale", "scaling"))
+            self._scale = _either(attention, "scale", "scaling")
             self.parts = Parts(form, stock, shared.products)
         except (AttributeError, ValueError) as error:
             raise NotFusable(str(error)) from error
@@ -281,9 +281,9 @@ def _padded(cos: Tensor, sin: Tensor, tiles: int, tokens: int) -> tuple[Tensor, 
     return cosines, torch.cat([sin.new_zeros(leading), sin]).repeat(tiles, 1)
 
 
-def _either(module: nn.Module, *names: str) -> Any:  # noqa: ANN401 - numbers of several types
-    """The first of these attributes that a module has. Raises AttributeError."""
+def _either(module: nn.Module, *names: str) -> float:
+    """The first of these numbers that a module has. Raises AttributeError."""
     for name in names:
         if hasattr(module, name):
-            return getattr(module, name)
+            return float(getattr(module, name))
     raise AttributeError(f"{type(module).__name__} has none of {', '.join(names)}")

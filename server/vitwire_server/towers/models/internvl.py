@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.models.internvl.configuration_internvl import InternVLConfig
 from transformers.models.internvl.modeling_internvl import InternVLMultiModalProjector
 
 from vitwire_server.core.items import Modality
@@ -153,9 +154,10 @@ class Shuffled(ProjectedTiles):
 class NvlmProjector(InternVLMultiModalProjector):
     """InternVL's, with as many inner columns as the language model's MLP has, and without biases."""
 
-    def __init__(self, config: Any) -> None:  # noqa: ANN401 - transformers types its fields in part only
+    def __init__(self, config: InternVLConfig) -> None:
         super().__init__(config)
-        text, columns = config.text_config, self.linear_1.in_features
+        text: Any = config.text_config
+        columns = self.linear_1.in_features
         self.linear_1 = nn.Linear(columns, text.intermediate_size, bias=False)
         self.linear_2 = nn.Linear(text.intermediate_size, text.hidden_size, bias=False)
 
