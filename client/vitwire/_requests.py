@@ -35,7 +35,7 @@ _LEAST = {"connections": 1, "max_in_flight": 1, "max_retries": 0, "delivery_byte
 
 
 class DerivedOptions(CallOptions, total=False):
-    """Of `with_options`; None, or left out: as before."""
+    """Options of `with_options`; None, or left out: as before."""
 
     spread: Spread | None
     affinity: bool | None

@@ -35,7 +35,7 @@ from vitwire.items import Item, numbered, pixel_bytes, without_pixels
 from vitwire.model import Model
 
 _LARGE_BYTES = 1 << 20
-"""Of pixels that may be rounded on the event loop."""
+"""Bytes of pixels that may be rounded on the event loop."""
 
 
 class AsyncClient(BaseClient[AsyncTransport]):

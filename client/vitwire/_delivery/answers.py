@@ -56,7 +56,7 @@ Result = tuple[int, Embedding | VitwireError]
 Outcome = Embedding | Accepted | Stored | VitwireError
 Answer = tuple[int, Outcome]
 Storing = tuple[int, Accepted | Stored | VitwireError]
-"""Of items whose rows are only stored: `Accepted`, perhaps several times, and then `Stored` or an error."""
+"""Answers to items whose rows are only stored: `Accepted`, perhaps several times, and then `Stored` or an error."""
 Response = Frame[pb.EncodeResponse] | Frame[pb.EncodeStreamResponse] | Malformed
 
 

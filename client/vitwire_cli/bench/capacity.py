@@ -31,7 +31,7 @@ class Verdict:
     requests: int
     missed: int
     p50_ms: float | None
-    """Of answered requests; None without."""
+    """Median of the answered requests; None if there are none."""
     p99_ms: float | None
     holds: bool
     limited_by: str | None

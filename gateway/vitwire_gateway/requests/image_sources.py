@@ -26,7 +26,6 @@ class Limits(NamedTuple):
     max_images: int
     """Images and clips together."""
     max_image_bytes: int
-    """Of one file."""
     allow_embeds: bool = False
     """Callers may send embeddings."""
 
@@ -50,7 +49,7 @@ class RequestImages(NamedTuple):
     """The images and clips of a request."""
 
     places: Sequence[Place]
-    """In order."""
+    """In the request's order."""
     sources: Sequence[Source]
     """Each once."""
     model: str = ""

@@ -37,7 +37,7 @@ RouteName = Literal[Api, "embeddings", "proxied"]
 _MAX_REQUEST_ID = 128
 _CHUNK_BYTES = 64 << 10
 _TRANSLATED_BYTES = 4 << 10
-"""Of a stream that are translated at a time, which takes 2 ms at most."""
+"""Bytes of a stream that are translated at a time, which takes 2 ms at most."""
 _UPSTREAMS = ("encoder", "engine")
 """Codes of their errors begin with their names."""
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}(-[0-9a-f]{2,32}){3}")

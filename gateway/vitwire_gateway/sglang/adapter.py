@@ -26,7 +26,7 @@ logger = logging.getLogger("vitwire.sglang")
 MAX_ENCODING = 32
 """Files that are read and encoded at a time; more wait."""
 _EMBEDDING_BYTES = 2 << 30
-"""Of embeddings that their receivers have not taken."""
+"""Bytes of embeddings that their receivers have not taken."""
 _MOONCAKE = (
     "this encoder sends embeddings over ZMQ only: start SGLang with --encoder-transfer-backend zmq_to_scheduler "
     "or zmq_to_tokenizer"

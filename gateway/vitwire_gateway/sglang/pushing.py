@@ -41,7 +41,7 @@ _MODALITIES: dict[Modality, int] = {"image": 1, "video": 2}
 _BY_INTERVAL = ("qwen2_5_vl", "qwen2_5_omni", "qwen3_omni_moe")
 """Models whose positions follow from the seconds between groups of frames; others have the seconds in the prompt."""
 _USUAL_INTERVAL = 1.0
-"""Of these models, for clips from servers that do not say it yet."""
+"""Interval that these models assume, for clips from servers that do not report one."""
 
 
 class Pusher:

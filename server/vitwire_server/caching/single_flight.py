@@ -21,7 +21,7 @@ class Waiter:
     key: Key
     name: Name | None
     ticket: Ticket
-    """Of the call: priority and deadline decide which waiter runs."""
+    """The call's ticket: priority and deadline decide which waiter runs."""
     run: Callable[[], None]
     """Queues the item. Raises EncoderError."""
     settle: Callable[[Outcome], None]

@@ -56,9 +56,9 @@ class Job:
     started: float
     peer: Peer | None = None
     sender: Sender | None = None
-    """Of a delivery that is under way."""
+    """The sender of a delivery that is under way."""
     copy: Region | None = None
-    """In the sender's staging memory; the rows are released already."""
+    """A copy of the rows in the sender's staging memory; the rows are released already."""
     posted: float = 0.0
     is_overdue: bool = False
     """The transfer took too long, and was answered, but has not ended."""

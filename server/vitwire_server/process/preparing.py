@@ -31,10 +31,10 @@ _BYTES_PER_PIXEL = 32
 """Memory of Pillow for the largest images: coefficients of progressive JPEGs, and copies in other modes."""
 _BASE_BYTES = 512 << 20
 _COPIES = 3
-"""Of a file and of the prepared pixels in a decoder."""
+"""Copies of a file and of the prepared pixels in a decoder."""
 _CHECK_SECONDS = 120.0
 _STEPS = 1
-"""Of the steps from a file to pixels that no setting names: counted up when they make other pixels of any file."""
+"""Version of the steps from a file to pixels that no setting names: counted up when files get other pixels."""
 
 
 async def decoded_on(settings: ServeSettings) -> Preparation:

@@ -26,11 +26,11 @@ class Pending:
     is_accepted: bool = False
     """Whether that was sent."""
     region: asyncio.Future[Region | None] | None = None
-    """Of an item whose region follows its header; its result is None once it is clear that none comes."""
+    """The region of an item that follows its header; the result is None once it is clear that none comes."""
     unclaim: Callable[[], None] | None = None
     """Gives its region back."""
     permit: Permit | None = None
-    """Of a file or picture, until it was decoded."""
+    """Held for a file or picture, until it was decoded."""
     prepared: Prepared | None = None
 
     @property

@@ -56,7 +56,7 @@ def wrong_modality(item: pb.Item, card: ModelCard) -> Iterator[Violation]:
 
 
 def wrong_extras(item: pb.Item, card: ModelCard) -> Iterator[Violation]:
-    """Of any kind of item: bytes that come separately, pruning, its name, storing."""
+    """What any kind of item may have: bytes that come separately, pruning, its name, storing."""
     separate = "must be empty: the bytes follow in chunks"
     yield from violations(
         ("encoded", separate, item.encoded),

@@ -131,7 +131,6 @@ class StaticBuffers:
         self.inputs = InputBuffer(max(capacity.patches for capacity in capacities), geometry.row, tower)
         crops = max(capacity.crops for capacity in capacities)
         self.crops = InputBuffer(crops, geometry.crop_row, tower) if geometry.crop_row else None
-        """In towers that take them."""
         rows = max(tower.rows(capacity) for capacity in capacities)
         self.rows = torch.zeros(rows, geometry.width, dtype=tower.dtype, device=tower.device)
 

@@ -89,9 +89,9 @@ class Held:
     region: Region | None = None
     store_only: bool = False
     expected: Name | None = None
-    """Of an item with pixels, while others may wait for it."""
+    """The name of an item with pixels, while others may wait for it."""
     joining: Joining | None = None
-    """Of an item without pixels, while it waits for another."""
+    """The wait of an item without pixels for another."""
 
     def expect(self, single_flight: SingleFlight, name: Name | None) -> None:
         """Let items without pixels wait for this one from now on, if it has a name."""

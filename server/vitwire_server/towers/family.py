@@ -127,7 +127,7 @@ class Pool(NamedTuple):
 
     width: int
     row: "Callable[..., Tensor]"
-    """Of tiles: class and register tokens `(tiles, n, C)` and patches `(tiles, patches, C)` to `(tiles, width)`.
+    """For tiles: class and register tokens `(tiles, n, C)` and patches `(tiles, patches, C)` to `(tiles, width)`.
 
     Of segments: patches `(patches, C)`, their ends `(segments + 1,)` and the longest's length to `(segments, width)`.
     """

@@ -172,7 +172,7 @@ def of_prompts(real: Callable[[Call], Tensor], others: Callable[[Call], Mapping[
 
 
 def filled_tiles(call: Call) -> Tensor:
-    """Those that are not zeros; all if all are."""
+    """Tiles with a value other than zero; all tiles if there are none."""
     real = (call.pixels != 0).flatten(2).any(-1)
     return real if real.any() else torch.ones_like(real)
 
@@ -191,7 +191,7 @@ def marked_tiles(call: Call) -> Tensor:
 
 
 def path_of_docling(call: Call) -> Mapping[str, Any]:
-    """Of Granite for Docling's two paths, the one that the caller asks for."""
+    """Which of Granite for Docling's two paths the caller asks for."""
     return {"tile_fine_mask": call.arguments.get("tile_fine_mask")}
 
 

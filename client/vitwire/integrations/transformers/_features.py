@@ -103,7 +103,6 @@ class RemoteFeatures:
 
     model: PreTrainedModel
     arguments: Signature
-    """Of what it replaces."""
     modality: Modality
     layout: Layout
     client: Encoder

@@ -176,7 +176,6 @@ class TileLayer(Layer):
         return self._shared.of((tiles, tokens, heads), made)
 
     def compared(self, stock: nn.Module, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """See Layer."""
         taken = inspect.signature(stock.forward).parameters.keys()
         arguments: dict[str, Any] = dict.fromkeys(taken & {"attention_mask"})
         if "position_embeddings" in taken:
@@ -215,7 +214,6 @@ class PackedLayer(Layer):
         return self._packed(rows, cu_seq_lens_q, max_length_q, rotary)[None]
 
     def compared(self, stock: nn.Module, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """See Layer."""
         units, tokens = rows.shape[:2]
         ends = torch.arange(0, (units + 1) * tokens, tokens, dtype=torch.int32, device=rows.device)
         packed, rotary, pairs = rows.flatten(0, 1), self._rotary(units * tokens, rows), []

@@ -12,7 +12,7 @@ from vitwire_server.runtime.kernels.dependent import begin, constants_of, end, i
 from vitwire_server.runtime.kernels.launching import Bound, Kernel
 
 _VECTORS, _WARPS = 256, 8
-"""Of a program: each thread has one vector of queries, of keys and of values."""
+"""Vectors and warps of a program: each thread has one vector of queries, of keys and of values."""
 _WIDEST = 8
 """Numbers of a vector, at most."""
 

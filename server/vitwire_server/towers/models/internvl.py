@@ -62,7 +62,7 @@ def _intern_vit(vision: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config(_: Path, settings: Mapping[str, Any]) -> Config:
-    """Of a config.json with `llm_config` and the tower's fields in OpenGVLab's way."""
+    """From a config.json with `llm_config` and the tower's fields in OpenGVLab's way."""
     vision, language = settings["vision_config"], settings["llm_config"]
     size = vision["image_size"]
     require("ps_version", settings.get("ps_version", "v2"), "v2")
@@ -83,7 +83,7 @@ def _config(_: Path, settings: Mapping[str, Any]) -> Config:
 
 
 def _eagle_config(_: Path, settings: Mapping[str, Any]) -> Config:
-    """Of a config.json with InternVL's fields around a SigLIP tower. Raises ValueError over another tower."""
+    """From a config.json with InternVL's fields around a SigLIP tower. Raises ValueError over another tower."""
     vision = settings["vision_config"]
     require("vision_config.model_type", vision.get("model_type"), "siglip_vision_model")
     config = siglip_config(
