@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Iterator
 from uuid import uuid4
 
-from vitwire_gateway.anthropic.message_parts import (
+from vitwire_gateway.anthropic.chat_answers import (
     BROKEN,
     encoded,
     error_message_of,

@@ -1,7 +1,7 @@
 """Deliveries to consumers, from the first to a new agent to the release of the rows. One thread uses them.
 
 The first delivery to an agent is made by a sender that delivers nothing else, since UCX may end the process on what a
-client says. Agents that passed it share one sender per principal. What ends that costs its deliveries only.
+client says. Agents that passed it share one sender per principal. If that sender dies, only its deliveries are lost.
 A transfer that takes too long is answered, and its rows are kept until it ends, as UCX may still read them.
 """
 

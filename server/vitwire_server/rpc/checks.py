@@ -10,7 +10,7 @@ from vitwire_server.core.errors import InvalidRequest, Violation
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Modality
 from vitwire_server.core.models import Limits, ModelCard, Shape
-from vitwire_server.rpc.unprepared import AXES_OF_CLIP, AXES_OF_IMAGE, RGB, RGBA, picture_bytes
+from vitwire_server.rpc.file_items import AXES_OF_CLIP, AXES_OF_IMAGE, RGB, RGBA, picture_bytes
 
 DTYPES = {
     pb.DATA_TYPE_FLOAT32: DType.FLOAT32,

@@ -15,7 +15,7 @@ from torch import Tensor
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import total
-from vitwire_server.runtime.recording import captured, join, recording
+from vitwire_server.runtime.graph_recording import captured, join, recording
 from vitwire_server.towers.tower import Metadata, Tower
 
 _log = logging.getLogger(__name__)

@@ -79,7 +79,7 @@ class Mailbox:
 
 
 @dataclass(slots=True)
-class Held:
+class ItemState:
     """State of one item in a session, from its admission until its release."""
 
     permit: Permit | None = None
@@ -126,7 +126,7 @@ class Outcomes:
     mailbox: Mailbox
     opening: Opening
     settle: Settle
-    held: dict[int, Held] = field(default_factory=dict)
+    held: dict[int, ItemState] = field(default_factory=dict)
     ticket: Ticket = field(init=False)
 
     def __post_init__(self) -> None:

@@ -53,7 +53,7 @@ def predicted(cost: int) -> int:
 
 
 def places_of(processes: int, changed: Callable[[], None]) -> Places:
-    """Places at so many decoders."""
+    """Places at this many decoders."""
     return Places(processes, share=max(1, processes - 1), long=_LONG, changed=changed)
 
 

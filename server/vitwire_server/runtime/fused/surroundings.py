@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from vitwire_server.runtime.graph_recording import is_recording, join, read_beside
 from vitwire_server.runtime.kernels.rowwise import interpolated
 from vitwire_server.runtime.products.tuned import Products
-from vitwire_server.runtime.recording import is_recording, join, read_beside
 from vitwire_server.towers.rewrites import PatchProjection
 
 _INDICES, _WEIGHTS = "interp_indices", "interp_weights"

@@ -23,7 +23,7 @@ from vitwire.items import Modality
 from vitwire.shared.fairness.places import Places
 from vitwire_gateway.callers import Caller
 from vitwire_gateway.images.image_hosts import Network
-from vitwire_gateway.sglang.posted import Part, refused
+from vitwire_gateway.sglang.receiver_requests import Part, refused
 
 Frame = bytes | npt.NDArray[np.uint8]
 

@@ -21,7 +21,7 @@ from vitwire_server.preparing.files.decoders import HARDWARE, OF_HARDWARE
 from vitwire_server.preparing.files.messages import Setup, Sizes
 from vitwire_server.preparing.files.pool import DecodePool
 from vitwire_server.preparing.rules.recipe import Recipe, recipes_of
-from vitwire_server.rpc.unprepared import MAX_PICTURE_BYTES, Decoding, picture_bytes
+from vitwire_server.rpc.file_items import MAX_PICTURE_BYTES, Decoding, picture_bytes
 from vitwire_server.scheduling.admission import Admission
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from vitwire_server.core.delivery import Consumer, Region
 from vitwire_server.core.errors import InvalidTensors
 from vitwire_server.core.items import Item
 from vitwire_server.core.reports import Accepted, Encoded, Outcome
-from vitwire_server.rpc.unprepared import Prepared
+from vitwire_server.rpc.file_items import Prepared
 from vitwire_server.scheduling.admission import Permit
 
 
@@ -57,7 +57,7 @@ class Pending:
             self.unclaim = None
 
 
-class Answers:
+class ItemsInFlight:
     """The items that are in flight, by the client's numbers, and a queue of their outcomes."""
 
     def __init__(self) -> None:

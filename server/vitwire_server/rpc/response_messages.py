@@ -14,8 +14,8 @@ from vitwire_server.core.pooling import Pooling
 from vitwire_server.core.reports import Accepted, Encoded, ItemReport, Outcome, Path
 from vitwire_server.core.tilings import TilingRule
 from vitwire_server.rpc.checks import DTYPES
+from vitwire_server.rpc.file_items import Prepared
 from vitwire_server.rpc.status import duration, status_of
-from vitwire_server.rpc.unprepared import Prepared
 
 Answer = TypeVar("Answer", pb.EncodeResponse, pb.EncodeStreamResponse)
 
