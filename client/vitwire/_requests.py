@@ -99,8 +99,6 @@ def _taking(options: Callable[P, ClientOptions]) -> "Callable[[_Taking[S]], Call
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a method."""
-
     deadline: Deadline
     options: Options
     looks_up: bool = False

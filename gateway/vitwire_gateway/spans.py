@@ -29,7 +29,7 @@ class Span(Protocol):
         ...
 
     def end(self, ending: "Ending") -> None:
-        """End it so."""
+        """End the span as `ending` describes."""
         ...
 
 

@@ -65,7 +65,6 @@ class Expected:
     """The expected embedding of one item. The defaults accept any."""
 
     grid: tuple[int, int, int] = (0, 0, 0)
-    """Grid of the item."""
     width: int = 0
     """0 if unknown."""
     rows: int = 0

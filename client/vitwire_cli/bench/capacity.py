@@ -145,7 +145,6 @@ class Finding:
     interrupted: bool = False
 
     def document(self) -> dict[str, object]:
-        """For JSON."""
         asked, needed = self.options, None
         if asked.for_rate is not None and self.rate is not None:
             needed = replicas(asked.for_rate, self.rate, asked.headroom)

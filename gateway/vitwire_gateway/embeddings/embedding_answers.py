@@ -30,8 +30,6 @@ class Vectors(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The content of an answer."""
-
     options: EmbeddingOptions
     model: Model
     images: Sequence[Vectors]

@@ -21,8 +21,6 @@ _MAX_URL = 8192
 
 
 class Limits(NamedTuple):
-    """Limits of a request."""
-
     max_images: int
     """Images and clips together."""
     max_image_bytes: int

@@ -118,7 +118,6 @@ class SingleFlight:
         return NotCached(f"no embedding of content_id {lookup.content_id!r} is cached")
 
     def is_cached(self, waiter: Waiter) -> bool:
-        """Whether the embedding is cached."""
         return self._cache.get(waiter.key) is not None
 
     def cached(self, waiter: Waiter) -> Encoded | None:

@@ -9,8 +9,6 @@ _MAX_ADDRESS = 1 << 64
 
 
 class MemoryKind(Enum):
-    """Kind of memory."""
-
     HOST = "host"
     DEVICE = "device"
 

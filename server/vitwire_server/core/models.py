@@ -324,7 +324,6 @@ class ModelCard:
     """Attention backends, graphs or fused blocks that do not run on this device, and why."""
     pooling: Pooling = Pooling.NONE
     poolings: tuple[Pooling, ...] = (Pooling.NONE,)
-    """Poolings of the checkpoint."""
     matryoshka: tuple[int, ...] | None = None
     """Lengths that pooled vectors may be cut to, any if empty; None if they may not be cut."""
 

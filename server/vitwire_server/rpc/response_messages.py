@@ -33,7 +33,6 @@ class Outgoing(NamedTuple):
 
     raw: bytes
     rows_bytes: int
-    """Bytes of rows in it."""
     last: bool
     """Whether it completes the answer to its item."""
 
@@ -107,7 +106,6 @@ def _report(outcome: Encoded, prepared: Prepared | None) -> pb.ItemReport:
 
 
 def model_message(card: ModelCard) -> pb.GetModelResponse:
-    """The response to GetModel."""
     geometry = card.geometry
     budgets = [
         pb.Budget(

@@ -43,8 +43,6 @@ class ItemForm(Message):
 
 
 class OfSession(Message):
-    """Concerns a session."""
-
     session: int
 
 

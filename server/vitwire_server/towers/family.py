@@ -182,7 +182,6 @@ class Family(ABC):
     original: str = ""
     """Class of the makers' code, by which `architectures` names checkpoints that have no `model_type`."""
     tower: Module
-    """The vision tower."""
     beside: Mapping[str, Module] | None = None
     """Other modules that rows pass through, such as a projector, by name."""
     poolers: tuple[Pooler, ...] = ()
