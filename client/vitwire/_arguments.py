@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class CallOptions(TypedDict, total=False):
-    """Of every method that encodes; None, or left out: the client's."""
+    """Options of every method that encodes; None, or left out: the client's."""
 
     timeout: float | None
     output_type: DType | None
@@ -39,19 +39,19 @@ class CallOptions(TypedDict, total=False):
 
 
 class ImageOptions(CallOptions, total=False):
-    """Of `encode_images`."""
+    """Options of `encode_images`."""
 
     content_ids: Sequence[str | None] | None
 
 
 class ClipOptions(ImageOptions, total=False):
-    """Of `encode_clips`."""
+    """Options of `encode_clips`."""
 
     keep_ratio: float
 
 
 class BatchOptions(ClipOptions, total=False):
-    """Of `encode_batch`."""
+    """Options of `encode_batch`."""
 
     modality: Modality
     crops: object

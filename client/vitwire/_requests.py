@@ -35,7 +35,7 @@ _LEAST = {"connections": 1, "max_in_flight": 1, "max_retries": 0, "delivery_byte
 
 
 class DerivedOptions(CallOptions, total=False):
-    """Of `with_options`; None, or left out: as before."""
+    """Options of `with_options`; None, or left out: as before."""
 
     spread: Spread | None
     affinity: bool | None
@@ -99,8 +99,6 @@ def _taking(options: Callable[P, ClientOptions]) -> "Callable[[_Taking[S]], Call
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a method."""
-
     deadline: Deadline
     options: Options
     looks_up: bool = False

@@ -16,14 +16,7 @@ from vitwire._arguments import (
     clip_items,
     image_items,
 )
-from vitwire._delivery.answers import (
-    Result,
-    Stored,
-    Storing,
-    in_order,
-    needs_upload,
-    storable,
-)
+from vitwire._delivery.answers import Result, Stored, Storing, in_order, needs_upload, storable
 from vitwire._inputs.sources import Clip, ImageLike
 from vitwire._requests import BaseClient, Call
 from vitwire._transport.ahead import AsyncAhead, Items
@@ -35,7 +28,7 @@ from vitwire.items import Item, numbered, pixel_bytes, without_pixels
 from vitwire.model import Model
 
 _LARGE_BYTES = 1 << 20
-"""Of pixels that may be rounded on the event loop."""
+"""Bytes of pixels that may be rounded on the event loop."""
 
 
 class AsyncClient(BaseClient[AsyncTransport]):

@@ -14,14 +14,7 @@ from vitwire._arguments import (
     clip_items,
     image_items,
 )
-from vitwire._delivery.answers import (
-    Result,
-    Stored,
-    Storing,
-    in_order,
-    needs_upload,
-    storable,
-)
+from vitwire._delivery.answers import Result, Stored, Storing, in_order, needs_upload, storable
 from vitwire._inputs.sources import Clip, ImageLike
 from vitwire._requests import BaseClient, Call
 from vitwire._transport.ahead import Ahead

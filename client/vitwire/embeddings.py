@@ -83,7 +83,7 @@ class Embedding:
     """Rows of one item, `(tokens, width)`; a row is `[main | level 0 | level 1 | ...]`."""
 
     _rows: "npt.NDArray[Any] | torch.Tensor"
-    """In the server's dtype: an array stored as in `STORAGE`, or a tensor on the client's device."""
+    """Rows in the server's dtype: an array stored as in `STORAGE`, or a tensor on the client's device."""
     dtype: DType
     """Type of the rows as received: float32, float16 or bfloat16."""
     levels: int

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 
-from vitwire._inputs.cuts import Cut
 from vitwire._inputs.processors import processor_cuts
 from vitwire._inputs.sources import CLIPS, FileLike, encoding_of, file_bytes, pixels_of
+from vitwire._inputs.splitting import Cut
 from vitwire._inputs.tensors import DATA_TYPES, Pixels, TorchTensor, invalid, type_name
 from vitwire.errors import InvalidItem, Violation
 from vitwire.v1 import encoder_pb2 as pb

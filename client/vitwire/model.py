@@ -36,9 +36,9 @@ class Limits:
     queued_items: int
     queued_bytes: int
     encoded_bytes: int = 0
-    """Of an encoded item; 0 if the server does not decode."""
+    """Maximum bytes of a file; 0 if the server does not decode."""
     encoded_pixels: int = 0
-    """Of an encoded image, or of a frame of an encoded clip."""
+    """Maximum pixels of an image in a file, or of a frame of a clip."""
     cached_bytes: int = 0
     """Size of the server's embedding cache; 0 if it has none."""
 

@@ -46,7 +46,7 @@ class Child:
     """Does one job at a time. Used on one event loop."""
 
     noun = "child"
-    """For the log."""
+    """Its name in the log."""
     error: ClassVar[type[Exception]] = NotDone
     """What jobs raise, which is made again with its arguments."""
 

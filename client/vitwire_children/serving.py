@@ -86,7 +86,7 @@ def _send(link: socket.socket, answer: object) -> None:
     """Send an answer as JSON, and the bytes in it after that."""
     blobs: list[bytes] = []
 
-    def outside(value: Any) -> dict[str, Any]:  # noqa: ANN401 - as json calls it
+    def outside(value: Exception | bytes) -> dict[str, object]:
         if isinstance(value, Exception):
             return {"error": [] if isinstance(value, MemoryError) else value.__reduce__()[1]}
         blobs.append(value)

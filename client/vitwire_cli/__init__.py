@@ -9,7 +9,7 @@ import signal
 import sys
 
 _EXTRA_OF = {"router": "router", "sglang-encoder": "sglang"}
-"""Of commands that need more than the extra `cli`."""
+"""Extras of commands that need more than `cli`."""
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ _CHUNK = 1 << 20
 
 _SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".mp4", ".webm"))
 _NAMES = {"webp": "WebP", "webm": "WebM"}
-"""Of formats that are not written in capitals."""
+"""Names of formats that are not written in capitals."""
 
 Read: TypeAlias = Item | InvalidItem | OSError
 

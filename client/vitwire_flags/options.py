@@ -63,7 +63,7 @@ def with_options(command: Callable[..., T]) -> Callable[..., T]:
         parameters += [_parameter(name, types[name], option, defaults[name]) for name, option in options.items()]
 
     @wraps(command)
-    def flat(**values: Any) -> T:  # noqa: ANN401  # one for each parameter
+    def flat(**values: object) -> T:
         for group, (make, names) in groups.items():
             given = {name: values.pop(name) for name in names}
             values[group] = make(**{name: tuple(it) if isinstance(it, list) else it for name, it in given.items()})

@@ -6,14 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from vitwire import (
-    DeadlineExceeded,
-    InvalidItem,
-    Overloaded,
-    Unauthenticated,
-    Unavailable,
-    VitwireError,
-)
+from vitwire import DeadlineExceeded, InvalidItem, Overloaded, Unauthenticated, Unavailable, VitwireError
 
 _RETRY_SECONDS = 1.0
 _MAX_MESSAGE = 500

@@ -15,9 +15,9 @@ Json = dict[str, Any]
 _SMALL_BYTES = 64 << 10
 _FEW_COMMAS = 2000
 _MAX_DIGITS = 400
-"""Of an integer: reading one takes time in the square of its digits."""
+"""Digits of an integer: reading one takes time in the square of its digits."""
 _MAX_VALUES = 1_000_000
-"""Of a request; each costs up to 100 bytes and 0.2 us, so that 64 MiB of them would cost gigabytes and seconds."""
+"""Values of a request; each costs up to 100 bytes and 0.2 us, so that 64 MiB of them would take gigabytes."""
 
 
 def is_small(body: bytes) -> bool:

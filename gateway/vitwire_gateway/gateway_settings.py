@@ -26,7 +26,7 @@ class GatewaySettings:
     """Settings of both commands; every field is a flag. Raises ValueError if invalid."""
 
     prefix: ClassVar[str] = ""
-    """Of the variables of all options; without it only those that name one are variables."""
+    """Prefix of the variables of all options; without it only those that name one are variables."""
 
     host: str = flag("127.0.0.1", "address to listen on")
     port: int = flag(8080, "port to listen on; 0 picks a free one and prints it", 0, _MAX_PORT)

@@ -29,7 +29,7 @@ class Span(Protocol):
         ...
 
     def end(self, ending: "Ending") -> None:
-        """End it so."""
+        """End the span as `ending` describes."""
         ...
 
 
@@ -42,7 +42,7 @@ class Spans(Protocol):
 
 
 SPAN: ContextVar[Span | None] = ContextVar("span", default=None)
-"""Of the request that the current task belongs to."""
+"""The span of the current task's request."""
 
 
 @dataclass(slots=True)

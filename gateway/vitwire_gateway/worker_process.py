@@ -1,8 +1,8 @@
 """A process that does jobs for `workers`. What it reads is untrusted."""
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
 from vitwire_children.serving import Answering, serve
 from vitwire_gateway.api_errors import ApiError
@@ -14,7 +14,8 @@ def _ahead() -> Answering:
     return lambda _: (_done, int(sys.argv[3]))
 
 
-def _done(call: Any, blob: bytes) -> object:  # noqa: ANN401  # a job of `Workers.run` and its arguments
+def _done(call: tuple[Callable[..., object], tuple[object, ...]], blob: bytes) -> object:
+    """The result of a job of `Workers.run`."""
     job, arguments = call
     return job(blob, *arguments)
 

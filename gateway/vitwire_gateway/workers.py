@@ -13,7 +13,7 @@ from vitwire_gateway.callers import Caller
 
 _FEWEST, _MOST = 3, 8
 _WORK_SECONDS = 10.0
-"""Of processor time for one job."""
+"""Processor time of one job."""
 _WALL_SECONDS = 120.0
 _PIXEL_BYTES, _BODY_BYTES = 8, 12
 """Memory that reading takes, for each pixel of an image or byte of a body; Pillow opens a WebP with two canvases."""

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if words[:1] in (["-h"], ["--help"]) and command == "serve":
         sys.stdout.write(_USAGE + "\n")
     if command == "--version":
-        from vitwire_server.release import release  # noqa: PLC0415 - see above
+        from vitwire_server.release import release
 
         sys.stdout.write(f"vitwire-server {release()}\n")
         sys.exit(0)
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("vitwire"):
             raise
-        from vitwire.shared.extras import remedy  # noqa: PLC0415 - as above
+        from vitwire.shared.extras import remedy
 
         extra = "plots" if (error.name or "").startswith("matplotlib") else "server"
         sys.stderr.write(f"vitwire-server: {error.name} is not installed; {remedy(extra)}\n")
@@ -77,16 +77,16 @@ def _serve(words: list[str]) -> int:
     # gRPC reads it when it is imported; else its core writes lines in no format and without bound: for each
     # failed handshake, and even as ERROR for each compressed message.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    import asyncio  # noqa: PLC0415 - each command loads only what it needs
-    import logging  # noqa: PLC0415 - as above
+    import asyncio
+    import logging
 
-    from vitwire_children.confine import be_private  # noqa: PLC0415 - as above
-    from vitwire_server.config.resolving import log_format, resolve, warnings  # noqa: PLC0415 - as above
-    from vitwire_server.config.settings import UsageError  # noqa: PLC0415 - as above
-    from vitwire_server.observe.logs import configure_logs  # noqa: PLC0415 - as above
-    from vitwire_server.process.heartbeat import inherited  # noqa: PLC0415 - as above
-    from vitwire_server.rpc.addresses import raise_if_ports_taken  # noqa: PLC0415 - as above
-    from vitwire_server.towers.files import CheckpointError, local_folder  # noqa: PLC0415 - as above
+    from vitwire_children.confine import be_private
+    from vitwire_server.config.resolving import log_format, resolve, warnings
+    from vitwire_server.config.settings import UsageError
+    from vitwire_server.observe.logs import configure_logs
+    from vitwire_server.process.heartbeat import inherited
+    from vitwire_server.rpc.addresses import raise_if_ports_taken
+    from vitwire_server.towers.files import CheckpointError, local_folder
 
     be_private()
     heartbeat = inherited()
@@ -107,7 +107,7 @@ def _serve(words: list[str]) -> int:
         return _fail(error, 1, settings.log_format)
     if not settings.device_list:
         return _serve_device(settings, heartbeat)
-    from vitwire_server.process.device_supervisor import supervise  # noqa: PLC0415 - as above
+    from vitwire_server.process.device_supervisor import supervise
 
     return asyncio.run(supervise(words, settings))
 
@@ -115,14 +115,14 @@ def _serve(words: list[str]) -> int:
 def _serve_edge() -> NoReturn:
     """Speak gRPC for an engine; started by `serve --rpc-processes` only."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from vitwire_server.process.heartbeat import inherited, with_heartbeat  # noqa: PLC0415 - as above
+    from vitwire_server.process.heartbeat import inherited, with_heartbeat
 
     heartbeat = inherited()  # before slow imports: from now on the process dies with the engine's
-    import asyncio  # noqa: PLC0415 - each command loads only what it needs
+    import asyncio
 
-    from vitwire.shared.allocator import tune  # noqa: PLC0415 - as above
-    from vitwire_children.confine import be_private  # noqa: PLC0415 - as above
-    from vitwire_server.process.edge import serve_edge  # noqa: PLC0415 - as above
+    from vitwire.shared.allocator import tune
+    from vitwire_children.confine import be_private
+    from vitwire_server.process.edge import serve_edge
 
     async def run() -> NoReturn:
         _leave(await with_heartbeat(heartbeat, serve_edge()))
@@ -133,17 +133,17 @@ def _serve_edge() -> NoReturn:
 
 
 def _serve_device(settings: "ServeSettings", heartbeat: int | None) -> NoReturn:
-    import asyncio  # noqa: PLC0415 - each command loads only what it needs
+    import asyncio
 
-    from vitwire.shared.allocator import tune  # noqa: PLC0415 - as above
-    from vitwire_server.config.settings import UsageError  # noqa: PLC0415 - as above
-    from vitwire_server.process.heartbeat import with_heartbeat  # noqa: PLC0415 - as above
+    from vitwire.shared.allocator import tune
+    from vitwire_server.config.settings import UsageError
+    from vitwire_server.process.heartbeat import with_heartbeat
 
     tune()
     sys.setswitchinterval(_SWITCH_SECONDS)
     _import_torch(settings.device)
-    from vitwire_server.process.serve import serve  # noqa: PLC0415 - torch takes its allocator's settings as they are now
-    from vitwire_server.towers.files import CheckpointError  # noqa: PLC0415 - as above
+    from vitwire_server.process.serve import serve  # torch takes its allocator's settings as they are now
+    from vitwire_server.towers.files import CheckpointError
 
     async def run() -> NoReturn:
         try:
@@ -162,11 +162,11 @@ def _import_torch(device: str) -> None:
 
     On CUDA, torch uses threads to copy into pinned memory; with several processes, large pools compete for cores.
     """
-    from vitwire_server.config.host import THREADS, cores  # noqa: PLC0415 - each command loads only what it needs
+    from vitwire_server.config.host import THREADS, cores
 
     explicit = THREADS in os.environ
     os.environ.setdefault(THREADS, str(cores() if device == "cpu" else 1))
-    import torch  # noqa: PLC0415 - as above
+    import torch
 
     if device == "auto" and not explicit and not torch.cuda.is_available():
         os.environ[THREADS] = str(cores())
@@ -179,7 +179,7 @@ def _leave(code: int) -> NoReturn:
     Called on the event loop, whose end would wait for threads that hang, and cancel RPCs that gRPC is still ending,
     which gRPC logs as errors.
     """
-    import logging  # noqa: PLC0415 - as above
+    import logging
 
     logging.shutdown()
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed before the start
@@ -189,8 +189,8 @@ def _leave(code: int) -> NoReturn:
 
 
 def _download(words: list[str]) -> int:
-    import argparse  # noqa: PLC0415 - as above
-    from pathlib import Path  # noqa: PLC0415 - as above
+    import argparse
+    from pathlib import Path
 
     parser = argparse.ArgumentParser(
         "vitwire-server download",
@@ -201,8 +201,8 @@ def _download(words: list[str]) -> int:
     parser.add_argument("--to", required=True, type=Path, metavar="DIR", help="directory for the files")
     parser.add_argument("--revision", default="main", help="branch, tag or commit (default: main)")
     options = parser.parse_args(words)
-    from vitwire_server.towers.checkpoints.downloading import download_model  # noqa: PLC0415 - loads torch
-    from vitwire_server.towers.files import CheckpointError  # noqa: PLC0415 - as above
+    from vitwire_server.towers.checkpoints.downloading import download_model  # loads torch
+    from vitwire_server.towers.files import CheckpointError
 
     try:
         download_model(options.model, options.revision, options.to, lambda line: print(line, flush=True))
@@ -212,8 +212,8 @@ def _download(words: list[str]) -> int:
 
 
 def _demo_checkpoint(words: list[str]) -> int:
-    import argparse  # noqa: PLC0415 - as above
-    from pathlib import Path  # noqa: PLC0415 - as above
+    import argparse
+    from pathlib import Path
 
     parser = argparse.ArgumentParser("vitwire-server demo-checkpoint", description="Write a tiny VLM in hub layout.")
     help_of_type = "model_type of config.json: one of docs/models.md, such as qwen3_vl or clip"
@@ -221,7 +221,7 @@ def _demo_checkpoint(words: list[str]) -> int:
     parser.add_argument("--out", required=True, type=Path, help="directory to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
     options = parser.parse_args(words)
-    from vitwire_server.demo.checkpoint import write_demo_checkpoint  # noqa: PLC0415 - loads torch
+    from vitwire_server.demo.checkpoint import write_demo_checkpoint  # loads torch
 
     try:
         write_demo_checkpoint(options.model_type, options.out, seed=options.seed)
@@ -234,7 +234,7 @@ def _demo_checkpoint(words: list[str]) -> int:
 
 
 def _fail(error: Exception, code: int, log_format: str = "text") -> int:
-    from vitwire_server.observe.logs import plain_line  # noqa: PLC0415 - as above
+    from vitwire_server.observe.logs import plain_line
 
     sys.stderr.write(plain_line(f"vitwire-server: {error}", log_format, "error") + "\n")
     return code

@@ -16,7 +16,7 @@ from vitwire_server.runtime.attention.backends import BACKENDS, segment_sdpa
 from vitwire_server.runtime.kernels.attention import segment_attention
 from vitwire_server.runtime.kernels.norms import Norm, add_norm
 from vitwire_server.runtime.kernels.operands import Segments
-from vitwire_server.runtime.kernels.rotary import rotate, rotate_reference
+from vitwire_server.runtime.kernels.rotary import rotate
 from vitwire_server.runtime.kernels.rowwise import KINDS, activate, contain, copy_checked, interpolated
 
 LAYOUTS = ([196] * 4, [100, 64, 0, 4, 300, 1, 33], [17, 129, 0, 0, 0], [64] * 9 + [0] * 300, [512])
@@ -102,11 +102,20 @@ def test_no_segment_sees_another(device: torch.device, dtype: torch.dtype) -> No
     assert torch.equal(after[134:], before[134:])
 
 
+def rotated(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The result of `rotate`, by torch operations."""
+    turned = qkv[:, :2].float()
+    one, two = turned.chunk(2, dim=-1)
+    crossed = torch.cat((-two, one), dim=-1)
+    turned = turned * cos[:, None, None] + crossed * sin[:, None, None]
+    return torch.cat((turned.to(qkv.dtype), qkv[:, 2:]), dim=1)
+
+
 @pytest.mark.parametrize("head_dim", [16, 18, 72, 80, 256])
 def test_rotation_in_place(head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
     qkv = torch.randn(37, 3, 5, head_dim, dtype=dtype, device=device)
     cos, sin = torch.randn(2, 37, head_dim, device=device)
-    expected = rotate_reference(qkv, cos, sin)
+    expected = rotated(qkv, cos, sin)
     rotate(qkv, cos, sin)
     assert distance(qkv, expected) <= limit(dtype)
 
@@ -116,7 +125,7 @@ def test_what_is_not_finite_is_contained(lost: float, device: torch.device, dtyp
     """A key of NaN spoils what attends to it; a value of 0 spoils nothing that does not."""
     qkv = torch.randn(37, 3, 5, 72, dtype=dtype, device=device)
     cos, sin = torch.randn(2, 37, 72, device=device)
-    whole = rotate_reference(qkv, cos, sin)
+    whole = rotated(qkv, cos, sin)
     for row, head, column in ((3, 0, 1), (3, 4, 71), (36, 2, 40)):
         qkv[row, 2, head, column] = lost
     k, v = contain(qkv[:, 1], qkv[:, 2])

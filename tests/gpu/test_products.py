@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from tests.gpu.test_kernels import distance, interpreted
 
 from vitwire_server.runtime.fused.surroundings import hasten_mergers
+from vitwire_server.runtime.graph_recording import recording
 from vitwire_server.runtime.graphs import CudaRecorder
 from vitwire_server.runtime.kernels.norms import Norm, add_norm
 from vitwire_server.runtime.kernels.split_products import TILES, Tile, partial_sums
@@ -24,7 +25,6 @@ from vitwire_server.runtime.products.choices import Choices
 from vitwire_server.runtime.products.cublaslt import CublasLt, Epilogue
 from vitwire_server.runtime.products.quack_tiles import quack_on
 from vitwire_server.runtime.products.tuned import Products
-from vitwire_server.runtime.recording import recording
 
 HOPPER = (9, 0)
 SHARED = 200_000

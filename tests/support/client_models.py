@@ -11,7 +11,7 @@ from vitwire_server.core.items import DType
 from vitwire_server.core.models import Limits, ModelCard
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.preparing.rules.recipe import recipes_of
-from vitwire_server.rpc.responses import model_message
+from vitwire_server.rpc.response_messages import model_message
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 
 

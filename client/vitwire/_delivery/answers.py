@@ -56,7 +56,7 @@ Result = tuple[int, Embedding | VitwireError]
 Outcome = Embedding | Accepted | Stored | VitwireError
 Answer = tuple[int, Outcome]
 Storing = tuple[int, Accepted | Stored | VitwireError]
-"""Of items whose rows are only stored: `Accepted`, perhaps several times, and then `Stored` or an error."""
+"""Answers to items whose rows are only stored: `Accepted`, perhaps several times, and then `Stored` or an error."""
 Response = Frame[pb.EncodeResponse] | Frame[pb.EncodeStreamResponse] | Malformed
 
 
@@ -65,7 +65,6 @@ class Expected:
     """The expected embedding of one item. The defaults accept any."""
 
     grid: tuple[int, int, int] = (0, 0, 0)
-    """Grid of the item."""
     width: int = 0
     """0 if unknown."""
     rows: int = 0

@@ -25,7 +25,7 @@ POOL_BYTES = 256 << 20
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 60.0, 3600.0
 """After a failed delivery, for which rows come in responses; doubled with each failure until one succeeds."""
 _ABANDONED_SHARE = 1 / 4
-"""Of a pool without room, from which on it is replaced."""
+"""A pool without room is replaced once this share of it is abandoned."""
 ROOM_SECONDS = 0.002
 """Between looks for room to lease."""
 _BUSY = "busy"

@@ -6,7 +6,7 @@ from math import ceil
 import numpy as np
 import numpy.typing as npt
 
-from vitwire._inputs.cuts import Cut
+from vitwire._inputs.splitting import Cut
 from vitwire._inputs.tensors import check_rank, integers, invalid, on_host, rank, rows
 
 PHI4_PIXELS = "image_pixel_values"

@@ -7,7 +7,17 @@ from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from vitwire._inputs.cuts import (
+from vitwire._inputs.layouts import (
+    FLATTENED,
+    LAYOUT_IDS,
+    PHI4_PIXELS,
+    PIXEL_MASK,
+    images_of_canvases,
+    images_of_flattened_patches,
+    images_of_layouts,
+    images_of_masks,
+)
+from vitwire._inputs.splitting import (
     Cut,
     Grids,
     beside_overviews,
@@ -18,16 +28,6 @@ from vitwire._inputs.cuts import (
     patches_of_strip,
     with_overviews,
     without_padding,
-)
-from vitwire._inputs.layouts import (
-    FLATTENED,
-    LAYOUT_IDS,
-    PHI4_PIXELS,
-    PIXEL_MASK,
-    images_of_canvases,
-    images_of_flattened_patches,
-    images_of_layouts,
-    images_of_masks,
 )
 from vitwire._inputs.tensors import Batch, check_rank, integers, invalid, joined, on_host, rank
 

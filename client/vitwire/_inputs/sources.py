@@ -33,7 +33,7 @@ ImageLike: TypeAlias = "FileLike | Image | Picture"
 Clip: TypeAlias = Picture | Sequence[ImageLike]
 
 MAX_BYTES = 256 << 20
-"""Of a file object or a `data:` URI."""
+"""Largest file object or `data:` URI that is read."""
 _URL = re.compile(r"(https?|ftps?|s3|gs|file):/", re.IGNORECASE)
 _CHUNK = 1 << 20
 _SHOWN = 80

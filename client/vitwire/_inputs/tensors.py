@@ -41,7 +41,6 @@ DATA_TYPES: dict[str, "pb.DataType.ValueType"] = {
 
 
 def invalid(field: str, description: str, item: int | None = None) -> InvalidItem:
-    """The error of one field."""
     return InvalidItem(f"{field}: {description}", item=item, violations=[Violation(field, description)])
 
 

@@ -33,7 +33,7 @@ class AsyncTransport:
         self._loop: asyncio.AbstractEventLoop | None = None
         """The event loop that first used the client; channels belong to it."""
         self.slots = AsyncSlots(max_in_flight)
-        """Of requests; the caller of `encode` holds one."""
+        """Limits requests in flight; the caller of `encode` holds one."""
         self._threaded = Transport(channels, connections)
         self._connections: Connections[grpc.aio.Channel] = Connections(channels.open_async, connections)
         self.replicas = self._threaded.replicas

@@ -17,7 +17,7 @@ _SECONDS_PER_PATCH = 0.025
 float32 pixels at 1 MB/s. Slower servers need an explicit timeout."""
 _VALUES_PER_PATCH = 3 * 14 * 14
 _BYTES_PER_PATCH = 32
-"""Of a JPEG with good quality: 1.3 bits per pixel."""
+"""Bytes per patch of a JPEG with good quality: 1.3 bits per pixel."""
 _MAX_PATCHES = 1 << 16
 """Default limit of a server for one item."""
 _LONGEST_SECONDS = 1e9

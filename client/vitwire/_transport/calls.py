@@ -34,7 +34,7 @@ class Transport:
 
     def __init__(self, channels: grpc_channel.Channels, connections: int, max_in_flight: int | None = None) -> None:
         self.slots = Slots(max_in_flight)
-        """Of requests; the caller of `encode` holds one."""
+        """Limits requests in flight; the caller of `encode` holds one."""
         self._security = channels.security
         self._timers = Timers()
         self.connections: Connections[grpc.Channel] = Connections(channels.open, connections)

@@ -21,7 +21,7 @@ CHUNK_BYTES = 1 << 20
 _WINDOW_BYTES = 64 << 10
 """Bytes of a message that HTTP/2 delivers before the server asks for it."""
 _ROW_VALUE_BYTES = 2
-"""Of float16 and bfloat16, the usual types of a server."""
+"""Bytes of a value in float16 and bfloat16, the usual types of a server."""
 _DELIVERY_BYTES = 8 << 10
 """Upper bound of the metadata and regions that a request with leases has."""
 _FRAMING_BYTES = 32

@@ -9,11 +9,11 @@ from vitwire._transport.context import log
 from vitwire.errors import DeadlineExceeded
 
 _WARN_SECONDS = 60.0
-"""After which a request that may wait without limit logs a warning: it may wait for a loop that it is itself in."""
+"""A request that may wait without limit logs a warning after this time: it may wait for a loop that it is itself in."""
 
 
 class Slots:
-    """For threads."""
+    """Slots for threads."""
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
@@ -38,7 +38,7 @@ class Slots:
 
 
 class AsyncSlots:
-    """For the tasks of an event loop."""
+    """Slots for the tasks of an event loop."""
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit

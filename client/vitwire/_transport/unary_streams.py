@@ -17,7 +17,7 @@ _SingleThreaded: Any = getattr(_channel, "_SingleThreadedRendezvous", None)
 OPTIONS: tuple[tuple[str, int | str], ...] = (
     (("SingleThreadedUnaryStream", 1),) if hasattr(_SingleThreaded, "_consume_next_event") else ()
 )
-"""Of the channel; none for a release of gRPC that lacks what `drain` needs."""
+"""Options of the channel; none for a release of gRPC that lacks what `drain` needs."""
 
 ENDS = (grpc.RpcError, VitwireError, GeneratorExit)
 """Exceptions that end a call. Any other, such as KeyboardInterrupt, may come from a signal's handler."""

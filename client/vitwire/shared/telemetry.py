@@ -79,7 +79,6 @@ class SpanClock:
         self._epoch = time.time_ns() - time.monotonic_ns()
 
     def now(self) -> int:
-        """The time now."""
         return self._epoch + time.monotonic_ns()
 
     def at(self, seconds: float) -> int:

@@ -31,7 +31,7 @@ class Verdict:
     requests: int
     missed: int
     p50_ms: float | None
-    """Of answered requests; None without."""
+    """Median of the answered requests; None if there are none."""
     p99_ms: float | None
     holds: bool
     limited_by: str | None
@@ -145,7 +145,6 @@ class Finding:
     interrupted: bool = False
 
     def document(self) -> dict[str, object]:
-        """For JSON."""
         asked, needed = self.options, None
         if asked.for_rate is not None and self.rate is not None:
             needed = replicas(asked.for_rate, self.rate, asked.headroom)

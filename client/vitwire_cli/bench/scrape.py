@@ -100,7 +100,6 @@ class Usage:
         return f"processes {', '.join(full)}" if full else None
 
     def document(self) -> dict[str, object]:
-        """For JSON."""
         graph, eager, cache = (self.total("vitwire_items_total", path=path) for path in ("graph", "eager", "cache"))
         real, padding = (self.total("vitwire_tokens_total", kind=kind) for kind in ("real", "padding"))
         return {

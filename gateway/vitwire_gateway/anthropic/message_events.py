@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Iterator
 from uuid import uuid4
 
-from vitwire_gateway.anthropic.message_parts import (
+from vitwire_gateway.anthropic.chat_answers import (
     BROKEN,
     encoded,
     error_message_of,
@@ -19,7 +19,7 @@ from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import Json
 
 _MAX_VALUES = 2000
-"""Of the fields of a large event that are translated; strings count as one."""
+"""Values in the translated fields of a large event; strings count as one."""
 _SHORT = 64 << 10
 """Characters of a call's arguments that are read, in 10 ms at most, to see whether they are complete."""
 
@@ -40,7 +40,7 @@ class MessageEvents:
         """Text that came between the pieces of a tool call."""
         self._calls: dict[int, str] = {}
         self._arguments = ""
-        """Of the latest call, their beginning if they are long."""
+        """Arguments of the latest call, their beginning if they are long."""
         self._finish: tuple[str | None, object] = "stop", None
         self._usage: Json | None = None
 

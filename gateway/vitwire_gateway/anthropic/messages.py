@@ -5,7 +5,7 @@ from vitwire_gateway.bodies import Json
 from vitwire_gateway.requests.image_refs import ImageRef, Path, image_parts, param_of
 
 FIELD = "source"
-"""Of an image block."""
+"""The field of an image block that holds the image."""
 MESSAGES = "/v1/messages"
 
 

@@ -14,33 +14,31 @@ from vitwire_gateway.api_errors import ApiError, invalid
 from vitwire_gateway.embeddings.embedding_requests import EmbeddingOptions
 
 _BASE64_BYTES = 3 << 16
-"""Of vectors that become base64 at a time; a multiple of 3, so that there is no padding in between."""
+"""Bytes of vectors that become base64 at a time; a multiple of 3, so that there is no padding in between."""
 _LIST_BYTES = 16 << 10
-"""Of vectors that become numbers in JSON at a time, which takes about 2 ms."""
+"""Bytes of vectors that become numbers in JSON at a time, which takes about 2 ms."""
 _BITS = 8
 
 
 class Vectors(NamedTuple):
-    """Of one image."""
+    """The vectors of one image."""
 
     rows: Float32
     """`(vectors, columns)`."""
     tokens: int
-    """Of the image in the tower."""
+    """Tokens of the image in the tower."""
 
 
 class Answer(NamedTuple):
-    """The content of an answer."""
-
     options: EmbeddingOptions
     model: Model
     images: Sequence[Vectors]
-    """Of each image of the request, in order."""
+    """One per image of the request, in order."""
     request_id: str
 
     @property
     def tokens(self) -> int:
-        """Of all images."""
+        """Tokens of all images."""
         return sum(each.tokens for each in self.images)
 
 

@@ -25,8 +25,6 @@ _MARKS = (b"image", b"data:", b"\\u", b"\0")
 
 
 class EmbeddingOptions(NamedTuple):
-    """The options of a request."""
-
     types: Sequence[str]
     """Forms of the vectors in the answer: float, base64; of Cohere also binary and ubinary."""
     dimensions: int | None = None

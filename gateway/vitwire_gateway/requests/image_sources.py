@@ -21,12 +21,9 @@ _MAX_URL = 8192
 
 
 class Limits(NamedTuple):
-    """Limits of a request."""
-
     max_images: int
     """Images and clips together."""
     max_image_bytes: int
-    """Of one file."""
     allow_embeds: bool = False
     """Callers may send embeddings."""
 
@@ -50,7 +47,7 @@ class RequestImages(NamedTuple):
     """The images and clips of a request."""
 
     places: Sequence[Place]
-    """In order."""
+    """In the request's order."""
     sources: Sequence[Source]
     """Each once."""
     model: str = ""

@@ -14,16 +14,16 @@ import httpx2
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
+from vitwire_gateway.anthropic.chat_answers import encoded, error_message_of, event_of
 from vitwire_gateway.anthropic.message_events import MessageEvents
-from vitwire_gateway.anthropic.message_parts import encoded, error_message_of, event_of
 from vitwire_gateway.anthropic.messages import is_anthropic
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import is_small
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.metrics import Metrics
 from vitwire_gateway.requests.dialects import Api
+from vitwire_gateway.router.admission import Admission, Ticket
 from vitwire_gateway.router.conventions import VITWIRE, attributes_of, error_of, name_of
-from vitwire_gateway.router.entrance import Admission, Ticket
 from vitwire_gateway.router.llm_engine import Headers, from_transport, is_of_events, returned
 from vitwire_gateway.spans import SPAN, Ending, Spans, request_span
 
@@ -37,7 +37,7 @@ RouteName = Literal[Api, "embeddings", "proxied"]
 _MAX_REQUEST_ID = 128
 _CHUNK_BYTES = 64 << 10
 _TRANSLATED_BYTES = 4 << 10
-"""Of a stream that are translated at a time, which takes 2 ms at most."""
+"""Bytes of a stream that are translated at a time, which takes 2 ms at most."""
 _UPSTREAMS = ("encoder", "engine")
 """Codes of their errors begin with their names."""
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}(-[0-9a-f]{2,32}){3}")

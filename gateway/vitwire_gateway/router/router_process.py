@@ -23,7 +23,6 @@ from starlette.routing import Route
 from vitwire import AsyncClient
 from vitwire.shared.garbage import exempt_loaded
 from vitwire_children.confine import be_private
-from vitwire_gateway.collector import collecting
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.images.encoding import Encoder
 from vitwire_gateway.images.fetching import Fetcher
@@ -31,13 +30,14 @@ from vitwire_gateway.listening import configured, listening
 from vitwire_gateway.metrics import Metrics
 from vitwire_gateway.requests.content_parts import Images
 from vitwire_gateway.requests.dialects import mode_of
+from vitwire_gateway.router.admission import Admission, Ticket, content_key_of, engine_key_of
 from vitwire_gateway.router.endpoint import Endpoint, Exchange, RouteName
-from vitwire_gateway.router.entrance import Admission, Ticket, content_key_of, engine_key_of
 from vitwire_gateway.router.image_apis import embedding_apis, image_apis
 from vitwire_gateway.router.llm_engine import Engine
 from vitwire_gateway.router.readiness import Readiness
 from vitwire_gateway.router.routing import Router
 from vitwire_gateway.spans import Spans
+from vitwire_gateway.tracing import collecting
 from vitwire_gateway.workers import Workers, memory_for
 
 logger = logging.getLogger("vitwire.router")

@@ -13,7 +13,7 @@ from anyio.to_thread import run_sync
 
 from vitwire.shared.fairness.places import Places
 from vitwire_gateway import spans
-from vitwire_gateway.anthropic.answers import answer_of
+from vitwire_gateway.anthropic.chat_answers import answer_of
 from vitwire_gateway.anthropic.message_events import MessageEvents, shortened
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import is_small, read_body
@@ -28,8 +28,8 @@ from vitwire_gateway.requests.dialects import Dialect, Part
 from vitwire_gateway.requests.filling import Filled, filled
 from vitwire_gateway.requests.image_sources import Limits
 from vitwire_gateway.requests.request_reading import CutRequest, cut_request, read
+from vitwire_gateway.router.admission import Ticket
 from vitwire_gateway.router.endpoint import Exchange
-from vitwire_gateway.router.entrance import Ticket
 from vitwire_gateway.router.image_apis import CHAT, EmbeddingApi, ImageApi
 from vitwire_gateway.router.llm_engine import Engine, forwarded, is_of_events, returned, whole
 

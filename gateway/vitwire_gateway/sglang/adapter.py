@@ -16,8 +16,8 @@ from vitwire_gateway.callers import Caller
 from vitwire_gateway.gateway_settings import SglangSettings
 from vitwire_gateway.images.encoding import Encoded, Encoder
 from vitwire_gateway.sglang.media import Media
-from vitwire_gateway.sglang.posted import Part, Posted, refused
-from vitwire_gateway.sglang.pushing import Frame, Pusher, embedding_header, error_header, times_of
+from vitwire_gateway.sglang.receiver_messages import Frame, Pusher, embedding_header, error_header, times_of
+from vitwire_gateway.sglang.receiver_requests import Part, ReceiverRequest, refused
 from vitwire_gateway.sglang.receivers import Receivers
 from vitwire_gateway.spans import stage
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("vitwire.sglang")
 MAX_ENCODING = 32
 """Files that are read and encoded at a time; more wait."""
 _EMBEDDING_BYTES = 2 << 30
-"""Of embeddings that their receivers have not taken."""
+"""Bytes of embeddings that their receivers have not taken."""
 _MOONCAKE = (
     "this encoder sends embeddings over ZMQ only: start SGLang with --encoder-transfer-backend zmq_to_scheduler "
     "or zmq_to_tokenizer"
@@ -66,7 +66,7 @@ class Adapter:
         self._encoding = Places(MAX_ENCODING)
         self._reports: set[asyncio.Task[None]] = set()
 
-    async def serve(self, posted: Posted, caller: Caller, body: Holding | None = None) -> None:
+    async def serve(self, posted: ReceiverRequest, caller: Caller, body: Holding | None = None) -> None:
         """Do what a request asks for. Raises ApiError.
 
         body: what the request holds of bodies.

@@ -16,17 +16,17 @@ from vitwire import AsyncClient, VitwireError
 from vitwire.shared.fairness.budgets import Budget
 from vitwire.shared.garbage import exempt_loaded
 from vitwire_children.confine import be_private
-from vitwire_gateway.collector import collecting
 from vitwire_gateway.gateway_settings import SglangSettings
 from vitwire_gateway.images.encoding import Encoder
 from vitwire_gateway.images.fetching import Fetcher
 from vitwire_gateway.listening import configured, listening
 from vitwire_gateway.sglang.adapter import MAX_ENCODING, Adapter
 from vitwire_gateway.sglang.media import Media
-from vitwire_gateway.sglang.posted import refused
-from vitwire_gateway.sglang.pushing import Pusher
+from vitwire_gateway.sglang.receiver_messages import Pusher
+from vitwire_gateway.sglang.receiver_requests import refused
 from vitwire_gateway.sglang.services import grpc_server, http_app
 from vitwire_gateway.spans import Spans
+from vitwire_gateway.tracing import collecting
 from vitwire_gateway.workers import Workers, memory_for
 
 logger = logging.getLogger("vitwire.sglang")

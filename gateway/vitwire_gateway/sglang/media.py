@@ -13,7 +13,7 @@ from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.gateway_settings import SglangSettings
 from vitwire_gateway.images.fetching import Fetcher
 from vitwire_gateway.images.image_files import ImageFile, opened_regular
-from vitwire_gateway.sglang.posted import refused
+from vitwire_gateway.sglang.receiver_requests import refused
 
 _PIECE = 1 << 20
 _MAX_PATH = 8192

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from vitwire_gateway.sglang.posted import Registration, refused
+from vitwire_gateway.sglang.receiver_requests import Registration, refused
 
 _MAX_REQUESTS = 8192
 _MAX_HELD = 65536

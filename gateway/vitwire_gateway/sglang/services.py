@@ -24,7 +24,7 @@ from vitwire_gateway.bodies import read_body
 from vitwire_gateway.callers import Caller, host_name
 from vitwire_gateway.gateway_settings import SglangSettings
 from vitwire_gateway.sglang.adapter import Adapter
-from vitwire_gateway.sglang.posted import Kind, read
+from vitwire_gateway.sglang.receiver_requests import Kind, read
 from vitwire_gateway.spans import Attributes, Spans, request_span
 from vitwire_gateway.workers import Workers
 

@@ -26,7 +26,7 @@ class Content(NamedTuple):
     forms: tuple[tuple[DType, tuple[int, ...]], ...]
     """Type and shape of each of its tensors."""
     digest: bytes
-    """Of the bytes of all its tensors."""
+    """Digest of the bytes of all its tensors."""
 
 
 class Key(NamedTuple):
@@ -34,7 +34,7 @@ class Key(NamedTuple):
 
     principal: str
     fingerprint: str
-    """Of the tower's weights."""
+    """Fingerprint of the tower's weights."""
     output: DType
     keep_ratio: float
     content: Content

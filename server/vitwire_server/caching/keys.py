@@ -18,7 +18,6 @@ def parts_of(item: Item) -> list[Buffer]:
 
 
 def digest_of(parts: Sequence[Buffer], seed: int) -> bytes:
-    """The digest of all parts of a content."""
     digest = xxh3_128(seed=seed)
     for part in parts:
         digest.update(part)

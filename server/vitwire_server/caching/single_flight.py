@@ -21,7 +21,7 @@ class Waiter:
     key: Key
     name: Name | None
     ticket: Ticket
-    """Of the call: priority and deadline decide which waiter runs."""
+    """The call's ticket: priority and deadline decide which waiter runs."""
     run: Callable[[], None]
     """Queues the item. Raises EncoderError."""
     settle: Callable[[Outcome], None]
@@ -118,7 +118,6 @@ class SingleFlight:
         return NotCached(f"no embedding of content_id {lookup.content_id!r} is cached")
 
     def is_cached(self, waiter: Waiter) -> bool:
-        """Whether the embedding is cached."""
         return self._cache.get(waiter.key) is not None
 
     def cached(self, waiter: Waiter) -> Encoded | None:

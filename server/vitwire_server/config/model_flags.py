@@ -56,7 +56,7 @@ class DeviceSettings:
     )
     rpc_processes: str = flag(
         "auto",
-        "number of processes per device that serve RPCs; 1: the process that drives the device does both; "
+        "number of processes per device that serve RPCs; 1: one process serves RPCs and drives the device; "
         "auto: 1 on CPU, on CUDA up to 6 according to the cores; more than 1 needs Linux",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = flag(

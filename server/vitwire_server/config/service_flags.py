@@ -69,12 +69,13 @@ class FileSettings:
     prepare: Literal["auto", "device", "cpu"] = flag(
         "auto",
         "where pictures and decoded files are resized and tiled: cpu, in the decoders; device, on the "
-        "model's device; auto: on a GPU, if generated pictures get the same pixels there as from Pillow",
+        "model's device; auto: on a GPU, if test pictures get the same pixels there as from Pillow",
     )
     decode: Literal["auto", "device", "cpu"] = flag(
         "auto",
-        "where JPEG files are decoded: cpu, in the decoders; device, by one more decoder per RPC process on the "
-        "model's device (needs the extra jpeg); auto: on a GPU, if generated pictures are within 1 of Pillow's",
+        "where JPEG files are decoded: cpu, in the decoders; device, by one more decoder per RPC process on "
+        "the model's device (needs the extra jpeg); auto: on a GPU, if test pictures differ from Pillow's by at most "
+        "1 of 255",
     )
     max_encoded_bytes: int = flag(32 * MIB, "maximum bytes of an item that is sent as a file", 1, 1 << 30)
     max_image_pixels: int = flag(

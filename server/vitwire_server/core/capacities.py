@@ -27,7 +27,7 @@ class Capacities(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PackedCapacities(Capacities):
-    """Of any number of tokens."""
+    """Budgets of any number of tokens."""
 
     merge: int
 
@@ -37,7 +37,7 @@ class PackedCapacities(Capacities):
 
 @dataclass(frozen=True, slots=True)
 class ResampledCapacities(Capacities):
-    """Of any number of patches that an image can have; each slot for an image costs as many rows as there are queries.
+    """Budgets of any number of patches that an image can have; a slot for one costs as many rows as there are queries.
 
     Processors make images of many times as many patches as queries, so slots are for images of four times as many.
     """
@@ -52,7 +52,7 @@ class ResampledCapacities(Capacities):
 
 @dataclass(frozen=True, slots=True)
 class TileCapacities(Capacities):
-    """Of whole tiles: a tile is a segment whatever it shows, and costs the same."""
+    """Budgets of whole tiles: a tile is a segment whatever it shows, and costs the same."""
 
     tile: int
     """Tokens of a tile."""
@@ -77,7 +77,7 @@ class TileCapacities(Capacities):
 
 @dataclass(frozen=True)
 class CropCapacities(Capacities):
-    """Of a number of overviews and a number of crops, from a list of both."""
+    """Budgets of a number of overviews and a number of crops, from a list of both."""
 
     overview: int
     """Tokens of an overview."""

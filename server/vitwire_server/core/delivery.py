@@ -9,8 +9,6 @@ _MAX_ADDRESS = 1 << 64
 
 
 class MemoryKind(Enum):
-    """Kind of memory."""
-
     HOST = "host"
     DEVICE = "device"
 
@@ -28,7 +26,7 @@ class Consumer:
     address: int
     nbytes: int
     digest: bytes = field(init=False, repr=False)
-    """Of the metadata: agents are the same if name and digest are."""
+    """Digest of the metadata: agents are the same if name and digest are."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "digest", blake2b(self.metadata, digest_size=16).digest())

@@ -49,7 +49,7 @@ class TileFootprints:
     """Items of tiles."""
 
     tokens: int
-    """Of one tile."""
+    """Tokens of one tile."""
     longest: int
     """Patches of one tile."""
     paired: bool = False
@@ -82,7 +82,7 @@ class LayoutFootprints:
     """Items of tiles, computed with as many tiles as an image can have; only the item's tiles give rows."""
 
     tokens: int
-    """Of one tile."""
+    """Tokens of one tile."""
     most: int
     """Tiles that an image can have."""
     longest: int
@@ -104,7 +104,7 @@ class CanvasFootprints:
 
     @property
     def tokens(self) -> int:
-        """Of a budget, for one tile: its rows, an end for each line of them, and a separator."""
+        """Tokens of a budget for one tile: its rows, an end for each line of them, and a separator."""
         lines = self.side // self.merge
         return lines * (lines + 1) + 1
 
@@ -120,7 +120,7 @@ class PooledFrameFootprints:
     """Items of tiles, which give fewer rows as frames of a clip, whose grid is (frames, 1, 1), than of an image."""
 
     tokens: int
-    """Of one tile."""
+    """Tokens of one tile."""
     frame: int
     """Rows of one frame."""
     longest: int

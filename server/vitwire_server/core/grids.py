@@ -15,7 +15,6 @@ class Grid(NamedTuple):
 
     @property
     def frame_patches(self) -> int:
-        """Patches of one frame."""
         return self.h * self.w
 
     @property

@@ -4,8 +4,6 @@ from enum import Enum
 
 
 class State(Enum):
-    """State of a server."""
-
     STARTING = "starting"
     """Listening; weights are being loaded."""
     WARMING = "warming"

@@ -192,7 +192,7 @@ class Resizing(StrEnum):
     MOST_TOKENS = "most_tokens"
     """The upper bound, met as closely as whole tokens allow, by rounding down."""
     OTHER = "other"
-    """In a way that is not known here: pictures are not prepared."""
+    """A way that is not known here: pictures are not prepared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,9 +229,9 @@ class Place(StrEnum):
     """Where pictures are prepared, or files decoded."""
 
     DEVICE = "device"
-    """In the engine, or by a decoder on its device."""
+    """By the engine, or by a decoder on its device."""
     CPU = "cpu"
-    """In decoders."""
+    """By decoders on the CPU."""
 
 
 class NotOnDevice(StrEnum):
@@ -279,9 +279,9 @@ class Limits:
     queued_items: int
     queued_bytes: int
     encoded_bytes: int = 0
-    """Of an encoded item; 0 if nothing is decoded."""
+    """Maximum bytes of a file; 0 if nothing is decoded."""
     encoded_pixels: int = 0
-    """Of an encoded image, or of a frame of an encoded clip."""
+    """Maximum pixels of an image in a file, or of a frame of a clip."""
     cached_bytes: int = 0
     """Size of the embedding cache; 0 if nothing is cached."""
 
@@ -311,7 +311,7 @@ class ModelCard:
     encodings: tuple[Encoding, ...] = ()
     """Files that are decoded."""
     prepared: tuple[Modality, ...] = ()
-    """Of which pictures and files are prepared."""
+    """Modalities whose pictures and files are prepared."""
     preparation: Preparation = field(default_factory=Preparation)
     """Where pictures are prepared."""
     decoding: Preparation = field(default_factory=Preparation)
@@ -324,13 +324,12 @@ class ModelCard:
     """Attention backends, graphs or fused blocks that do not run on this device, and why."""
     pooling: Pooling = Pooling.NONE
     poolings: tuple[Pooling, ...] = (Pooling.NONE,)
-    """Poolings of the checkpoint."""
     matryoshka: tuple[int, ...] | None = None
     """Lengths that pooled vectors may be cut to, any if empty; None if they may not be cut."""
 
     @property
     def rows_by_grid(self) -> tuple[Modality, ...]:
-        """Of which an item has a row for each token of its grid."""
+        """Modalities whose items have one embedding per grid token."""
         return tuple(
             modality
             for modality, own in self.preprocessing.items()

@@ -38,7 +38,7 @@ class ItemReport:
     timings: Timings | None = None
     """Stages of the item's batch; None if nothing ran."""
     grid: Grid | None = None
-    """Of rows from the cache, which the request need not name."""
+    """The grid of rows from the cache, which the request need not name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Waiting(NamedTuple):
 
     items: int
     nbytes: int
-    """Of pixels."""
+    """Bytes of pixels."""
     tokens: int
     seconds: float
     """Predicted."""

@@ -17,7 +17,7 @@ class Timings:
     execute: float
     stage_out: float
     prepare: float = 0.0
-    """Of `execute`: preparing the pictures among its items; 0 without any."""
+    """The part of `execute` that prepares the pictures among its items; 0 without any."""
 
 
 @dataclass(frozen=True, slots=True)

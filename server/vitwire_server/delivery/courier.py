@@ -39,7 +39,7 @@ class Courier:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._transfers = Transfers(bounds, self._answer)
         self._done: dict[Job, Done] = {}
-        """Of deliveries without an outcome; changed under the lock, like `_closed`."""
+        """Callbacks of deliveries without an outcome; changed under the lock, like `_closed`."""
         self._closed = False
         self._upload: Upload | None = None
         self._lock = Lock()

@@ -33,7 +33,7 @@ class Outbox(Struct, array_like=True, frozen=True):
     nbytes: int
     handle: bytes
     offset: int
-    """In the allocation that the handle is of."""
+    """Where the outbox begins in the allocation of the handle."""
 
 
 class Setup(Struct, array_like=True, frozen=True, tag=0):
@@ -62,11 +62,11 @@ class Write(Struct, array_like=True, frozen=True, tag=3):
     number: int
     agent: str
     offset: int
-    """Of the rows in the outbox if the target is on a device, else in the staging memory."""
+    """Where the rows are in the outbox if the target is on a device, else in the staging memory."""
     nbytes: int
     address: int
     device: int | None
-    """Of the client's memory; None on the host."""
+    """The device of the client's memory; None on the host."""
 
 
 # -- from a sender ---------------------------------------------------------------------------------

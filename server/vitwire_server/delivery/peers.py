@@ -47,7 +47,7 @@ class Peer:
     jobs: int = 0
     """Deliveries that wait, are under way, or took too long and have not ended."""
     transfers: int = 0
-    """Those of them that were posted."""
+    """Jobs whose transfer was posted."""
     used: float = field(default_factory=time.monotonic)
 
     @property

@@ -66,7 +66,7 @@ class _Sender:
         for each in filter(None, (self._staging, self._outbox)):
             self._agent.register(each)
         self._faults: dict[str, str] = {}
-        """Of agents that cannot be written to."""
+        """Faults of agents that cannot be written to."""
         self._transfers: dict[int, Transfer] = {}
         self._beat = 0.0
 

@@ -1,7 +1,7 @@
 """Deliveries to consumers, from the first to a new agent to the release of the rows. One thread uses them.
 
 The first delivery to an agent is made by a sender that delivers nothing else, since UCX may end the process on what a
-client says. Agents that passed it share one sender per principal. What ends that costs its deliveries only.
+client says. Agents that passed it share one sender per principal. If that sender dies, only its deliveries are lost.
 A transfer that takes too long is answered, and its rows are kept until it ends, as UCX may still read them.
 """
 
@@ -56,9 +56,9 @@ class Job:
     started: float
     peer: Peer | None = None
     sender: Sender | None = None
-    """Of a delivery that is under way."""
+    """The sender of a delivery that is under way."""
     copy: Region | None = None
-    """In the sender's staging memory; the rows are released already."""
+    """A copy of the rows in the sender's staging memory; the rows are released already."""
     posted: float = 0.0
     is_overdue: bool = False
     """The transfer took too long, and was answered, but has not ended."""

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForPreTraining,
     GenerationConfig,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 
 from vitwire_server.demo.models import DEMO_MODELS, DemoModel
@@ -69,14 +70,14 @@ def demo_config(model_type: str) -> PreTrainedConfig:
     return kind(**shrunk(kind, deepcopy(demo.config)))
 
 
-def random_model(model_type: str, seed: int = 0) -> Any:  # noqa: ANN401 - many classes
+def random_model(model_type: str, seed: int = 0) -> PreTrainedModel:
     """The whole model of a demo checkpoint of this type, in bfloat16."""
     config = demo_config(model_type)
     automatic = (each.from_config for each in _AUTOMATIC if type(config) in each._model_mapping)  # noqa: SLF001
     build = DEMO_MODELS[model_type].build or next(automatic)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # `randomise` adds to what transformers draws
-        model = build(config, dtype=torch.bfloat16)
+        model: PreTrainedModel = build(config, dtype=torch.bfloat16)
     randomise(model, seed)
     if model.can_generate():
         model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)

@@ -39,7 +39,7 @@ def _demo(
     fields: Json | None = None,
     **others: Any,  # noqa: ANN401 - those of DemoModel
 ) -> DemoModel:
-    """Of fields of the tower, of the language model, and of the whole."""
+    """A demo model with these fields of the tower, of the language model, and of the whole."""
     parts = {"vision_config": vision, "text_config": text}
     config = {name: part for name, part in parts.items() if part} | (fields or {})
     return DemoModel(config=config, **others)

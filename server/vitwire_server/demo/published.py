@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.internvl.configuration_internvl import InternVLConfig
 from transformers.models.internvl.modeling_internvl import InternVLMultiModalProjector
 from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
@@ -22,7 +23,7 @@ Build = Callable[..., Any]
 """Makes a model of its configuration, with weights of `dtype`."""
 
 
-def nvlm(config: Config, dtype: torch.dtype) -> nn.Module:
+def nvlm(config: InternVLConfig, dtype: torch.dtype) -> nn.Module:
     model: Any = AutoModelForImageTextToText.from_config(config, dtype=dtype)
     model.model.multi_modal_projector = NvlmProjector(config).to(dtype)
     return model  # type: ignore[no-any-return]

@@ -140,7 +140,7 @@ def _kinds(values: Sequence[str], layers: int) -> list[str]:
 
 
 def _indexes(values: Sequence[int], before: int, layers: int) -> list[int]:
-    """In the same shares of the layers; every other one if they would be more than half of these."""
+    """Indexes at the same shares of the layers; every other one if they would be more than half of these."""
     scaled = sorted({value * layers // before for value in values})
     return scaled if 2 * len(scaled) <= layers else scaled[::-2][::-1]
 
@@ -199,7 +199,7 @@ def _tower(family: Family, config: Config) -> Config:
 
 
 def _sides(image: Json, side: int) -> Json:
-    """Of tiles of this side."""
+    """Sizes of tiles of this side."""
     square, around = {"height": side, "width": side}, side + (0 if "image_grid_pinpoints" in image else _MARGIN)
     if isinstance(image.get("max_image_size"), dict):
         return {"max_image_size": {"longest_edge": side}, "size": {"longest_edge": 4 * side}}

@@ -25,7 +25,7 @@ _MOST = 1024
 _STEPS_PER_DOUBLING = 64
 _RENORMALISED_AT = 1e12
 _FEW_ITEMS = 4
-"""Of more items than this the planner chooses those that fill a budget, so their sum is not a demand."""
+"""Most items whose sum is a demand: of more, the planner chooses those that fill a budget."""
 _FORMAT = 1
 _MOST_BYTES = 1 << 20
 _MOST_BUDGETS = 256

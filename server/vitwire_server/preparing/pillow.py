@@ -17,7 +17,7 @@ from vitwire_server.preparing.rules.recipe import Recipe
 from vitwire_server.preparing.rules.sketches import Canvas, Frame, Sketch
 
 AnyPicture: TypeAlias = Image.Image | Pixels
-"""In RGB."""
+"""A picture in RGB."""
 
 _AXES_OF_IMAGE = 3
 # What Pillow raises for truncated, damaged or invalid files; Warning if warnings are errors.

@@ -21,7 +21,7 @@ from vitwire_server.process import heartbeat
 
 _log = logging.getLogger(__name__)
 _FAILURES = 5
-"""In a row, until a process is not started again."""
+"""Failed starts in a row, until a process is not started again."""
 _OUTPUT_SECONDS = 1.0
 """Time to read the rest of a dead process's output; an orphan of it may keep the pipes open."""
 _LINE_BYTES = 1 << 20

@@ -153,7 +153,6 @@ class EdgeFront:
     _beating: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
-        """See LocalFront."""
         settings = self.settings
         if settings.unix_socket:
             try:
@@ -185,20 +184,17 @@ class EdgeFront:
                 edge.send(messages.Beat())
 
     def serve(self, card: ModelCard, footprints: Footprints, sessions: LocalSessions) -> None:
-        """See LocalFront."""
         self.model = messages.Serve(pickle.dumps((card, footprints)), sessions.digest_seed)
         self.footprints, self.sessions = footprints, sessions
         for edge in self.edges:
             edge.serve()
 
     async def prepared(self) -> None:
-        """See LocalFront."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_SERVE_SECONDS):
                 await asyncio.gather(*(edge.serving.wait() for edge in self.edges))
 
     def describe(self, card: ModelCard) -> None:
-        """See LocalFront."""
         assert self.sessions, "the model is loaded"
         self.model = messages.Serve(pickle.dumps((card, self.footprints)), self.sessions.digest_seed)
         for edge in self.edges:
@@ -209,19 +205,16 @@ class EdgeFront:
         return messages.Show(self.health.state.value, self.health.reason)
 
     async def show(self) -> None:
-        """See LocalFront."""
         for edge in self.edges:
             edge.send(self.state())
 
     async def watch(self) -> None:
-        """See LocalFront."""
         done, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             if error := task.exception():
                 _log.error("%s", error, exc_info=None if isinstance(error, StartFailed | OSError) else error)
 
     async def drain(self, seconds: float) -> None:
-        """See LocalFront."""
         self.draining = messages.Drain(seconds)
         for edge in self.edges:
             edge.drained.clear()
@@ -231,7 +224,6 @@ class EdgeFront:
                 await asyncio.gather(*(edge.drained.wait() for edge in self.edges if edge.child.pid))
 
     async def stop(self) -> None:
-        """See LocalFront."""
         if self._stopping.is_set():
             return
         self._stopping.set()

@@ -10,8 +10,8 @@ from vitwire_server.core.footprints import Footprints
 from vitwire_server.core.health import Health
 from vitwire_server.core.models import ModelCard
 from vitwire_server.observe.metrics.rpc import RpcMetrics
+from vitwire_server.process.file_decoding import decoding, started
 from vitwire_server.process.hanging_files import read_at_start, refresh_for_ever
-from vitwire_server.process.preparing import decoding, started
 from vitwire_server.process.system import rpc_connections
 from vitwire_server.rpc.calls import Serving
 from vitwire_server.rpc.codec import Codec

@@ -33,7 +33,7 @@ from vitwire_server.observe.http import MetricsServer
 from vitwire_server.observe.logs import plain_line
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.metrics.edges import EdgeMetrics
-from vitwire_server.process import preparing
+from vitwire_server.process import file_decoding
 from vitwire_server.process.edge_front import EdgeFront
 from vitwire_server.process.front import LocalFront
 from vitwire_server.process.hanging_files import in_daemon_thread, read_at_start
@@ -117,7 +117,7 @@ class _Server:
         """Load the model, serve, drain; returns the exit code."""
         settings, front = self.settings, self.front
         courier = await asyncio.to_thread(self._courier)
-        decoding = asyncio.create_task(preparing.decoded_on(settings))
+        decoding = asyncio.create_task(file_decoding.decoded_on(settings))
         watching_front = asyncio.create_task(front.watch())
         model = await self._loaded(watching_front)
         if model is None:
@@ -129,7 +129,7 @@ class _Server:
         engine.start()
         if courier and model.outbox:
             await asyncio.to_thread(_add_outbox, courier, model.outbox, keep=settings.stored_bytes > 0)
-        card = preparing.described(replace(model.card, nixl=courier is not None, decoding=await decoding), settings)
+        card = file_decoding.described(replace(model.card, nixl=courier is not None, decoding=await decoding), settings)
         self.metrics.model.described(card)
         exempt_loaded(_log)
         front.serve(card, model.tower.footprint, self._sessions(card, scheduler.intake, courier))

@@ -12,10 +12,10 @@ from vitwire_server.core.errors import EncoderError, InvalidRequest, Violation
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.models import ModelCard
 from vitwire_server.observe.tracing import REQUEST_ID
-from vitwire_server.rpc.answers import Answers, Claims, Pending
 from vitwire_server.rpc.codec import Codec
 from vitwire_server.rpc.credentials import Caller
-from vitwire_server.rpc.unprepared import Decoding, Prepared
+from vitwire_server.rpc.file_items import Decoding, Prepared
+from vitwire_server.rpc.items_in_flight import Claims, ItemsInFlight, Pending
 from vitwire_server.scheduling.tickets import Priority
 from vitwire_server.sessions.session import Opening, Session, Sessions
 
@@ -46,7 +46,7 @@ class Call:
         self.priority = Priority.INTERACTIVE
         self.consumer: Consumer | None = None
         """Both are set before the first item is reserved or submitted."""
-        self.answers = Answers()
+        self.answers = ItemsInFlight()
         self._deadline = None if remaining is None else time.monotonic() + remaining
         self._sending: Pending | None = None
         """The item whose last message is being sent; its number is free already."""

@@ -10,7 +10,7 @@ from vitwire_server.core.errors import InvalidRequest, Violation
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Modality
 from vitwire_server.core.models import Limits, ModelCard, Shape
-from vitwire_server.rpc.unprepared import AXES_OF_CLIP, AXES_OF_IMAGE, RGB, RGBA, picture_bytes
+from vitwire_server.rpc.file_items import AXES_OF_CLIP, AXES_OF_IMAGE, RGB, RGBA, picture_bytes
 
 DTYPES = {
     pb.DATA_TYPE_FLOAT32: DType.FLOAT32,
@@ -47,7 +47,6 @@ def wrong_options(message: pb.EncodeRequest | pb.EncodeStreamOptions) -> Iterato
 
 
 def wrong_modality(item: pb.Item, card: ModelCard) -> Iterator[Violation]:
-    """An item's modality."""
     modality = MODALITIES.get(item.modality)
     if modality is None:
         yield Violation("modality", "must be IMAGE or VIDEO")
@@ -56,7 +55,7 @@ def wrong_modality(item: pb.Item, card: ModelCard) -> Iterator[Violation]:
 
 
 def wrong_extras(item: pb.Item, card: ModelCard) -> Iterator[Violation]:
-    """Of any kind of item: bytes that come separately, pruning, its name, storing."""
+    """What any kind of item may have: bytes that come separately, pruning, its name, storing."""
     separate = "must be empty: the bytes follow in chunks"
     yield from violations(
         ("encoded", separate, item.encoded),
@@ -85,7 +84,6 @@ def wrong_extras(item: pb.Item, card: ModelCard) -> Iterator[Violation]:
 
 
 def wrong_grid(grid: Grid, modality: Modality | None, card: ModelCard) -> Iterator[Violation]:
-    """The grid of an item."""
     geometry = card.geometry
     for name, value in zip("thw", grid, strict=True):
         if value < 1:
@@ -113,7 +111,6 @@ def wrong_shapes(item: pb.Item, grid: Grid, modality: Modality | None, card: Mod
 
 
 def wrong_type(name: str, tensor: pb.Tensor) -> Iterator[Violation]:
-    """The type of a tensor."""
     if tensor.data_type not in DTYPES:
         yield Violation(f"{name}.data_type", "must be FLOAT32, FLOAT16, BFLOAT16 or UINT8")
 
@@ -127,7 +124,6 @@ def _wrong_shape(name: str, tensor: pb.Tensor, grid: Grid, accepted: Sequence[Sh
 
 
 def wrong_file(item: pb.Item, nbytes: int, limits: Limits) -> Iterator[Violation]:
-    """An item with a file of `nbytes` bytes."""
     most = limits.encoded_bytes
     if not most:
         yield Violation("encoded", "is not accepted: this server prepares no files; send pixels")
@@ -141,7 +137,6 @@ def wrong_file(item: pb.Item, nbytes: int, limits: Limits) -> Iterator[Violation
 
 
 def wrong_picture(item: pb.Item, modality: Modality, card: ModelCard) -> Iterator[Violation]:
-    """An item with a picture."""
     shape, limits = tuple(item.pixels.shape), card.limits
     axes = AXES_OF_CLIP if modality is Modality.VIDEO else AXES_OF_IMAGE
     if item.HasField("crops"):

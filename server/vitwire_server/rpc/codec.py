@@ -21,7 +21,7 @@ from vitwire_server.preparing.rules.forms import form_of
 from vitwire_server.preparing.rules.recipe import recipes_of
 from vitwire_server.rpc import checks
 from vitwire_server.rpc.checks import MODALITIES, refuse, region_of, wrong_region
-from vitwire_server.rpc.unprepared import Unprepared, goes_to_device, is_picture
+from vitwire_server.rpc.file_items import Unprepared, goes_to_device, is_picture
 from vitwire_server.scheduling.tickets import Priority
 
 T = TypeVar("T")

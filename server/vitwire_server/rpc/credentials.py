@@ -201,7 +201,6 @@ class Caller(NamedTuple):
 
 
 def caller_of(context: Context) -> Caller:
-    """The caller of an RPC."""
     peer = context.peer() or ""  # `ipv4:10.0.0.1:5000`, `ipv6:%5B::1%5D:5000` or `unix:`
     return Caller(principal(context) or peer.rpartition(":")[0], peer)
 

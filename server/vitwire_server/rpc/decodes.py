@@ -17,7 +17,7 @@ from vitwire_server.observe.tracing import Attributes, trace_preparing
 from vitwire_server.preparing.files.messages import Measured
 from vitwire_server.preparing.files.pool import DecodePool
 from vitwire_server.rpc.calls import Call
-from vitwire_server.rpc.unprepared import Decoding, Prepared, Unprepared, is_elongated
+from vitwire_server.rpc.file_items import Decoding, Prepared, Unprepared, is_elongated
 
 _log = logging.getLogger(__name__)
 _OTHER_SEED = 1

@@ -23,10 +23,10 @@ from vitwire_server.rpc.credentials import caller_of, principal
 from vitwire_server.rpc.decodes import submit_all
 from vitwire_server.rpc.grpc_types import Context
 from vitwire_server.rpc.receive_slots import ReceiveSlots
-from vitwire_server.rpc.responses import Answer, accepted_message, messages, model_message
+from vitwire_server.rpc.response_messages import Answer, accepted_message, messages, model_message
+from vitwire_server.rpc.response_writer import PendingWrites, ResponseWriter
 from vitwire_server.rpc.status import code_of, worst_of
 from vitwire_server.rpc.uploads import Uploads
-from vitwire_server.rpc.writing import PendingWrites, ResponseWriter
 
 T = TypeVar("T")
 SERVICE = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name

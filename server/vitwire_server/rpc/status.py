@@ -34,7 +34,6 @@ _MOST_VIOLATIONS = 8
 
 
 def code_of(error: errors.EncoderError) -> StatusCode:
-    """The status code of an error."""
     return next(code for kind, code in _CODES if isinstance(error, kind))
 
 
@@ -76,7 +75,6 @@ def trailers_of(error: errors.EncoderError) -> tuple[tuple[str, str | bytes], ..
 
 
 def duration(seconds: float) -> Duration:
-    """Seconds as a protobuf Duration."""
     result = Duration()
     result.FromNanoseconds(round(seconds * 1e9))
     return result

@@ -18,8 +18,8 @@ from vitwire_server.rpc import decodes
 from vitwire_server.rpc.calls import Call
 from vitwire_server.rpc.checks import consumer_of, refuse, region_of, violations
 from vitwire_server.rpc.codec import parsed
+from vitwire_server.rpc.file_items import Unprepared
 from vitwire_server.rpc.grpc_types import Stream, read, wait_for_cancellation
-from vitwire_server.rpc.unprepared import Unprepared
 
 Chunk: TypeAlias = wire.Frame[pb.EncodeStreamRequest] | wire.Malformed
 _IDLE_FACTOR = 10

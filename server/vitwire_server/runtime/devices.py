@@ -39,7 +39,7 @@ HOPPER = Architecture((9, 0), 132, 227 << 10)
 
 @lru_cache
 def architecture(device: torch.device) -> Architecture:
-    """That of a CUDA device; Hopper's for Triton's interpreter on a CPU."""
+    """The architecture of a CUDA device; Hopper's for Triton's interpreter on a CPU."""
     if device.type != "cuda":
         return HOPPER
     found = torch.cuda.get_device_properties(device)

@@ -230,7 +230,7 @@ class Engine:
                 prepare(pictures)
 
     def _job(self, item: Item, source: Tensor, pixels: Tensor, crops: Tensor | None) -> Job:
-        """To prepare the flat picture of an item into its rows of the tower's inputs."""
+        """The job that prepares the flat picture of an item into its rows of the tower's inputs."""
         recipe = self._recipes[item.modality]
         return Job(source.view(item.pixels.shape), recipe, pixels, crops if crops is not None and len(crops) else None)
 
@@ -241,9 +241,9 @@ class Staged:
 
     groups: Sequence[Sequence[Item]]
     pixels: Sequence[Tensor]
-    """Of each group."""
+    """One per group, in order."""
     crops: Sequence[Tensor]
-    """Of each item that brings some."""
+    """One per item with crops, in order."""
 
 
 def _form(item: Item) -> tuple[Modality, DType, tuple[int, ...], int]:

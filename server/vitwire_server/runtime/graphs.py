@@ -15,7 +15,7 @@ from torch import Tensor
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import total
-from vitwire_server.runtime.recording import captured, join, recording
+from vitwire_server.runtime.graph_recording import captured, join, recording
 from vitwire_server.towers.tower import Metadata, Tower
 
 _log = logging.getLogger(__name__)
@@ -131,7 +131,6 @@ class StaticBuffers:
         self.inputs = InputBuffer(max(capacity.patches for capacity in capacities), geometry.row, tower)
         crops = max(capacity.crops for capacity in capacities)
         self.crops = InputBuffer(crops, geometry.crop_row, tower) if geometry.crop_row else None
-        """In towers that take them."""
         rows = max(tower.rows(capacity) for capacity in capacities)
         self.rows = torch.zeros(rows, geometry.width, dtype=tower.dtype, device=tower.device)
 

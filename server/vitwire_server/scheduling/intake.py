@@ -17,7 +17,7 @@ _WINDOW = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class NextBatch:
     """Entries that left the queue: entries to run as one batch, and entries whose deadline has passed."""
 
     batch: Batch | None
@@ -110,7 +110,7 @@ class Intake:
             if seconds and not self._queue and not self._closed:
                 self._changed.wait(seconds)
 
-    def take(self) -> Taken:
+    def take(self) -> NextBatch:
         """Remove what runs next and what has expired."""
         with self._changed:
             window = self._queue.window(_WINDOW, self.planner.capacity)
@@ -125,7 +125,7 @@ class Intake:
                 self._queue.drop(entry)
             self._queue.take(entries)
             self._unanswered.update(expired, entries)
-        return Taken(batch, footprints, entries, expired)
+        return NextBatch(batch, footprints, entries, expired)
 
     def answered(self, entry: Entry) -> None:
         """An entry that was taken is answered."""

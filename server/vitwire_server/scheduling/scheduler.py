@@ -12,7 +12,7 @@ from vitwire_server.core.reports import Monitor, Outcome
 from vitwire_server.core.runner import Runner
 from vitwire_server.scheduling.canary import Canary
 from vitwire_server.scheduling.forecast import Forecast
-from vitwire_server.scheduling.intake import Intake, Taken
+from vitwire_server.scheduling.intake import Intake, NextBatch
 from vitwire_server.scheduling.launched import Launched, log_failures
 from vitwire_server.scheduling.planner import Planner, Prediction
 from vitwire_server.scheduling.tickets import Entry
@@ -158,7 +158,7 @@ class Scheduler:
             self._deliver(entry, DeadlineExceeded("the deadline passed while the item was queued"))
         return self._execute(taken) if taken.batch else None
 
-    def _execute(self, taken: Taken) -> Launched:
+    def _execute(self, taken: NextBatch) -> Launched:
         assert taken.batch, "there is a batch to launch"
         self.last_launch = started = self._clock()
         if self._learner:

@@ -25,7 +25,7 @@ class Ticket:
 
     deliver: Callable[[int, Outcome], None]
     deadline: float | None = None
-    """In seconds of the scheduler's clock; None waits forever."""
+    """Seconds on the scheduler's clock; None waits forever."""
     priority: Priority = Priority.INTERACTIVE
     cancelled: bool = False
     request_id: str = ""

@@ -21,7 +21,7 @@ from vitwire_server.scheduling.admission import Admission, Permit
 from vitwire_server.scheduling.intake import Intake
 from vitwire_server.scheduling.tickets import Entry, Ticket
 from vitwire_server.sessions.arena import Memory, PrivateMemory
-from vitwire_server.sessions.outcomes import Held, Mailbox, Outcomes
+from vitwire_server.sessions.outcomes import ItemState, Mailbox, Outcomes
 from vitwire_server.sessions.session import Fail, Opening, Settle
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class LocalSession:
     def try_reserve(self, key: int, item: Item) -> memoryview | None:
         self._outcomes.raise_if_closed()
         engine = self._engine
-        held = self._outcomes.held.setdefault(key, Held())
+        held = self._outcomes.held.setdefault(key, ItemState())
         held.store_only = item.store_only
         if not engine.single_flight.is_on:  # else it may be cached, which only its bytes show
             engine.intake.check_deadline(self._ticket, item.footprint.tokens)
@@ -121,7 +121,7 @@ class LocalSession:
             return None
         answer = engine.single_flight.cached(waiter)
         assert answer, "nothing was evicted meanwhile"
-        held = Held(permits[0], submitted=True, region=item.region, store_only=item.store_only)
+        held = ItemState(permits[0], submitted=True, region=item.region, store_only=item.store_only)
         self._outcomes.held[key] = held
         self._outcomes.deliver(key, answer)
         return True
@@ -131,7 +131,7 @@ class LocalSession:
         self._outcomes.raise_if_closed()
         held, engine = self._outcomes.held, self._engine
         for key, item in items.items():
-            one = held.setdefault(key, Held())
+            one = held.setdefault(key, ItemState())
             one.region, one.store_only = item.region, item.store_only
         work = {key: item for key, item in items.items() if isinstance(item, Item)}
         lookups = {key: item for key, item in items.items() if isinstance(item, CacheLookup)}

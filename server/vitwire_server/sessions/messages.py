@@ -43,8 +43,6 @@ class ItemForm(Message):
 
 
 class OfSession(Message):
-    """Concerns a session."""
-
     session: int
 
 
@@ -53,7 +51,7 @@ class Request(OfSession):
 
     number: int
     opening: Opening | None
-    """In the first request of a session, which opens it; None in others."""
+    """Opens the session, in its first request; None in others."""
 
 
 class Reserve(Request, tag=1):
@@ -193,7 +191,7 @@ class Spares(Message, tag=10):
 
     offsets: list[int]
     nbytes: int
-    """Of each."""
+    """Bytes of each block."""
 
 
 class Beat(Message, tag=9):

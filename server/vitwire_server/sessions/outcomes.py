@@ -79,7 +79,7 @@ class Mailbox:
 
 
 @dataclass(slots=True)
-class Held:
+class ItemState:
     """State of one item in a session, from its admission until its release."""
 
     permit: Permit | None = None
@@ -89,9 +89,9 @@ class Held:
     region: Region | None = None
     store_only: bool = False
     expected: Name | None = None
-    """Of an item with pixels, while others may wait for it."""
+    """The name of an item with pixels, while others may wait for it."""
     joining: Joining | None = None
-    """Of an item without pixels, while it waits for another."""
+    """The wait of an item without pixels for another."""
 
     def expect(self, single_flight: SingleFlight, name: Name | None) -> None:
         """Let items without pixels wait for this one from now on, if it has a name."""
@@ -126,7 +126,7 @@ class Outcomes:
     mailbox: Mailbox
     opening: Opening
     settle: Settle
-    held: dict[int, Held] = field(default_factory=dict)
+    held: dict[int, ItemState] = field(default_factory=dict)
     ticket: Ticket = field(init=False)
 
     def __post_init__(self) -> None:

@@ -32,7 +32,7 @@ class RemoteSessions:
     _spares: list[int] = field(default_factory=list)
     """Offsets of blocks that items may be written into."""
     _spare_bytes: int = 0
-    """Size of each."""
+    """Bytes of each spare block."""
     _fault: Exception | None = None
     """The error of every request; None while the engine's process responds."""
 

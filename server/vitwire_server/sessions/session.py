@@ -72,8 +72,6 @@ class Session(Protocol):
 
 
 class Sessions(Protocol):
-    """Opens sessions."""
-
     digest_seed: int | None
     """Seed of the digests that `submit` needs; None where nothing is cached."""
 

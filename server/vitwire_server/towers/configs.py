@@ -25,7 +25,7 @@ _LAYERS = re.compile(r"(depths?|layers)$")
 _HEADS = ("attention_heads", "heads", "num_attention_heads", "num_groups", "num_heads")
 """Fields that hold a number of attention heads, or one for each stage."""
 _MOST_LAYERS = 10_000
-"""Of any part of a model; transformers makes a list as long as the number that config.json gives."""
+"""Layers in any part of a model; transformers makes a list as long as the number that config.json gives."""
 
 
 class Config(Protocol):
@@ -152,7 +152,7 @@ def _fields(whole: object, outer: str = "") -> Iterator[tuple[str, str, Any]]:
 
 
 def _numbers(value: object) -> list[int]:
-    """Those of a field that holds a number or a list of numbers."""
+    """The numbers in a field that holds one or a list of them."""
     return [number for number in (value if isinstance(value, list | tuple) else [value]) if isinstance(number, int)]
 
 

@@ -127,7 +127,7 @@ class Pool(NamedTuple):
 
     width: int
     row: "Callable[..., Tensor]"
-    """Of tiles: class and register tokens `(tiles, n, C)` and patches `(tiles, patches, C)` to `(tiles, width)`.
+    """For tiles: class and register tokens `(tiles, n, C)` and patches `(tiles, patches, C)` to `(tiles, width)`.
 
     Of segments: patches `(patches, C)`, their ends `(segments + 1,)` and the longest's length to `(segments, width)`.
     """
@@ -182,7 +182,6 @@ class Family(ABC):
     original: str = ""
     """Class of the makers' code, by which `architectures` names checkpoints that have no `model_type`."""
     tower: Module
-    """The vision tower."""
     beside: Mapping[str, Module] | None = None
     """Other modules that rows pass through, such as a projector, by name."""
     poolers: tuple[Pooler, ...] = ()

@@ -56,7 +56,7 @@ class Rows(Kind):
     """One row for each patch, token or segment. Padding keeps what lay there before: a row of any grid is valid."""
 
     shape: tuple[int, ...]
-    """Of one row."""
+    """Shape of one row."""
     dtype: torch.dtype
     per: Literal["patches", "tokens", "segments"] = "patches"
     initial: int = 0
@@ -77,7 +77,7 @@ class Sources(Kind):
     patches: int = 1
     """Patches of one numbered row."""
     per_patch: bool = False
-    """Of each patch, rather than of each token."""
+    """Each patch, rather than each token, is gathered."""
 
     def allocate(self, capacity: Capacity, device: torch.device) -> Tensor:
         rows = capacity.patches if self.per_patch else capacity.tokens
@@ -93,7 +93,7 @@ class Order(Kind):
     """A permutation of the tokens, `(tokens,)` int64, identity on padding."""
 
     per_patch: bool = False
-    """Of the patches, rather than of the tokens."""
+    """The patches, rather than the tokens, are permuted."""
 
     def allocate(self, capacity: Capacity, device: torch.device) -> Tensor:
         return torch.arange(capacity.patches if self.per_patch else capacity.tokens, device=device)

@@ -13,7 +13,7 @@ _MLPS = (("gate_proj", "up_proj", "down_proj"), ("linear_fc1", "linear_fc2"), ("
 """Names of the linear layers of an MLP; all but the last have its inner columns. Of three, the first is the gate."""
 _ACTIVATIONS = frozenset({"act_fn", "act", "activation_fn", "activation"})
 Product: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Of rows, a weight and a bias."""
+"""Computes a product from rows, a weight and a bias."""
 
 
 class PatchProjection(nn.Module):

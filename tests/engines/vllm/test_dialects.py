@@ -27,10 +27,9 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from vitwire import Embedding, Model, Report
 from vitwire.integrations.vllm import image_part, reference_part
-from vitwire_gateway.anthropic.answers import message_of
+from vitwire_gateway.anthropic.chat_answers import message_of, translated_error
 from vitwire_gateway.anthropic.chat_requests import chat_request
 from vitwire_gateway.anthropic.message_events import MessageEvents
-from vitwire_gateway.anthropic.message_parts import translated_error
 from vitwire_gateway.openai import chat, responses
 from vitwire_gateway.requests.filling import cut, filled
 

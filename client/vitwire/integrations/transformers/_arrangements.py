@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
 from vitwire._inputs.layouts import images_of_layouts
@@ -133,9 +133,9 @@ def _broken(lines: Tensor, line_break: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def added_rows(model: Any) -> dict[str, Tensor]:  # noqa: ANN401  # a module
+def added_rows(model: nn.Module) -> dict[str, Tensor]:
     """The rows that the model's merger adds to every image."""
-    merger = model.vision_tower.patch_merger
+    merger: Any = model.get_submodule("vision_tower.patch_merger")
     return {
         "begin": merger.after_rms(merger.image_begin)[None],
         "line_break": merger.after_rms(merger.mlp(merger.image_newline)),
@@ -172,7 +172,7 @@ def of_prompts(real: Callable[[Call], Tensor], others: Callable[[Call], Mapping[
 
 
 def filled_tiles(call: Call) -> Tensor:
-    """Those that are not zeros; all if all are."""
+    """Tiles with a value other than zero; all tiles if there are none."""
     real = (call.pixels != 0).flatten(2).any(-1)
     return real if real.any() else torch.ones_like(real)
 
@@ -191,7 +191,7 @@ def marked_tiles(call: Call) -> Tensor:
 
 
 def path_of_docling(call: Call) -> Mapping[str, Any]:
-    """Of Granite for Docling's two paths, the one that the caller asks for."""
+    """Which of Granite for Docling's two paths the caller asks for."""
     return {"tile_fine_mask": call.arguments.get("tile_fine_mask")}
 
 

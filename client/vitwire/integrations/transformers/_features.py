@@ -103,7 +103,6 @@ class RemoteFeatures:
 
     model: PreTrainedModel
     arguments: Signature
-    """Of what it replaces."""
     modality: Modality
     layout: Layout
     client: Encoder
@@ -113,7 +112,7 @@ class RemoteFeatures:
         self._added = self.layout.added(self.model)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # those of the original
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Raises as `Layout.items` and `Client.encode`."""
         call = Call(self.model, self.modality, self.arguments.bind(*args, **kwargs).arguments, self._added)
         items = self.layout.items(call, self.described)

@@ -6,7 +6,7 @@ The functions need neither vLLM nor, but for `image_embeds`, torch. `VitwireECCo
 (`--ec-transfer-config`); docs/vllm.md has the launch line.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vitwire.integrations.vllm.parts import image_embeds, image_part, reference_part, video_part
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["VitwireECConnector", "image_embeds", "image_part", "reference_part", "video_part"]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401  # a module's attributes
+def __getattr__(name: str) -> object:
     if name == "VitwireECConnector":
         from vitwire.integrations.vllm.connector import VitwireECConnector  # noqa: PLC0415  # needs vLLM
 

@@ -51,7 +51,7 @@ class _State(Enum):
     HELD = auto()
     """All workers have it, outside their encoder caches."""
     RESIDENT = auto()
-    """In the encoder caches, or ordered to be loaded there in this step."""
+    """It is in the encoder caches, or ordered to be loaded there in this step."""
 
 
 @dataclass(slots=True, eq=False)

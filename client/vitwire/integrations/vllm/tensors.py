@@ -31,7 +31,7 @@ _LOCAL, _CENTRAL, _END = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I"
 _FIELD = struct.Struct("<2sH")
 """Head of an extra field; torch pads with one named FB."""
 _VERSION, _FIRST_DAY = 20, 0x21
-"""Of ZIP, and 1980-01-01 as its date."""
+"""The version of ZIP, and 1980-01-01 as its date."""
 
 
 class TorchFile:

@@ -34,7 +34,7 @@ class Holding:
         """Others have got it."""
         self._budget = budget
         self.limit: asyncio.Timeout | None = None
-        """Of the block in which it may be lost, while it is entered."""
+        """The timeout of the block in which it may be lost, while that is entered."""
 
     def take(self, amount: int) -> None:
         """Hold more. Raises the budget's refusal."""
@@ -150,5 +150,5 @@ class Budget:
 
 
 def now() -> float:
-    """On the loop's clock."""
+    """The time on the loop's clock."""
     return asyncio.get_running_loop().time()

@@ -123,7 +123,7 @@ class Places(Budget):
         self._line.begin(place.path)
 
     def _grant_if_possible(self, place: Place | None) -> None:
-        """Of all that waits, only this job can be new to the choice: floods are not searched for each of their jobs."""
+        """Only this job can be new to the choice: floods are not searched for each of their jobs."""
         if place:
             self._charge_share(place)
             if not place.granted.cancelled() and self.make_room(place, 1):

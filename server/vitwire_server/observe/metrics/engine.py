@@ -211,7 +211,6 @@ class ModelMetrics:
                 self._preparation.labels(what, found.place, found.reason or "").set(1)
 
     def captured(self, dropped: int, seconds: float, nbytes: int) -> None:
-        """Capture is done."""
         self._dropped.set(dropped)
         self._capture_seconds.set(seconds)
         self._pool_bytes.set(nbytes)

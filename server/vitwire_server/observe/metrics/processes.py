@@ -32,7 +32,6 @@ class ProcessMetrics(Collector):
             self._starts[label] += 1
 
     def ended(self, label: str) -> None:
-        """The process has ended."""
         self._running.pop(label, None)
 
     def describe(self) -> Iterator[Metric]:

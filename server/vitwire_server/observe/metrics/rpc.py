@@ -75,7 +75,7 @@ class RpcMetrics:
         self._decode_failures.labels(reason).inc()
 
     def decoders(self, count: int, busy: int) -> None:
-        """Of this process, `count` decoders run and `busy` of them have a job."""
+        """In this process `count` decoders run, and `busy` of them have a job."""
         self._decoders.set(count)
         self._busy.set(busy)
 

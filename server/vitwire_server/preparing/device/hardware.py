@@ -1,7 +1,7 @@
 """A decoder of JPEG files on the model's device: nvImageCodec decodes, the kernel of `device` prepares.
 
 It is a process with a separate context on the device: what a file does to NVIDIA's libraries ends this process. On a
-GPU the files are decoded by the engines for JPEG, whose pixels are within 1 of libjpeg-turbo's; on a CPU by
+GPU the files are decoded by the engines for JPEG, whose pixels differ from libjpeg-turbo's by at most 1; on a CPU by
 libjpeg-turbo, which shows that the way works.
 """
 

@@ -100,7 +100,7 @@ def _across(
 
 @triton.jit
 def _cell(place, length, merge):
-    """Of places along an axis: the square of cells, the cell in it, and the place in that."""
+    """For places along an axis: the square of cells, the cell in it, and the place in that."""
     cell = place // length
     square = cell // merge
     return square, cell - square * merge, place - cell * length

@@ -103,16 +103,16 @@ class _Cells(NamedTuple):
 class _Pass(NamedTuple):
     source: _Source
     size: Size
-    """Of the result."""
+    """Size of the result."""
     corner: Size
-    """Of the result on the canvas; negative if the canvas shows a part of it."""
+    """Corner of the result on the canvas; negative if the canvas shows a part of it."""
     canvas: Size
     background: tuple[int, ...]
     cells: _Cells
     memory: Memory
-    """That is written."""
+    """The memory that is written."""
     offset: int
-    """Of the first element that is written."""
+    """Offset of the first element that is written."""
 
 
 @dataclass(slots=True)

@@ -46,7 +46,7 @@ class _Part(NamedTuple):
     addresses: dict[Memory, int]
     """But for scratch."""
     itemsize: int
-    """Of an element of a row."""
+    """Bytes of an element of a row."""
     copies: int
     """Frames of a patch that it is written to."""
     affine: int
@@ -196,6 +196,6 @@ def _moved(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
 
 @lru_cache
 def _affine(settings: tuple[Preprocessing, ...], device: torch.device) -> Tensor:
-    """Of pixels and of crops of each: scale and offset, `(pairs, 2, 3)` float32."""
+    """Scale and offset of pixels and of crops, for each: `(pairs, 2, 3)` float32."""
     pairs = [affine(each) for one in settings for each in (one, one.of_crops)]
     return _moved(np.array(pairs, np.float32), device)

@@ -61,21 +61,21 @@ class Field(IntEnum):
     LAST = 8
     """Last pixel along the axis."""
     HEIGHT = 9
-    """Of the result."""
+    """Height of the result."""
     WIDTH = 10
     TOP = 11
-    """Of the result on the canvas; negative if the canvas shows a part of it."""
+    """Top of the result on the canvas; negative if the canvas shows a part of it."""
     LEFT = 12
     DOWN = 13
     """Height of the canvas."""
     ACROSS = 14
     CELL_HEIGHT = 15
-    """Of the part of the canvas that becomes one row."""
+    """Height of the part of the canvas that becomes one row."""
     CELL_WIDTH = 16
     MERGE = 17
     """Side of the squares of cells whose rows are adjacent."""
     SQUARES = 18
-    """Of cells, from left to right."""
+    """Squares of cells, from left to right."""
     TARGET = 19
     """Address of the first element of the first row; in a program, its offset in `Program.targets`, in elements."""
     TARGET_ROW = 20
@@ -104,9 +104,9 @@ class Program:
     last: Table
     """Passes to rows of pixels and crops."""
     sources: tuple[tuple[Memory, ...], ...]
-    """Of the passes of each level, and then of the last."""
+    """Sources of the passes of each level, and then of the last."""
     targets: tuple[Memory, ...]
-    """Of the last passes."""
+    """Targets of the last passes."""
     taps: tuple[Taps, ...]
     scratch: int
     """Bytes between passes."""

@@ -23,7 +23,7 @@ from vitwire_server.preparing.rules.sampling import sampled
 _MARKS = ((4, b"ftyp", "mp4"), (0, b"\x1a\x45\xdf\xa3", "matroska"))
 """Offset and first bytes of files of each format: FFmpeg would try every format that it knows."""
 _CODECS = ("av1", "h264", "hevc", "mpeg4", "vp8", "vp9")
-"""Of the many decoders of FFmpeg, those that clips are made for today."""
+"""FFmpeg's decoders that clips are made for today."""
 _MAX_FRAMES = 1 << 20
 _FRAMES_OF_COST = 10
 """Frames that a decoder passes in the time that an image of their size takes."""

@@ -33,9 +33,9 @@ _KEPT_BYTES = 8 << 20
 """Shared memory that a decoder keeps between two jobs."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if sys.platform == "linux" else 0
 DEVICE_SECONDS = 5.0
-"""Of wall-clock time for a file on the device, which takes milliseconds: it was checked, and its size is bounded."""
+"""Wall-clock time for a file on the device, which takes milliseconds: it was checked, and its size is bounded."""
 _LEAST_PIXELS = 1 << 19
-"""Of a picture: 448² was decoded faster on the CPU, and 1920 x 1080 on the device."""
+"""Smallest picture for the device: 448² was decoded faster on the CPU, and 1920 x 1080 on the device."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 """Seconds until the decoder on the device is started again, twice as long each time."""
 T = TypeVar("T", Measured, Decoded)

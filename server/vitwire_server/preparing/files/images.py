@@ -81,7 +81,7 @@ def _chunk(kind: bytes, content: bytes) -> bytes:
 _START, _END, _FILL = b"\xff\xd8", b"\xff\xd9", 0xFF
 _BASELINE, _QUANTISATION, _ADOBE, _SCAN = 0xC0, 0xDB, 0xEE, 0xDA
 _TABLE_BYTES, _WHOLE_SCAN = 65, b"\x00\x3f\x00"
-"""Of a table of 8 bits; all coefficients at once."""
+"""A table of 8 bits; all coefficients at once."""
 _SKIPPED = frozenset((0xC4, 0xDD, 0xFE, *range(0xE0, 0xF0)))
 """Markers of other tables, comments and metadata. After any other, libraries read on at different places, and each
 could find another frame there."""

@@ -14,13 +14,13 @@ class Sizes(Struct, frozen=True):
     """Bounds of a pool. The memory that it shares with a decoder begins with the input, and ends with the output."""
 
     input_bytes: int
-    """Of the largest file or picture."""
+    """Bytes of the largest file or picture."""
     output_bytes: int
     """Bytes of the largest prepared item."""
     pixels: int
-    """Of the largest picture in a file."""
+    """Pixels of the largest picture in a file."""
     seconds: float
-    """Of processor time for the largest file."""
+    """Processor time for the largest file."""
     memory: int
     """Bytes of each decoder, in addition to what it has after its imports."""
 
@@ -40,7 +40,7 @@ class Measure(Struct, frozen=True):
     nbytes: int
     modality: Modality
     seconds: float
-    """Of processor time."""
+    """Processor time."""
 
 
 class Decode(Struct, frozen=True):
@@ -49,9 +49,9 @@ class Decode(Struct, frozen=True):
     nbytes: int
     modality: Modality
     seconds: float
-    """Of processor time."""
+    """Processor time."""
     output_bytes: int
-    """Of the pixels and crops together."""
+    """Bytes of the pixels and crops together."""
     picture: tuple[int, ...] | None = None
     """The shape of a picture, or of the frames of a clip; None for a file."""
     raw: bool = False
@@ -74,7 +74,7 @@ class Measured(Struct, array_like=True, frozen=True):
     picture: tuple[int, ...] = ()
     """Shape of the decoded picture in RGB, `(H, W, 3)` or `(F, H, W, 3)`."""
     frame_seconds: tuple[float, ...] = ()
-    """Of the frames of a clip that are used, by its mean rate; empty if it has none."""
+    """Times of a clip's used frames, by its mean rate; empty if it has none."""
     second_per_grid: float = 0.0
     """Seconds of a clip for each group of frames in the grid; 0 if it has no rate."""
     orientation: int = 0

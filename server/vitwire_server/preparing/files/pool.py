@@ -23,11 +23,11 @@ _log = logging.getLogger(__name__)
 _PATIENCE = 10.0
 """A job may take its processor time and one second more, times this, of wall-clock time."""
 _START_SECONDS = 30.0
-"""That a server waits for its decoders before it is ready without them."""
+"""Seconds that a server waits for its decoders before it is ready without them."""
 _LEAST_SECONDS, _SECONDS_PER_PIXEL = 1.0, 5e-7
-"""Of processor time that a file may take: several times what the slowest format needs."""
+"""Processor time that a file may take: several times what the slowest format needs."""
 _HEADER_SECONDS = 1.0
-"""Of processor time for the header of an image, which takes milliseconds, whatever the size of its file."""
+"""Processor time for the header of an image, which takes milliseconds, whatever the size of its file."""
 _HEADERS = 2
 """Headers that are read at a time: a decoder that hangs over one leaves a place to others."""
 _LONG = 1_000_000
@@ -53,7 +53,7 @@ def predicted(cost: int) -> int:
 
 
 def places_of(processes: int, changed: Callable[[], None]) -> Places:
-    """Places at so many decoders."""
+    """Places at this many decoders."""
     return Places(processes, share=max(1, processes - 1), long=_LONG, changed=changed)
 
 

@@ -24,7 +24,7 @@ from vitwire_server.preparing.rules.recipe import Recipe
 
 _MAX_REASON = 200
 _MOST_FRAMES = 1 << 14
-"""Of a clip: their times are sent to the server."""
+"""Frames of a clip: their times are sent to the server."""
 
 
 def shared_memory() -> mmap.mmap:

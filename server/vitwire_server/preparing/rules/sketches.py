@@ -21,12 +21,12 @@ class Canvas(NamedTuple):
 
     source: "Sketch"
     size: Size
-    """Of the resized box."""
+    """Size of the resized box."""
     resample: int
     corner: Size
-    """Of the resized box on the canvas."""
+    """Corner of the resized box on the canvas."""
     whole: Size
-    """Of the canvas."""
+    """Size of the canvas."""
     background: tuple[int, ...]
 
 

@@ -23,7 +23,7 @@ from vitwire_server.preparing.rules.patches import Size
 from vitwire_server.preparing.rules.sketches import Drawing, Sketch
 
 _ENOUGH_PIXELS = 0.6
-"""Of a layout, as a share of the image's."""
+"""Share of the image's pixels that is enough for a layout."""
 _FINER = 3
 """Fewest tiles of the finer of two layouts."""
 _ELONGATED, _VERY_ELONGATED = 1.5, 4

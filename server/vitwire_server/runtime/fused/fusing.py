@@ -16,7 +16,7 @@ from vitwire_server.towers.tower import Tower
 
 _log = logging.getLogger(__name__)
 _UNITS, _TOKENS = 2, 24
-"""Of the random rows that a fused layer is compared on."""
+"""Units and tokens of the random rows that a fused layer is compared on."""
 _LEAST_FACTOR = 1e-3
 """Smaller rows would be lost in the epsilon of norms."""
 _TOLERANCE_ULPS = 4

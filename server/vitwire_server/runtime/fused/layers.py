@@ -74,7 +74,7 @@ class Layer(ABC):
         attention = stock.get_submodule(form.attention)
         try:
             self._heads = int(_either(attention, "num_heads", "num_attention_heads"))
-            self._scale = float(_either(attention, "scale", "scaling"))
+            self._scale = _either(attention, "scale", "scaling")
             self.parts = Parts(form, stock, shared.products)
         except (AttributeError, ValueError) as error:
             raise NotFusable(str(error)) from error
@@ -176,7 +176,6 @@ class TileLayer(Layer):
         return self._shared.of((tiles, tokens, heads), made)
 
     def compared(self, stock: nn.Module, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """See Layer."""
         taken = inspect.signature(stock.forward).parameters.keys()
         arguments: dict[str, Any] = dict.fromkeys(taken & {"attention_mask"})
         if "position_embeddings" in taken:
@@ -215,7 +214,6 @@ class PackedLayer(Layer):
         return self._packed(rows, cu_seq_lens_q, max_length_q, rotary)[None]
 
     def compared(self, stock: nn.Module, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """See Layer."""
         units, tokens = rows.shape[:2]
         ends = torch.arange(0, (units + 1) * tokens, tokens, dtype=torch.int32, device=rows.device)
         packed, rotary, pairs = rows.flatten(0, 1), self._rotary(units * tokens, rows), []
@@ -281,9 +279,9 @@ def _padded(cos: Tensor, sin: Tensor, tiles: int, tokens: int) -> tuple[Tensor, 
     return cosines, torch.cat([sin.new_zeros(leading), sin]).repeat(tiles, 1)
 
 
-def _either(module: nn.Module, *names: str) -> Any:  # noqa: ANN401 - numbers of several types
-    """The first of these attributes that a module has. Raises AttributeError."""
+def _either(module: nn.Module, *names: str) -> float:
+    """The first of these numbers that a module has. Raises AttributeError."""
     for name in names:
         if hasattr(module, name):
-            return getattr(module, name)
+            return float(getattr(module, name))
     raise AttributeError(f"{type(module).__name__} has none of {', '.join(names)}")

@@ -18,7 +18,7 @@ from vitwire_server.runtime.kernels.rowwise import activate, activation_name
 from vitwire_server.runtime.products.tuned import Linear, Products
 
 _ARGUMENTS = ("hidden_states", "attention_mask", "position_embeddings")
-"""Of a layer's forward, in their order; the last ones may be missing."""
+"""Arguments of a layer's forward, in their order; the last ones may be missing."""
 _SEPARATE = ("q_proj", "k_proj", "v_proj")
 _MLPS = (
     ("gate_proj", "up_proj", "act_fn", "down_proj"),
@@ -142,7 +142,7 @@ class End:
     """
 
     following: Heads | None = None
-    """Of the layer after this one."""
+    """The heads of the layer after this one."""
 
     def __init__(self, form: Form, stock: nn.Module, products: Products) -> None:
         """Raises ValueError, AttributeError."""
@@ -180,7 +180,6 @@ class Parts:
         """Raises ValueError, AttributeError."""
         attention = stock.get_submodule(form.attention)
         self.columns: int = getattr(attention, form.output).out_features
-        """Of a row."""
         self.factors = _factors_of(form, stock)
         """`(hidden,)` each, of what attention and the MLP add; or none."""
         self.heads = Heads(form, stock, products)

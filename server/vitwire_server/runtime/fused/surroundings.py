@@ -8,14 +8,13 @@ mergers of inner layers on a separate stream, and waits for them before the towe
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vitwire_server.runtime.graph_recording import is_recording, join, read_beside
 from vitwire_server.runtime.kernels.rowwise import interpolated
 from vitwire_server.runtime.products.tuned import Products
-from vitwire_server.runtime.recording import is_recording, join, read_beside
 from vitwire_server.towers.rewrites import PatchProjection
 
 _INDICES, _WEIGHTS = "interp_indices", "interp_weights"
@@ -94,9 +93,9 @@ def hasten_positions(model: nn.Module) -> bool:
         own = sums.get()
         return look_up(indices) if own is None else own[:, None]
 
-    def summed(*arguments: object, **named: Any) -> Any:  # noqa: ANN401 - of transformers
+    def summed(*arguments: object, **named: object) -> object:
         indices, weights = named.get(_INDICES), named.get(_WEIGHTS)
-        if indices is None or weights is None or not weight.is_cuda:
+        if not (isinstance(indices, Tensor) and isinstance(weights, Tensor) and weight.is_cuda):
             return forward(*arguments, **named)
         token = sums.set(interpolated(weight, indices, weights))
         try:

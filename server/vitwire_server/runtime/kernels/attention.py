@@ -18,12 +18,7 @@ from triton import language as tl
 from vitwire_server.runtime.devices import architecture
 from vitwire_server.runtime.kernels.dependent import begin, constants_of, end, is_dependent
 from vitwire_server.runtime.kernels.launching import Bound, Kernel
-from vitwire_server.runtime.kernels.operands import (
-    AttentionTile,
-    Segments,
-    attention_division,
-    attention_tile,
-)
+from vitwire_server.runtime.kernels.operands import AttentionTile, Segments, attention_division, attention_tile
 
 _LOG2_E = 1.4426950408889634
 _FEW_KEYS = 16

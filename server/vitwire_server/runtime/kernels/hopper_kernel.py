@@ -33,18 +33,18 @@ _CHUNK = 64
 _DEPTH = 16
 """Columns of a product's step."""
 _REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 24)}
-"""Of a thread that computes and one that loads, by the number of groups."""
+"""Registers of a thread that computes and of one that loads, by the number of groups."""
 _STAGES = 2
 MOST_TURNS = 64
-"""Of a program."""
+"""Tiles that a program computes at most."""
 _FIELDS = 5
-"""Of a tile in shared memory: its head, first row, end, number of keys, and turn."""
+"""Numbers of a tile in shared memory: its head, first row, end, number of keys, and turn."""
 _TURNS, _VERDICT, _CLEARED = 1, 8, 9
 """Numbers of named barriers: the first group's turn with the matrix units, the point at which all learn what to compute
 again, and values that were cleared."""
 _LOG2_E = 1.4426950408889634
 _LARGEST_SUM = 2.0**64
-"""Of exponentials; weighted by large values, their sums must not overflow either."""
+"""Largest sum of exponentials; weighted by large values, they must not overflow either."""
 
 
 class Attention:
@@ -277,7 +277,7 @@ class Attention:
 
     @cute.jit
     def _tile(self, number, tiles, heads, together):
-        """Of a turn: the head, the tile's first row, the end of its segment, the first key, and the number of keys."""
+        """A turn's tile: its head, first row, the end of its segment, the first key, and the number of keys."""
         some = together * heads
         before, number = number // some * together, number % some
         together = cutlass.min(cute.size(tiles, mode=[0]) - before, together)

@@ -14,13 +14,13 @@ _MANY_ROWS = 128
 _PROGRAMS = 2
 """Programs of `_MANY_ROWS` for each multiprocessor that keep a device busy."""
 _STAGES_AND_KEYS = ((3, 64), (2, 64), (2, 32))
-"""Of an attention program, the fastest first."""
+"""Stages and keys of a block in an attention program, the fastest first."""
 _BARRIER_BYTES = 1024
 _HOPPER = 9
 GROUP_ROWS = 64
 """Queries of a group of four warps on Hopper."""
 _MOST_COLUMNS = 96
-"""Of heads that fit in the registers of three groups."""
+"""Columns of the widest heads that fit in the registers of three groups."""
 _ROUNDS = {3: 1.0, 2: 0.9, 1: 0.82}
 """How long a tile of this many groups takes, relative to the largest: 4096 patches on an H200."""
 _NARROWEST = 16
@@ -38,7 +38,7 @@ class Segments(NamedTuple):
     longest: int
     """Rows of the longest segment, or more."""
     key_boundaries: Tensor | None = None
-    """Of the keys; None if they are those of the queries."""
+    """As `boundaries`, for keys; None if they are the same."""
     most_keys: int = 0
     """Keys of the segment with most of them, or more; with `key_boundaries`."""
 
@@ -58,7 +58,7 @@ class Tiled:
     """Attention, as `Attend`, by a kernel whose tiles may be kept for all layers of a forward."""
 
     tiles: Callable[[Segments, int, int, int], Tensor]
-    """Of segments, and of rows of this many heads of this many columns."""
+    """Divides segments into tiles, for rows of this many heads of this many columns."""
     attend: Callable[[Tensor, Tensor, Tensor, Segments, float, Tensor | None], Tensor]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
@@ -117,7 +117,7 @@ class Division(NamedTuple):
     """The division of attention's rows among programs."""
 
     rows: int
-    """Of a tile."""
+    """Rows of a tile."""
     programs: int = 0
     """They take tiles and heads in turn, and skip the tiles of empty slots at once; 0: a program for each."""
 

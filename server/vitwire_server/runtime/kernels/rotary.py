@@ -3,7 +3,6 @@
 from functools import lru_cache
 from math import gcd
 
-import torch
 import triton
 from torch import Tensor
 from triton import language as tl
@@ -12,7 +11,7 @@ from vitwire_server.runtime.kernels.dependent import begin, constants_of, end, i
 from vitwire_server.runtime.kernels.launching import Bound, Kernel
 
 _VECTORS, _WARPS = 256, 8
-"""Of a program: each thread has one vector of queries, of keys and of values."""
+"""Vectors and warps of a program: each thread has one vector of queries, of keys and of values."""
 _WIDEST = 8
 """Numbers of a vector, at most."""
 
@@ -42,15 +41,6 @@ def _bound(heads: int, head_dim: int, vector: int, contain: bool, dependent: boo
         num_warps=_WARPS,
         **constants_of(dependent),
     )
-
-
-def rotate_reference(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The result of `rotate`, with torch operations."""
-    turned = qkv[:, :2].float()
-    one, two = turned.chunk(2, dim=-1)
-    crossed = torch.cat((-two, one), dim=-1)
-    turned = turned * cos[:, None, None] + crossed * sin[:, None, None]
-    return torch.cat((turned.to(qkv.dtype), qkv[:, 2:]), dim=1)
 
 
 @Kernel

@@ -52,7 +52,7 @@ TILES = (
     Tile(128, 128, 64, 4, 4, 4),
     Tile(128, 128, 64, 4, 4, 6),
 )
-"""Those that were fastest for 196 rows of Qwen3-VL-8B on an H200 (docs/performance/tower.md)."""
+"""The fastest ones for 196 rows of Qwen3-VL-8B on an H200 (docs/performance/tower.md)."""
 
 
 def partial_sums(rows: Tensor, weight: Tensor, tile: Tile) -> Tensor:

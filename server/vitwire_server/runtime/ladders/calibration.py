@@ -48,7 +48,7 @@ class Timed:
     wall: float
     """From the launch on an idle engine to its rows on the host."""
     launch: float
-    """Of them, until `launch` returned."""
+    """From the launch until `launch` returned."""
     device: float
 
 

@@ -88,7 +88,6 @@ class LadderLearner:
         """Called with each new ladder, on the engine thread."""
 
     def planned(self, window: Sequence[Footprint], taken: int) -> None:
-        """See Learner."""
         if self._failures >= _MOST_FAILURES:
             return
         if (tokens := self._demands.of(window, taken)) is None:
@@ -99,7 +98,6 @@ class LadderLearner:
             self._start_fit()
 
     def seconds_until_due(self, *, idle: bool) -> float:
-        """See Learner."""
         if under_way := self._fit or self._judged:
             return 0.0 if under_way.done() else inf
         if self._steps is None:
@@ -107,7 +105,6 @@ class LadderLearner:
         return 0.0 if idle else max(0.0, self._waits_since + _PATIENCE - self._clock())
 
     def step(self) -> Planner | None:
-        """See Learner."""
         if self._fit:
             self._begin(self._fit)
             self._fit = None
@@ -127,7 +124,6 @@ class LadderLearner:
         return planner
 
     def replaced(self) -> None:
-        """See Learner."""
         change, ladder = self._change, self._planner.ladder
         assert change, "a change ends with a new planner"
         self._change = None
@@ -144,7 +140,6 @@ class LadderLearner:
             self.on_change(ladder)
 
     def stop(self) -> None:
-        """See Learner."""
         self._steps = self._change = None
         self._failures = _MOST_FAILURES
 

@@ -22,11 +22,11 @@ _TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER, _BIAS_TYPE = 3, 7, 8, 26
 _MOST_WORKSPACE, _REDUCTIONS = 1, 3
 """cublasLtMatmulPreferenceAttributes_t"""
 _IN_FLOAT32 = 2
-"""Of cublasLtReductionScheme_t: splits are added in the type of the sums, not of the result."""
+"""A value of cublasLtReductionScheme_t: splits are added in the type of the sums, not of the result."""
 _RESULT_BYTES, _ALGORITHM_BYTES, _WORKSPACE_AT, _STATE_AT = 96, 64, 64, 72
 """Layout of cublasLtMatmulHeuristicResult_t."""
 _PROPOSALS = 5
-"""Of 8, one of the first five was the fastest for all products of Qwen3-VL-8B from 196 to 4096 rows (H200)."""
+"""One of the first five of 8 was the fastest for all products of Qwen3-VL-8B from 196 to 4096 rows (H200)."""
 
 
 class Epilogue(IntEnum):
@@ -47,7 +47,7 @@ class Algorithm:
 
     operation: c_void_p
     layouts: tuple[c_void_p, c_void_p, c_void_p]
-    """Of weight, rows and result."""
+    """Layouts of weight, rows and result."""
     state: bytes
     """cuBLASLt's identifier of the algorithm; valid for this version of the library on this device."""
     accumulates: bool
@@ -82,7 +82,6 @@ class CublasLt:
 
     @property
     def version(self) -> int:
-        """Of the library."""
         return int(self._library.cublasLtGetVersion())
 
     def proposals(
@@ -111,7 +110,6 @@ class CublasLt:
         return [Algorithm(operation, layouts, state, accumulates, self) for state in states]
 
     def resized(self, algorithm: Algorithm, rows: int, weight: Tensor) -> Algorithm | None:
-        """See Algorithm."""
         (columns, depth), kind = weight.shape, _TYPES[weight.dtype]
         weights, inputs, outputs = layouts = (
             algorithm.layouts[0],
@@ -126,7 +124,6 @@ class CublasLt:
         return replace(algorithm, layouts=layouts) if workspace <= _WORKSPACE_BYTES else None
 
     def run(self, algorithm: Algorithm, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """See Algorithm."""
         if bias is not None:
             self._set(algorithm.operation, _BIAS_POINTER, c_void_p(bias.data_ptr()))
         weights, inputs, outputs = algorithm.layouts

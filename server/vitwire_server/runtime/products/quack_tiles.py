@@ -100,7 +100,7 @@ class Quack:
         bias = import_module("quack.epilogue.ops").RowVecLoad
         release = version("quack-kernels")
         self.version = f"{release}-{crc32(repr(TILES).encode()):08x}"
-        """Of the release and its tiles, for the file of choices."""
+        """Release and tiles, as they name the file of choices."""
         self._config = import_module("quack.gemm_config").GemmConfig
         gelu = _Gelu(import_module("quack.activation").gelu_tanh_approx, release)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vitwire_server.runtime.recording import captured
+from vitwire_server.runtime.graph_recording import captured
 
 _COLD_BYTES = 100_000_000
 """Weights that a timing goes through: more than the cache of any device of today."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vitwire_server.runtime.devices import architecture
+from vitwire_server.runtime.graph_recording import is_recording, is_tuning
 from vitwire_server.runtime.kernels.dependent import is_dependent
 from vitwire_server.runtime.kernels.norms import Norm, add_norm
 from vitwire_server.runtime.kernels.split_products import TILES, Tile, partial_sums
@@ -23,7 +24,6 @@ from vitwire_server.runtime.products.choices import Choices
 from vitwire_server.runtime.products.cublaslt import Algorithm, CublasLt, CublasLtError, Epilogue
 from vitwire_server.runtime.products.quack_tiles import NAME, Plan, Quack, quack_on
 from vitwire_server.runtime.products.trials import cold_seconds, exact_product, relative_error
-from vitwire_server.runtime.recording import is_recording, is_tuning
 
 _log = logging.getLogger(__name__)
 Linear: TypeAlias = tuple[Tensor, Tensor | None]

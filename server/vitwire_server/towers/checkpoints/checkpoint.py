@@ -49,12 +49,10 @@ class Checkpoint:
 
     @property
     def pooling(self) -> Pooling:
-        """The pooling of its rows."""
         return self.family.pooler.pooling if self.family.pooler else Pooling.NONE
 
     @property
     def poolings(self) -> tuple[Pooling, ...]:
-        """The poolings that it offers."""
         return self.family.poolings(self.config)
 
     def pooled(self, pooling: Pooling) -> "Checkpoint":

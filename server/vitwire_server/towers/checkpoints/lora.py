@@ -37,13 +37,13 @@ _VARIANTS = (
 )
 """Settings with which an adapter is more than a product of two factors that is added to a weight."""
 _LARGEST_ALPHA = 1e38
-"""Of float32, which changes are computed in."""
+"""Below the largest float32, in which changes are computed."""
 _PLAIN_STARTS = ("gaussian", "eva")
 """Initialisations that leave the base's weights as they were."""
 
 _MATCHING = Program("vitwire_server.towers.checkpoints.matching")
 _SECONDS, _WALL_SECONDS = 5.0, 60.0
-"""Of the processor, so a busy machine takes nothing from it, and of patience."""
+"""Processor time, of which a busy machine takes nothing, and wall-clock time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class AssembledEncoder(OrderedTower):
 
     @abstractmethod
     def lay(self, grid: Grid) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Of an item that is alone: each input, `(units, ...)`, and the numbers of the rows that it is made of."""
+        """For an item that is alone, each input, `(units, ...)`, and the numbers of the rows that it is made of."""
 
     @abstractmethod
     def encode_units(self, tiles: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:

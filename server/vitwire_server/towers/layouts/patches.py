@@ -22,7 +22,7 @@ from vitwire_server.towers.tower import Metadata, Tower
 TAPS = {"bilinear": 4, "bicubic": 16}
 """Neighbours that a resampled learned position is made of."""
 _KEPT_BYTES = 1 << 27
-"""Of metadata that is kept per grid: about 64 a patch, or a row of columns if positions are resampled ahead."""
+"""Bytes of metadata kept per grid: about 64 a patch, or a row of columns if positions are resampled ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ def attend(module: nn.Module, implementation: str, heads: Sequence[Tensor], **at
 def taps(
     rows: int, columns: int, side: int, *, mode: str = "bilinear", align_corners: bool = False, block: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Of each patch of a frame, the places in a square table of this side, and their weights: `(patches, taps)` both.
+    """For each patch of a frame, the places in a square table of this side, and their weights: `(patches, taps)` both.
 
     Patches lie in blocks of this side, one after the other.
     """

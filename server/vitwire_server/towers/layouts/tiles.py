@@ -38,7 +38,7 @@ class Unit(NamedTuple):
     tiles: int
     """Tiles at most."""
     tokens: int
-    """Of a budget."""
+    """Tokens that it takes of a budget."""
     rows: int
     """Rows that its forward gives, before items pick theirs."""
     longest: int

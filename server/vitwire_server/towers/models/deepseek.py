@@ -67,7 +67,7 @@ class DeepseekHybrid(PairEncoder, ProjectedTiles):
         self.blocks = [*self.blocks, *encoder.layers]
 
     def encode_pairs(self, tiles: Tensor, crops: Tensor) -> Tensor:
-        """Of SAM, the last layer and an inner one are joined."""
+        """Joins the last layer of SAM and an inner one."""
         low = self._tower(pixel_values=tiles).last_hidden_state
         encoder = self._sam.vision_encoder
         states = encoder.patch_embed(crops)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.models.internvl.configuration_internvl import InternVLConfig
 from transformers.models.internvl.modeling_internvl import InternVLMultiModalProjector
 
 from vitwire_server.core.items import Modality
@@ -61,7 +62,7 @@ def _intern_vit(vision: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config(_: Path, settings: Mapping[str, Any]) -> Config:
-    """Of a config.json with `llm_config` and the tower's fields in OpenGVLab's way."""
+    """From a config.json with `llm_config` and the tower's fields in OpenGVLab's way."""
     vision, language = settings["vision_config"], settings["llm_config"]
     size = vision["image_size"]
     require("ps_version", settings.get("ps_version", "v2"), "v2")
@@ -82,7 +83,7 @@ def _config(_: Path, settings: Mapping[str, Any]) -> Config:
 
 
 def _eagle_config(_: Path, settings: Mapping[str, Any]) -> Config:
-    """Of a config.json with InternVL's fields around a SigLIP tower. Raises ValueError over another tower."""
+    """From a config.json with InternVL's fields around a SigLIP tower. Raises ValueError over another tower."""
     vision = settings["vision_config"]
     require("vision_config.model_type", vision.get("model_type"), "siglip_vision_model")
     config = siglip_config(
@@ -153,9 +154,10 @@ class Shuffled(ProjectedTiles):
 class NvlmProjector(InternVLMultiModalProjector):
     """InternVL's, with as many inner columns as the language model's MLP has, and without biases."""
 
-    def __init__(self, config: Any) -> None:  # noqa: ANN401 - transformers types its fields in part only
+    def __init__(self, config: InternVLConfig) -> None:
         super().__init__(config)
-        text, columns = config.text_config, self.linear_1.in_features
+        text: Any = config.text_config
+        columns = self.linear_1.in_features
         self.linear_1 = nn.Linear(columns, text.intermediate_size, bias=False)
         self.linear_2 = nn.Linear(text.intermediate_size, text.hidden_size, bias=False)
 

@@ -94,7 +94,7 @@ class FrameMeans(Head):
 
 
 def _kimi_vl_config(_: Path, settings: Mapping[str, Any]) -> Config:
-    """Of Kimi-VL, which transformers has no classes for: its tower is Kimi K2.5's, for single images."""
+    """Kimi-VL's, which transformers has no classes for: its tower is Kimi K2.5's, for single images."""
     own = settings["vision_config"]
     side = own["init_pos_emb_height"]
     require("vision_config.init_pos_emb_width", own["init_pos_emb_width"], side, field="init_pos_emb_height")

@@ -77,7 +77,7 @@ class Florence2(TileTower):
 
 
 def _florence_config(folder: Path, settings: Mapping[str, Any]) -> Config:
-    """Of Microsoft's config.json or transformers', and the size of images, which is in the processor's file alone."""
+    """From Microsoft's config.json or transformers', with the size of images from the processor's file."""
     own = settings.get("vision_config") or {}
     if own.get("model_type") == "davit":
         require("vision_config.image_feature_source", own.get("image_feature_source", _FEATURES), _FEATURES)

@@ -25,7 +25,7 @@ from vitwire_server.towers.shared.resamplers import ResampledTower, Resampler
 from vitwire_server.towers.shared.siglip import packed_layers, siglip, siglip_config
 
 _SIDE = 2
-"""Of the windows that become one patch, and of the squares that become one token."""
+"""Side of the windows that become one patch, and of the squares that become one token."""
 _WINDOW = _SIDE**2
 _SQUARES = "2 by 2"
 _MERGED = "16x"
@@ -84,7 +84,7 @@ class MiniCpmTower(RasterTower):
 
 
 def _nearest(count: int, side: int) -> Tensor:
-    """Of each of `count` patches along an axis, the learned position, of `side`, that its share of the axis falls on.
+    """For each of `count` patches along an axis, the learned position, of `side`, that its share of the axis falls on.
 
     The step is a float32, as the authors compute it: where a patch begins on a boundary, its rounding decides.
     """
@@ -115,7 +115,7 @@ class OriginalMiniCpmTower(ResampledTower):
 
 
 def _original_config(_: Path, settings: Mapping[str, Any], *, versions: Sequence[float]) -> Config:
-    """Of a config.json with the language model's fields at its top; towers of other versions take other positions."""
+    """From a config.json with the language model's fields at its top; towers of other versions take other positions."""
     version = settings.get("version")
     require("version", None if version is None else float(version), *versions)
     vision = settings["vision_config"]

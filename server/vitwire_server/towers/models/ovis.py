@@ -56,7 +56,7 @@ def _original_settings(image: Mapping[str, Any], config: Config) -> Preprocessin
 
 
 def _ovis_config(_: Path, settings: Mapping[str, Any]) -> Config:
-    """Of a config.json that names the tower's fields in AIDC-AI's way."""
+    """From a config.json that names the tower's fields in AIDC-AI's way."""
     own = settings["visual_tokenizer_config"]
     backbone = own["backbone_config"]
     require("visual_tokenizer_config.backbone_config.model_type", backbone["model_type"], "aimv2")

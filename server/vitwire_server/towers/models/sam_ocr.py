@@ -76,7 +76,7 @@ class SamEncoder(CropEncoder):
             gather_relative_positions(self._tower.sam_encoder, tuple(size // self.patch for size in counts))
 
     def _tokens(self, size: int) -> int:
-        """Of a view of this size. Raises ValueError over sizes that do not become whole tokens."""
+        """Tokens of a view of this size. Raises ValueError over sizes that do not become whole tokens."""
         if size % (self.patch * self.merge):
             token = self.patch * self.merge
             raise ValueError(f"sam_config.image_size and tile_size must be multiples of {token}, but one is {size}")

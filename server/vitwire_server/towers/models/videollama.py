@@ -68,7 +68,7 @@ def _videollama_config(folder: Path, settings: Mapping[str, Any]) -> Config:
 
 
 def _original_videollama_config(folder: Path, settings: Mapping[str, Any]) -> Config:
-    """Of the authors' code, whose config.json has the fields of the language model at its top."""
+    """From the authors' config.json, which has the fields of the language model at its top."""
     path = folder / "processor_config.json"
     processor = optional_json(path)
     _check_merged(path, "image_merge_size", processor, 1)

@@ -36,7 +36,7 @@ def position_tables(weights: Weights) -> Weights:
 
 
 def rotary_halves(rows: Tensor, heads: int) -> Tensor:
-    """Of each head the even rows, then the odd ones: transformers rotates columns half a head apart, authors pairs."""
+    """Each head's even rows, then its odd ones: transformers rotates columns half a head apart, authors pairs."""
     halves: Tensor = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
     return halves
 

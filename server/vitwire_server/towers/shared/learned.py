@@ -52,12 +52,13 @@ def _nearest(count: int, side: int) -> Tensor:
 
 
 @torch.no_grad()
-def gather_relative_positions(encoder: Any, grids: tuple[int, ...]) -> None:  # noqa: ANN401 - a stock module
+def gather_relative_positions(encoder: nn.Module, grids: tuple[int, ...]) -> None:
     """Make a stock SAM encoder, which sees grids of these sides, free of indices made on the host.
 
     Each attention looks up its tables `(2 * side - 1, C)` gathered as `(side, side, C)`, for each of its sides.
     """
-    for layer in encoder.layers:
+    layers: Any = encoder.layers
+    for layer in layers:
         attention = layer.attn
         sides = (layer.window_size,) if layer.window_size else grids
         gathered = [

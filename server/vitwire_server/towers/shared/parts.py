@@ -1,33 +1,45 @@
 """Modules of entries in a line each, entries that differ in a class, and modules of what transformers keeps loose."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from vitwire_server.towers.family import Family, Module, in_model
+from vitwire_server.towers.configs import Config, Served
+from vitwire_server.towers.family import Family, Module, Weights, in_model
 
 Source: TypeAlias = str | type[nn.Module]
 """A `package.Class` of transformers, a `module:Class` of this package that is imported when it is used, or a class."""
 Row = TypeVar("Row", bound=Family)
 
 
-def stock(source: Source, prefixes: Mapping[str, str], **fields: Any) -> Module:  # noqa: ANN401 - other fields of Module
+class _Fields(TypedDict, total=False):
+    """Other fields of `Module`."""
+
+    renames: tuple[tuple[str, str], ...]
+    ignored: tuple[str, ...]
+    convert: Callable[[Weights, Config], Weights]
+    config: str
+    arguments: Callable[[Config], tuple[Any, ...]]
+    served: tuple[Served, ...]
+
+
+def stock(source: Source, prefixes: Mapping[str, str], **fields: Unpack[_Fields]) -> Module:
     """A module that is built of `vision_config`, or of the part of the configuration that `config` names."""
     return Module(source=_path(source), prefixes=prefixes, **fields)
 
 
-def part(source: Source, prefixes: Mapping[str, str], **fields: Any) -> Module:  # noqa: ANN401 - other fields of Module
+def part(source: Source, prefixes: Mapping[str, str], **fields: Unpack[_Fields]) -> Module:
     """A module that is built of the checkpoint's whole configuration."""
-    return stock(source, prefixes, **{"config": "", **fields})
+    return replace(stock(source, prefixes, **fields), config="")
 
 
 def projector(
     source: Source,
     prefixes: Mapping[str, str] = in_model("multi_modal_projector."),
-    **fields: Any,  # noqa: ANN401 - other fields of Module
+    **fields: Unpack[_Fields],
 ) -> dict[str, Module]:
     """`beside` of a tower that only a projector follows; the default prefixes are transformers' usual ones."""
     return {"projector": part(source, prefixes, **fields)}

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from vitwire_cli.app import app
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.gateway_settings import RouterSettings
+from vitwire_gateway.router.admission import ApiKeys
 from vitwire_gateway.router.conventions import error_of
-from vitwire_gateway.router.entrance import ApiKeys
 from vitwire_gateway.router.llm_engine import forwarded
 from vitwire_gateway.router.routing import refused_path
 

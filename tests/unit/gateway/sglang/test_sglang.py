@@ -28,7 +28,8 @@ from vitwire_gateway.images.fetching import Fetcher
 from vitwire_gateway.images.image_files import ImageFile
 from vitwire_gateway.sglang.adapter import Adapter
 from vitwire_gateway.sglang.media import Media
-from vitwire_gateway.sglang.posted import (
+from vitwire_gateway.sglang.receiver_messages import Pusher, embedding_header, error_header, times_of
+from vitwire_gateway.sglang.receiver_requests import (
     Part,
     Registration,
     endpoint,
@@ -36,7 +37,6 @@ from vitwire_gateway.sglang.posted import (
     part_of_message,
     registration_of_json,
 )
-from vitwire_gateway.sglang.pushing import Pusher, embedding_header, error_header, times_of
 from vitwire_gateway.sglang.receivers import Receivers
 from vitwire_gateway.workers import Workers
 

@@ -32,7 +32,7 @@ from vitwire_server.preparing.files.decoders import Decoder
 from vitwire_server.preparing.files.images import is_plain
 from vitwire_server.preparing.files.messages import Setup, Sizes
 from vitwire_server.preparing.files.pool import DecodePool, Prepared
-from vitwire_server.process.preparing import decoded_on
+from vitwire_server.process.file_decoding import decoded_on
 
 FLOW = (0, "a caller")
 RECIPES = MODELS["patches"]

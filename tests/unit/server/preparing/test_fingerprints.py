@@ -8,13 +8,13 @@ import pytest
 
 from prepared import MODELS
 from vitwire_server.core.models import Preparation
-from vitwire_server.process import preparing
+from vitwire_server.process import file_decoding
 
 
 def test_other_steps_change_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files were prepared in another way before transparency became white, with equal settings and libraries."""
-    found = preparing._fingerprint(MODELS["patches"], Preparation(), clips=False)
+    found = file_decoding._fingerprint(MODELS["patches"], Preparation(), clips=False)
     before = sha256(msgspec.json.encode(({"pillow": version("pillow")}, MODELS["patches"]), order="sorted"))
     assert found != before.hexdigest()
-    monkeypatch.setattr(preparing, "_STEPS", preparing._STEPS + 1)
-    assert preparing._fingerprint(MODELS["patches"], Preparation(), clips=False) != found
+    monkeypatch.setattr(file_decoding, "_STEPS", file_decoding._STEPS + 1)
+    assert file_decoding._fingerprint(MODELS["patches"], Preparation(), clips=False) != found

@@ -19,8 +19,8 @@ from vitwire_server.core.items import CacheLookup, DType, Embedding, Item, Modal
 from vitwire_server.core.models import Encoding, Preprocessing
 from vitwire_server.preparing.files.messages import Measured
 from vitwire_server.rpc.codec import Codec, parsed
-from vitwire_server.rpc.responses import model_message
-from vitwire_server.rpc.unprepared import Unprepared
+from vitwire_server.rpc.file_items import Unprepared
+from vitwire_server.rpc.response_messages import model_message
 
 GEOMETRY = cards.CARD.geometry
 SINGLE, FULL = GEOMETRY.columns(frames=1), GEOMETRY.columns(frames=2)

@@ -14,8 +14,8 @@ from rigs import RIGHT, Rig, Yardstick, rows_of
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.runner import Running
+from vitwire_server.runtime.graph_recording import is_recording
 from vitwire_server.runtime.ladders.live_capture import LONGEST_REPLAY, CaptureFailed, LiveCapture
-from vitwire_server.runtime.recording import is_recording
 
 MODEL_TYPE = "qwen3_vl"
 BF16 = torch.bfloat16

@@ -8,7 +8,7 @@ from types import TracebackType
 from vitwire_server.core.errors import DeadlineExceeded
 from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.rpc.grpc_types import Context, cancelled_if_gone
-from vitwire_server.rpc.responses import Outgoing
+from vitwire_server.rpc.response_messages import Outgoing
 
 _log = logging.getLogger(__name__)
 _METADATA = "x-vitwire-acknowledge"

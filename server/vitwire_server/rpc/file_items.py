@@ -15,9 +15,9 @@ from vitwire_server.scheduling.admission import Admission
 RGB, RGBA = 3, 4
 AXES_OF_IMAGE, AXES_OF_CLIP = 3, 4
 _CLIP_BYTES = 8
-"""Of the frames of a clip, for each pixel that a frame may have."""
+"""Bytes of a clip's frames, for each pixel that a frame may have."""
 MAX_PICTURE_BYTES = 96 << 20
-"""Of a picture on its way to the device: 32 megapixels."""
+"""Largest picture on its way to the device: 32 megapixels."""
 _MOST_ELONGATED = 32
 """Longer side of a picture that goes to the device, in shorter sides: sums over millions of neighbours, which resizing
 a longer one takes, would hold up everyone's batches."""

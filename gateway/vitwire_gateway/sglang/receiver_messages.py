@@ -23,7 +23,7 @@ from vitwire.items import Modality
 from vitwire.shared.fairness.places import Places
 from vitwire_gateway.callers import Caller
 from vitwire_gateway.images.image_hosts import Network
-from vitwire_gateway.sglang.posted import Part, refused
+from vitwire_gateway.sglang.receiver_requests import Part, refused
 
 Frame = bytes | npt.NDArray[np.uint8]
 
@@ -41,7 +41,7 @@ _MODALITIES: dict[Modality, int] = {"image": 1, "video": 2}
 _BY_INTERVAL = ("qwen2_5_vl", "qwen2_5_omni", "qwen3_omni_moe")
 """Models whose positions follow from the seconds between groups of frames; others have the seconds in the prompt."""
 _USUAL_INTERVAL = 1.0
-"""Of these models, for clips from servers that do not say it yet."""
+"""Interval that these models assume, for clips from servers that do not report one."""
 
 
 class Pusher:

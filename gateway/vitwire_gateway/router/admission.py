@@ -141,7 +141,7 @@ class Ticket(NamedTuple):
     place: Holding
     """Takes 1 once the request's body has arrived. Raises ApiError if there are too many."""
     bytes: Holding
-    """Of body and images. Raises ApiError if the router has none left."""
+    """Bytes of body and images. Raises ApiError if the router has none left."""
 
 
 class Admission:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vitwire_server.runtime.recording import captured, is_recording, join, read_beside, recording
+from vitwire_server.runtime.graph_recording import captured, is_recording, join, read_beside, recording
 
 
 class Graph:

@@ -21,7 +21,7 @@ from vitwire_server.preparing.files.decoders import HARDWARE, OF_HARDWARE
 from vitwire_server.preparing.files.messages import Setup, Sizes
 from vitwire_server.preparing.files.pool import DecodePool
 from vitwire_server.preparing.rules.recipe import Recipe, recipes_of
-from vitwire_server.rpc.unprepared import MAX_PICTURE_BYTES, Decoding, picture_bytes
+from vitwire_server.rpc.file_items import MAX_PICTURE_BYTES, Decoding, picture_bytes
 from vitwire_server.scheduling.admission import Admission
 
 _log = logging.getLogger(__name__)
@@ -31,10 +31,10 @@ _BYTES_PER_PIXEL = 32
 """Memory of Pillow for the largest images: coefficients of progressive JPEGs, and copies in other modes."""
 _BASE_BYTES = 512 << 20
 _COPIES = 3
-"""Of a file and of the prepared pixels in a decoder."""
+"""Copies of a file and of the prepared pixels in a decoder."""
 _CHECK_SECONDS = 120.0
 _STEPS = 1
-"""Of the steps from a file to pixels that no setting names: counted up when they make other pixels of any file."""
+"""Version of the steps from a file to pixels that no setting names: counted up when files get other pixels."""
 
 
 async def decoded_on(settings: ServeSettings) -> Preparation:

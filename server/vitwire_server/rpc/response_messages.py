@@ -14,8 +14,8 @@ from vitwire_server.core.pooling import Pooling
 from vitwire_server.core.reports import Accepted, Encoded, ItemReport, Outcome, Path
 from vitwire_server.core.tilings import TilingRule
 from vitwire_server.rpc.checks import DTYPES
+from vitwire_server.rpc.file_items import Prepared
 from vitwire_server.rpc.status import duration, status_of
-from vitwire_server.rpc.unprepared import Prepared
 
 Answer = TypeVar("Answer", pb.EncodeResponse, pb.EncodeStreamResponse)
 
@@ -33,7 +33,6 @@ class Outgoing(NamedTuple):
 
     raw: bytes
     rows_bytes: int
-    """Bytes of rows in it."""
     last: bool
     """Whether it completes the answer to its item."""
 
@@ -107,7 +106,6 @@ def _report(outcome: Encoded, prepared: Prepared | None) -> pb.ItemReport:
 
 
 def model_message(card: ModelCard) -> pb.GetModelResponse:
-    """The response to GetModel."""
     geometry = card.geometry
     budgets = [
         pb.Budget(

@@ -259,15 +259,15 @@ def _reordered(tensor: Tensor, *axes: int) -> Tensor:
     return tensor.permute(*axes) if hasattr(tensor, "permute") else tensor.transpose(axes)
 
 
-def _plain(value: object) -> Any:  # noqa: ANN401  # lists of whatever callers pass
+def _plain(value: object) -> object:
     """Tensors, arrays and nested lists of them as nested lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _entry(field: str, at: int, value: Any, least: int) -> tuple[int, ...]:  # noqa: ANN401  # as above
-    sides = value if isinstance(value, list) else [value]
+def _entry(field: str, at: int, value: object, least: int) -> tuple[int, ...]:
+    sides: list[Any] = value if isinstance(value, list) else [value]
     whole = all(isinstance(side, int | float) and not isinstance(side, bool) and side == side // 1 for side in sides)
     if not whole or not 1 <= len(sides) <= 3:
         raise invalid(f"{field}[{at}]", f"expected (t, h, w), or a number of tiles, got {value!r}", at)

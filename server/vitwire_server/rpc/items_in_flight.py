@@ -10,7 +10,7 @@ from vitwire_server.core.delivery import Consumer, Region
 from vitwire_server.core.errors import InvalidTensors
 from vitwire_server.core.items import Item
 from vitwire_server.core.reports import Accepted, Encoded, Outcome
-from vitwire_server.rpc.unprepared import Prepared
+from vitwire_server.rpc.file_items import Prepared
 from vitwire_server.scheduling.admission import Permit
 
 
@@ -26,11 +26,11 @@ class Pending:
     is_accepted: bool = False
     """Whether that was sent."""
     region: asyncio.Future[Region | None] | None = None
-    """Of an item whose region follows its header; its result is None once it is clear that none comes."""
+    """The region of an item that follows its header; the result is None once it is clear that none comes."""
     unclaim: Callable[[], None] | None = None
     """Gives its region back."""
     permit: Permit | None = None
-    """Of a file or picture, until it was decoded."""
+    """Held for a file or picture, until it was decoded."""
     prepared: Prepared | None = None
 
     @property
@@ -57,7 +57,7 @@ class Pending:
             self.unclaim = None
 
 
-class Answers:
+class ItemsInFlight:
     """The items that are in flight, by the client's numbers, and a queue of their outcomes."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from vitwire_server.core.errors import NotCached
 from vitwire_server.core.items import DType, Embedding
 from vitwire_server.core.plans import Fallback
 from vitwire_server.core.reports import Encoded, ItemReport, Path
-from vitwire_server.rpc.responses import CHUNK_BYTES, Answer, messages
+from vitwire_server.rpc.response_messages import CHUNK_BYTES, Answer, messages
 from vitwire_server.rpc.status import duration, status_of
 
 NUMBERS = {

@@ -71,7 +71,7 @@ class Registration:
         _check("receive_count", self.count, 1, _MAX_RECEIVERS)
 
 
-class Posted(NamedTuple):
+class ReceiverRequest(NamedTuple):
     """A request: its id, if that could be read, and what it asks for, if it is not refused."""
 
     req_id: str | None
@@ -84,21 +84,21 @@ def refused(message: str, status: int = 400) -> ApiError:
     return ApiError(status, message)
 
 
-async def read(workers: Workers, caller: Caller, body: bytes, form: Form, kind: Kind) -> Posted:
+async def read(workers: Workers, caller: Caller, body: bytes, form: Form, kind: Kind) -> ReceiverRequest:
     """The request in a body. Raises ApiError if no worker is left or reading takes too much."""
     if is_small(body):
-        return posted_of(body, form, kind)
+        return receiver_request_of(body, form, kind)
     req_id, asked, refusal = await workers.run(caller, _read, body, 2 * len(body) + _MARGIN, form, kind)
     if asked and kind == "part":
         part_id, num_parts, part_idx, files, receivers, modality = asked
         sources = tuple(each.decode("utf-8", "surrogatepass") for each in files)
-        return Posted(req_id, Part(part_id, num_parts, part_idx, sources, tuple(receivers), modality))
-    return Posted(req_id, Registration(*asked) if asked else None, refusal)
+        return ReceiverRequest(req_id, Part(part_id, num_parts, part_idx, sources, tuple(receivers), modality))
+    return ReceiverRequest(req_id, Registration(*asked) if asked else None, refusal)
 
 
 def _read(body: bytes, form: Form, kind: Kind) -> Sequence[object]:
     """The job of `read`: fields in place of classes, and the files, which may be large, as bytes."""
-    req_id, asked, refusal = posted_of(body, form, kind)
+    req_id, asked, refusal = receiver_request_of(body, form, kind)
     fields: Sequence[object] = ()
     if isinstance(asked, Part):
         files = [each.encode("utf-8", "surrogatepass") for each in asked.sources]
@@ -108,23 +108,23 @@ def _read(body: bytes, form: Form, kind: Kind) -> Sequence[object]:
     return req_id and req_id[:_MAX_ECHO], fields, refusal
 
 
-def posted_of(body: bytes, form: Form, kind: Kind) -> Posted:
+def receiver_request_of(body: bytes, form: Form, kind: Kind) -> ReceiverRequest:
     """The request in a body."""
     req_id = None
     try:
         if form == "message":
             if kind == "part":
-                return Posted(None, part_of_message(_parsed(pb.EncodeRequest(), body)))
+                return ReceiverRequest(None, part_of_message(_parsed(pb.EncodeRequest(), body)))
             message = _parsed(pb.SchedulerReceiveUrlRequest(), body)
             url = endpoint(message.receive_url, "receive_url")
-            return Posted(None, Registration(message.req_id, url, message.receive_count))
+            return ReceiverRequest(None, Registration(message.req_id, url, message.receive_count))
         content = parse(body)
         req_id = content["req_id"] if isinstance(content.get("req_id"), str) else None
         if kind == "part":
-            return Posted(req_id, part_of_json(content))
-        return Posted(req_id, registration_of_json(content) if kind == "registration" else None)
+            return ReceiverRequest(req_id, part_of_json(content))
+        return ReceiverRequest(req_id, registration_of_json(content) if kind == "registration" else None)
     except ApiError as error:
-        return Posted(req_id, refusal=error)
+        return ReceiverRequest(req_id, refusal=error)
 
 
 def _parsed(message: M, body: bytes) -> M:

@@ -9,8 +9,8 @@ import pytest
 
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.rpc.grpc_types import Context, RpcHandler
-from vitwire_server.rpc.responses import Outgoing
-from vitwire_server.rpc.writing import PendingWrites, ResponseWriter
+from vitwire_server.rpc.response_messages import Outgoing
+from vitwire_server.rpc.response_writer import PendingWrites, ResponseWriter
 
 ASKS = grpc.aio.Metadata(("x-vitwire-acknowledge", "1"))
 ROWS = Outgoing(b"rows", 4, last=True)

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitwire_gateway.anthropic.answers import message_of
+from vitwire_gateway.anthropic.chat_answers import error_message_of, message_of, translated_error
 from vitwire_gateway.anthropic.message_events import MessageEvents, shortened
-from vitwire_gateway.anthropic.message_parts import error_message_of, translated_error
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.router.endpoint import Exchange
 

@@ -10,7 +10,7 @@ from prepared import MODELS
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Place, Preparation
 from vitwire_server.preparing.rules.forms import form_of
-from vitwire_server.rpc.unprepared import MAX_PICTURE_BYTES, goes_to_device
+from vitwire_server.rpc.file_items import MAX_PICTURE_BYTES, goes_to_device
 
 ON_DEVICE = replace(CARD, preparation=Preparation(Place.DEVICE, None))
 SIDES = (1, 2, 13, 31, 32, 33, 55, 56, 57, 335, 1_000, 20_000, 100_000, 1 << 26)
