@@ -47,7 +47,7 @@ CLIPS = {
 }
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=["cpu", pytest.param("device", marks=pytest.mark.matrix), "edges on the device"])
 def server(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[ServerProcess]:
     with serving(checkpoints("qwen2_5_vl"), *FLAGS, *WAYS[request.param]) as process:
         yield process

@@ -64,7 +64,10 @@ def test_a_recorded_load_is_replayed(server: ServerProcess, trace: Path, tmp_pat
             assert again["seconds"] > 0.9 * (lines[-1]["t"] - lines[-60]["t"])
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_ocr2", "deepseek_vl_hybrid", "internvl"])
+@pytest.mark.parametrize(
+    "model_type",
+    [*(pytest.param(each, marks=pytest.mark.matrix) for each in ("deepseek_ocr2", "deepseek_vl_hybrid")), "internvl"],
+)
 def test_towers_of_tiles(model_type: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
     """With crops, with pairs, and with clips: pixels have the shapes that the server gives pictures, in traces too."""
     trace = tmp_path / "trace.jsonl"

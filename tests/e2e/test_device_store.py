@@ -30,7 +30,7 @@ FLAGS = (*NIXL, "--graphs", "off", "--dtype", "float32", "--canary-seconds", "0"
 STORE = (*FLAGS, "--cache-bytes", str(1 << 20), "--store-bytes", str(ROOM * ROWS))
 
 
-@pytest.fixture(scope="module", params=["1", "2"])
+@pytest.fixture(scope="module", params=[pytest.param("1", marks=pytest.mark.matrix), "2"])
 def server(checkpoints: Checkpoints, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     with serving(checkpoints("qwen2_vl"), *STORE, "--rpc-processes", request.param) as process:
         yield process

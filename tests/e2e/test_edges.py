@@ -22,7 +22,7 @@ from checkpoints import Checkpoints
 from faults import FAULTY, settle
 from load import COLUMNS, image, request
 from processes import channel_to, edges, listening
-from servers import ServerProcess, finished, serving, supervising
+from servers import PIXELS_ONLY, ServerProcess, finished, serving, supervising
 from vitwire import Client, Item
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -50,7 +50,7 @@ def unix_socket(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(checkpoints: Checkpoints, fault: Path, unix_socket: Path) -> Iterator[ServerProcess]:
     flags = ("--cache-bytes", "3000000", "--canary-seconds", "0", "--unix-socket", str(unix_socket))
     with serving(
-        checkpoints("qwen2_vl"), *SHAPE, *flags, "--log-level", "debug", program=(FAULTY, str(fault))
+        checkpoints("qwen2_vl"), *PIXELS_ONLY, *SHAPE, *flags, "--log-level", "debug", program=(FAULTY, str(fault))
     ) as process:
         yield process
         assert process.stop() == 0, process.log()[-4000:]
@@ -60,7 +60,7 @@ def server(checkpoints: Checkpoints, fault: Path, unix_socket: Path) -> Iterator
 @pytest.fixture(scope="module")
 def single(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
     flags = ("--rpc-processes", "1", "--dtype", "float32", "--cache-bytes", "3000000")
-    with serving(checkpoints("qwen2_vl"), *flags) as process:
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, *flags) as process:
         yield process
 
 
@@ -315,7 +315,7 @@ def busy(
     flags = (*SHAPE, "--canary-seconds", "0", "--drain-seconds", "60", *flags)
     with (
         ThreadPoolExecutor(16) as pool,
-        serving(checkpoints("qwen2_vl"), *flags, wait=False, program=(FAULTY, str(fault))) as server,
+        serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, *flags, wait=False, program=(FAULTY, str(fault))) as server,
         ExitStack() as stack,
     ):
         fault.write_text("")
@@ -440,7 +440,7 @@ def test_certificates_and_tokens_are_replaced_in_every_edge(checkpoints: Checkpo
         grpc.StatusCode.UNAUTHENTICATED,
         grpc.StatusCode.UNAVAILABLE,
     )
-    with serving(checkpoints("qwen2_vl"), *SHAPE, *map(str, flags)) as server:
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, *SHAPE, *map(str, flags)) as server:
         old = authority.credentials()
         assert all_connections(alice, ok, old)
         assert all_connections(bob, refused, old)

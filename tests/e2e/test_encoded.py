@@ -26,7 +26,10 @@ FLAGS = ("--dtype", "float32", "--cache-bytes", "50000000", "--max-encoded-bytes
 SHAPES = {"one process": (), "edges": ("--rpc-processes", "2", "--decode-processes", "2")}
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(
+    scope="module",
+    params=[each if "edges" in each else pytest.param(each, marks=pytest.mark.matrix) for each in SHAPES],
+)
 def server(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[ServerProcess]:
     with serving(checkpoints("qwen3_vl"), *FLAGS, *SHAPES[request.param]) as process:
         yield process

@@ -38,14 +38,14 @@ def test_all_is_there_when_it_is_ready(
         with serving(model, *FLAGS[name]) as server, Client(server.target) as client:
             client.model()
             found.watch()
-            photo, large = photograph(), photograph(800, 660)
+            photo, large = photograph(90, 120), photograph(800, 660)
             assert found.processes > 1, "the server and its decoders"
             files = [saved(large, "JPEG"), *(saved(photo, kind) for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP"))]
             files += [saved(photo, "JPEG", progressive=True), turned("JPEG"), turned("PNG"), turned("WEBP")]
             for file in files:
                 client.encode_images([file])
             with ThreadPoolExecutor(8) as pool:
-                list(pool.map(lambda file: client.encode_images([file]), files * 3))
+                list(pool.map(lambda file: client.encode_images([file]), files[1:] * 3))
             client.encode([Item.from_file(clip(moving(12)))])
             client.encode_images([np.asarray(photo)])
             client.encode_clips([np.stack([np.asarray(photograph())] * 4)])

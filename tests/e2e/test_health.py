@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import faulty_server
 from checkpoints import Checkpoints
-from servers import ServerProcess, serving
+from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import Client, InvalidItem, Item
 
 SERVICE = "vitwire.v1.EncoderService"
@@ -41,7 +41,7 @@ def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(checkpoints: Checkpoints, fault: Path) -> Iterator[ServerProcess]:
     flags = ("--canary-seconds", "0.2", "--wedge-seconds", "1", "--graphs", "simulated", "--budgets", "16,64")
-    with serving(checkpoints("qwen2_vl"), *flags, program=(PROGRAM, str(fault))) as process:
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, *flags, program=(PROGRAM, str(fault))) as process:
         yield process
 
 

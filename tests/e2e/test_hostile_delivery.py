@@ -37,7 +37,7 @@ for _ in sys.stdin:
 """
 
 
-@pytest.fixture(scope="module", params=["1", "2"])
+@pytest.fixture(scope="module", params=[pytest.param("1", marks=pytest.mark.matrix), "2"])
 def server(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[ServerProcess]:
     """What UCX may do does not depend on the server's environment."""
     flags = ("--nixl", "--nixl-seconds", "10", "--graphs", "off", "--rpc-processes", request.param, *PIXELS_ONLY)
@@ -129,7 +129,10 @@ def test_a_device_that_the_server_cannot_reach(server: ServerProcess) -> None:
     assert server.metric("vitwire_delivery_fallbacks_total", reason="off") == before + 1
 
 
-@pytest.mark.parametrize("transports", ["tcp,cma", "tcp,posix", "tcp,sysv", "all"])
+@pytest.mark.parametrize(
+    "transports",
+    ["tcp,cma", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("tcp,posix", "tcp,sysv")), "all"],
+)
 def test_forged_processes_get_nothing(server: ServerProcess, transports: str) -> None:
     """The process in a remote key is a bystander that has memory at the same address."""
     before = processes(server)

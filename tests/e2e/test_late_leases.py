@@ -36,7 +36,10 @@ SHAPES = {
 }
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(
+    scope="module",
+    params=[each if "edges" in each else pytest.param(each, marks=pytest.mark.matrix) for each in SHAPES],
+)
 def server(checkpoints: Checkpoints, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     with serving(checkpoints("qwen3_vl"), *FLAGS, *SHAPES[request.param]) as process:
         yield process

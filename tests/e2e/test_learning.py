@@ -17,7 +17,7 @@ from bench.sizes import trace
 
 from checkpoints import Checkpoints
 from reference import TOLERANCE, Array, Reference, error
-from servers import SERVER, ServerProcess, serving, supervising
+from servers import PIXELS_ONLY, SERVER, ServerProcess, serving, supervising
 from vitwire import Client, Item
 
 FLAGS = ("--graphs", "simulated", "--budgets", "learn", "--dtype", "float32", "--max-budget-tokens", "256")
@@ -148,7 +148,7 @@ def test_the_shipped_sizes_pad_below_four_per_cent_after_other_loads(checkpoints
     program = ("-c", f"{SOON}import runpy; runpy.run_path({noop_server.__file__!r}, run_name='__main__')")
     flags = ("--max-budget-tokens", "4096", "--state-dir", str(tmp_path))
     with (
-        serving(checkpoints("qwen2_vl"), *FLAGS[:-2], *flags, program=program) as server,
+        serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, *FLAGS[:-2], *flags, program=program) as server,
         Client(server.target) as client,
     ):
 

@@ -9,7 +9,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from checkpoints import Checkpoints
 from reference import TOLERANCE, Reference, error
-from servers import serving
+from servers import PIXELS_ONLY, serving
 from vitwire import Client, Item
 
 TARGETS = r".*visual\.blocks\.\d+\.attn\.qkv"
@@ -45,5 +45,8 @@ def test_a_server_answers_with_the_adapter_merged(checkpoints: Checkpoints, tmp_
 def test_a_server_says_that_an_adapter_is_none_of_the_tower(checkpoints: Checkpoints, tmp_path: Path) -> None:
     write_adapter(checkpoints("qwen2_vl"), tmp_path, r".*language_model.*q_proj")
     told = "adapts the language model only"
-    with pytest.raises(RuntimeError, match=told), serving(checkpoints("qwen2_vl"), "--lora", f"tuned={tmp_path}"):
+    with (
+        pytest.raises(RuntimeError, match=told),
+        serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, "--lora", f"tuned={tmp_path}"),
+    ):
         pass

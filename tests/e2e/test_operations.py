@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from checkpoints import Checkpoints
-from servers import ServerProcess, serving
+from servers import PIXELS_ONLY, ServerProcess, serving
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "operations"
@@ -72,7 +72,7 @@ def test_certificates_are_issued_renewed_and_revoked(checkpoints: Checkpoints, t
     files = dict(re.findall(r"(--(?:tls|auth)-[\w-]+) ([\w.]+)", serve))
     assert files.keys() == {"--tls-cert", "--tls-key", "--auth-tokens-file", "--tls-client-ca"}
     flags = [word for name, file in files.items() for word in (name, str(tmp_path / file))]
-    with serving(checkpoints("qwen2_vl"), *flags) as server:
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, *flags) as server:
         ask = addressed(ask.partition("#")[0], server)
         mutual = f"{ask.rstrip()} --cert client.crt --key client.key"
         assert "qwen2_vl" in shell.succeeds(mutual)

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from checkpoints import Checkpoints
-from servers import ServerProcess, serving
+from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire_server.core.health import Health
 from vitwire_server.observe import http as pages
 
@@ -39,7 +39,7 @@ def server(checkpoints: Checkpoints, unix_socket: Path) -> Iterator[ServerProces
         "from vitwire_server.__main__ import main; main()"
     )
     flags = ("--channelz", "--unix-socket", str(unix_socket))
-    with serving(checkpoints("qwen2_vl"), *flags, program=("-c", limited)) as process:
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, *flags, program=("-c", limited)) as process:
         yield process
 
 

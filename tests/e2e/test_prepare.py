@@ -1,6 +1,7 @@
 """Pictures and files that the engine prepares, against those that decoders prepare, through real servers."""
 
 import time
+from itertools import product
 from pathlib import Path
 
 import grpc
@@ -21,6 +22,7 @@ MODEL_TYPES = ("qwen3_vl", "deepseek_ocr2", "llava_onevision")
 Rows = list[tuple[tuple[int, int, int], np.ndarray]]
 """Grid and rows of each item."""
 SHAPES = {"one process": (), "edges": ("--rpc-processes", "2", "--decode-processes", "2")}
+EVERYDAY = (("qwen3_vl", "edges"), ("llava_onevision", "one process"))
 
 
 def picture(array: np.ndarray, modality: "pb.Modality.ValueType" = pb.MODALITY_IMAGE) -> pb.Item:
@@ -78,9 +80,8 @@ def prepared_by_decoders(request: pytest.FixtureRequest, checkpoints: Checkpoint
 @pytest.mark.parametrize(
     ("prepared_by_decoders", "shape"),
     [
-        pytest.param(model_type, shape, marks=[pytest.mark.matrix] if (number + edges) % 2 else [])
-        for number, model_type in enumerate(MODEL_TYPES)
-        for edges, shape in enumerate(SHAPES)
+        pytest.param(*both, marks=[] if both in EVERYDAY else [pytest.mark.matrix])
+        for both in product(MODEL_TYPES, SHAPES)
     ],
     indirect=["prepared_by_decoders"],
 )
@@ -141,7 +142,9 @@ def decoded_on_the_cpu(checkpoints: Checkpoints) -> tuple[list[pb.Item], Rows]:
         return sent, rows_of(server, sent)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [each if "edges" in each else pytest.param(each, marks=pytest.mark.matrix) for each in SHAPES]
+)
 def test_jpegs_are_decoded_beside_the_engine(
     shape: str, decoded_on_the_cpu: tuple[list[pb.Item], Rows], checkpoints: Checkpoints
 ) -> None:

@@ -14,7 +14,7 @@ from google.rpc.error_details_pb2 import BadRequest
 from google.rpc.status_pb2 import Status
 
 from checkpoints import Checkpoints
-from servers import ServerProcess, serving
+from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import Client, DeadlineExceeded, EncodeFailed, InvalidItem, Item, NotCached, Overloaded, Unavailable
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -28,7 +28,7 @@ WIDTH = _VISION.out_hidden_size * (1 + len(_VISION.deepstack_visual_indexes))
 @pytest.fixture(scope="module")
 def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
     flags = ("--graphs", "simulated", "--max-budget-tokens", "128", "--max-patches-per-item", "4096")
-    with serving(checkpoints("qwen3_vl"), "--dtype", "float32", *flags) as process:
+    with serving(checkpoints("qwen3_vl"), *PIXELS_ONLY, "--dtype", "float32", *flags) as process:
         yield process
 
 
@@ -341,7 +341,7 @@ class TestClientErrors:
 
 def test_a_full_queue_says_when_to_come_back(checkpoints: Checkpoints) -> None:
     with (
-        serving(checkpoints("qwen3_vl"), "--max-queued-items", "2") as process,
+        serving(checkpoints("qwen3_vl"), *PIXELS_ONLY, "--max-queued-items", "2") as process,
         Client(process.target, max_retries=0) as client,
     ):
         large = Item(np.zeros((4096, COLUMNS), np.uint8), (1, 64, 64), "video")
@@ -361,7 +361,7 @@ def test_a_full_queue_says_when_to_come_back(checkpoints: Checkpoints) -> None:
 
 def test_requests_larger_than_the_queue_are_served(checkpoints: Checkpoints) -> None:
     flags = ("--max-queued-items", "2", "--max-queued-bytes", "100000")
-    with serving(checkpoints("qwen3_vl"), *flags) as process, Client(process.target) as client:
+    with serving(checkpoints("qwen3_vl"), *PIXELS_ONLY, *flags) as process, Client(process.target) as client:
         small = [Item(np.zeros((16, COLUMNS), np.float32), (1, 8, 2))] * 20
         assert len(client.encode(small)) == 20
         large = [Item(np.zeros((1024, COLUMNS), np.float32), (1, 32, 32))] * 4

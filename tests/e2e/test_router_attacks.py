@@ -119,7 +119,10 @@ def ended(proxy: RouterProcess, request: dict[str, Any]) -> None:
         assert ask(proxy, ATTACKER, json=request) != 200
 
 
-@pytest.mark.parametrize("content", [b"%s" % (b"1" * 4000), b"1." + b"1" * 4000, b'{"":[0]}'])
+@pytest.mark.parametrize(
+    "content",
+    [b"%s" % (b"1" * 4000), pytest.param(b"1." + b"1" * 4000, marks=pytest.mark.matrix), b'{"":[0]}'],
+)
 def test_json_that_takes_long(proxy: RouterProcess, content: bytes) -> None:
     """57 MB of integers of 4,000 digits took 4.5 s of the event loop."""
     body = b'{"messages":[' + b",".join([content] * min(57_000_000 // len(content), 200_000)) + b"]}"

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from certificates import YESTERDAY, Authority
 from checkpoints import Checkpoints
 from processes import listening
-from servers import ServerProcess, serving
+from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import AsyncClient, Client, EncodeFailed, InvalidItem, Item, Unauthenticated, Unavailable
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -54,7 +54,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(checkpoints: Checkpoints, authority: Authority, tokens: Path) -> Iterator[ServerProcess]:
     flags = ("--tls-cert", authority.cert, "--tls-key", authority.key, "--auth-tokens-file", tokens)
-    with serving(checkpoints("qwen2_vl"), "--dtype", "float32", *map(str, flags)) as process:
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, "--dtype", "float32", *map(str, flags)) as process:
         yield process
 
 
@@ -63,14 +63,14 @@ def mutual(checkpoints: Checkpoints, authority: Authority) -> Iterator[tuple[Ser
     """A server that asks for certificates of another authority than its own."""
     clients = Authority(authority.folder.parent / "clients").issue("client.example")
     flags = ("--tls-cert", authority.cert, "--tls-key", authority.key, "--tls-client-ca", clients.root)
-    with serving(checkpoints("qwen2_vl"), "--dtype", "float32", *map(str, flags)) as process:
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, "--dtype", "float32", *map(str, flags)) as process:
         yield process, clients
 
 
 @pytest.fixture(scope="module")
 def plain(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
     """A server without TLS."""
-    with serving(checkpoints("qwen2_vl")) as process:
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY) as process:
         yield process
 
 
@@ -154,7 +154,7 @@ class TestWrongConnections:
     def test_a_certificate_for_another_name(self, authority: Authority, checkpoints: Checkpoints) -> None:
         elsewhere = Authority(authority.folder.parent / "elsewhere", authority.ca).issue("elsewhere.example")
         flags = ("--tls-cert", str(elsewhere.cert), "--tls-key", str(elsewhere.key))
-        with serving(checkpoints("qwen2_vl"), *flags) as server:
+        with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, *flags) as server:
             fails_at_once(server.target, authority.root, "does not cover the target's name")
 
     def test_tls_with_a_server_that_has_none(self, plain: ServerProcess, authority: Authority) -> None:
@@ -352,7 +352,7 @@ def test_the_metric_has_the_expiry_of_the_certificate_that_is_served(
     soon, later = (datetime.now(UTC).replace(microsecond=0) + timedelta(days=days) for days in (3, 30))
     authority = Authority(tmp_path / "pki").issue(not_after=soon)
     flags = ("--tls-cert", authority.cert, "--tls-key", authority.key, "--rpc-processes", processes)
-    with serving(checkpoints("qwen2_vl"), *map(str, flags)) as server:
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, *map(str, flags)) as server:
 
         def is_shown(expiry: datetime) -> bool:
             return server.metric("vitwire_tls_certificate_expiry_timestamp_seconds") == expiry.timestamp()
@@ -378,7 +378,7 @@ class TestDefaults:
             assert "without TLS" in wide.log()
 
     def test_metrics_and_reflection_can_be_closed(self, checkpoints: Checkpoints) -> None:
-        with serving(checkpoints("qwen2_vl"), "--no-metrics", "--no-reflection") as process:
+        with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, "--no-metrics", "--no-reflection") as process:
             assert listening(process) == {process.port}
             with grpc.insecure_channel(process.target) as channel:
                 for path in (REFLECTION, "/grpc.channelz.v1.Channelz/GetServers"):

@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from checkpoints import Checkpoints
 from metric_pages import durations
-from servers import ServerProcess, finished, serving
+from servers import PIXELS_ONLY, ServerProcess, finished, serving
 from vitwire import Client, EncodeFailed, Item, Unavailable
 
 GRPCURL = Path(sys.executable).with_name("grpcurl")
@@ -289,7 +289,7 @@ def test_stdout_may_be_closed(checkpoints: Checkpoints, *, closed: bool, tmp_pat
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [sys.executable, "-m", "vitwire_server", "serve", "--model", str(checkpoints("qwen2_vl"))]
+    words = [sys.executable, "-m", "vitwire_server", "serve", "--model", str(checkpoints("qwen2_vl")), *PIXELS_ONLY]
     flags = ["--port", str(port), "--metrics-port", "0", "--lame-duck-seconds", "0"]
     shell = f"exec {shlex.join([*words, *flags])} {'>&-' if closed else ''}"
     with (tmp_path / "log").open("wb+") as log:
@@ -299,7 +299,7 @@ def test_stdout_may_be_closed(checkpoints: Checkpoints, *, closed: bool, tmp_pat
         process.stdout.close()
         try:
             with Client(f"127.0.0.1:{port}") as client:
-                deadline = time.monotonic() + 60
+                deadline = time.monotonic() + 120
                 while not is_serving(client):
                     assert process.poll() is None
                     assert time.monotonic() < deadline

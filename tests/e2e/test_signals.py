@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from checkpoints import Checkpoints
 from processes import channel_to, edges
-from servers import serving
+from servers import PIXELS_ONLY, serving
 
 DEFAULT = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
 """The tests may run under `nohup`."""
@@ -36,7 +36,7 @@ def test_sighup_drains(flags: tuple[str, ...], checkpoints: Checkpoints) -> None
     """A terminal that closes may send it more than once, and to every process of a session."""
     program = ("-c", DEFAULT + MAIN)
     lame = ("--lame-duck-seconds", "2")
-    with serving(checkpoints("qwen2_vl"), *flags, *lame, program=program, wait=False) as server:
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, *flags, *lame, program=program, wait=False) as server:
         server.wait_for("ready: ")
         server.process.send_signal(signal.SIGHUP)
         server.wait_for("draining")
@@ -50,7 +50,7 @@ def test_sighup_drains(flags: tuple[str, ...], checkpoints: Checkpoints) -> None
 
 def test_nohup_keeps_a_server_running(checkpoints: Checkpoints) -> None:
     program = ("-c", "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + MAIN)
-    with serving(checkpoints("qwen2_vl"), program=program) as server:
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, program=program) as server:
         server.process.send_signal(signal.SIGHUP)
         assert server.page("/healthz")[0] == 200
         assert server.stop() == 0
@@ -64,7 +64,7 @@ def test_a_server_drains_when_its_terminal_closes(checkpoints: Checkpoints) -> N
         f"import fcntl, os, termios\nos.setsid()\nterminal = os.open({os.ttyname(theirs)!r}, os.O_RDWR)\n"
         "fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)\n"
     )
-    with serving(checkpoints("qwen2_vl"), program=("-c", DEFAULT + in_terminal + MAIN)) as server:
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, program=("-c", DEFAULT + in_terminal + MAIN)) as server:
         os.close(theirs)
         os.close(ours)
         assert server.process.wait(60) == 0
@@ -73,7 +73,7 @@ def test_a_server_drains_when_its_terminal_closes(checkpoints: Checkpoints) -> N
 
 @pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=EDGES)])
 def test_watchers_of_health_leave_no_traceback(processes: str, checkpoints: Checkpoints) -> None:
-    with ExitStack() as stack, serving(checkpoints("qwen2_vl"), "--rpc-processes", processes) as server:
+    with ExitStack() as stack, serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, "--rpc-processes", processes) as server:
         if processes == "2":
             channels = [stack.enter_context(channel_to(server, edge)) for edge in edges(server)]
         else:
@@ -135,7 +135,7 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 def test_watchers_that_do_not_read_hold_nothing_up(checkpoints: Checkpoints) -> None:
     """Neither the drain nor other watchers."""
-    with serving(checkpoints("qwen2_vl")) as server, grpc.insecure_channel(server.target) as channel:
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY) as server, grpc.insecure_channel(server.target) as channel:
         silent = [Silent(server.port) for _ in range(4)]
         assert all(each.answered.wait(60) for each in silent)
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)

@@ -47,7 +47,7 @@ def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("faults") / "fault"
 
 
-@pytest.fixture(scope="module", params=["1", "2"])
+@pytest.fixture(scope="module", params=[pytest.param("1", marks=pytest.mark.matrix), "2"])
 def server(checkpoints: Checkpoints, fault: Path, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     flags = (*CACHE, "--rpc-processes", request.param, "--canary-seconds", "0")
     program = (faulty_server.__file__, str(fault))

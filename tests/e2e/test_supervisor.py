@@ -20,7 +20,7 @@ import pytest
 
 from checkpoints import Checkpoints
 from manifests import documents_of, server
-from servers import ServerProcess, serving, supervising
+from servers import PIXELS_ONLY, ServerProcess, serving, supervising
 from vitwire import AsyncClient, Client, DeadlineExceeded, Item, Unavailable, VitwireError
 from vitwire_server.config.host import THREADS, share_of_cores
 
@@ -33,7 +33,7 @@ ITEMS = [Item(np.ones((16, 3 * 2 * 14 * 14), np.float32), (1, 4, 4))] * 8
 @contextmanager
 def supervised(model: Path, *flags: str, ready: bool = True) -> Iterator[tuple[ServerProcess, list[ServerProcess]]]:
     """A supervisor of two CPU processes, and each of them with its ports."""
-    with supervising(model, "cpu,cpu", *flags, ready=ready) as (supervisor, children):
+    with supervising(model, "cpu,cpu", *PIXELS_ONLY, *flags, ready=ready) as (supervisor, children):
         assert tuple(children) == LABELS
         yield supervisor, list(children.values())
 
