@@ -137,15 +137,14 @@ class Child:
         if length > _MAX_HEAD:
             raise ValueError("an answer that is too long")
         blobs: list[bytearray] = []
-        left = max_bytes
 
         def inserted(value: dict[str, Any]) -> object:
-            nonlocal left
+            nonlocal max_bytes
             if "error" in value:
                 return self.error(*value["error"]) if value["error"] else NotDone(Fault.TOO_LARGE, _TOO_LARGE)
-            if not 0 <= value["bytes"] <= left:
+            if not 0 <= value["bytes"] <= max_bytes:
                 raise ValueError("an answer that is too long")
-            left -= value["bytes"]
+            max_bytes -= value["bytes"]
             blobs.append(bytearray(value["bytes"]))
             return blobs[-1]
 

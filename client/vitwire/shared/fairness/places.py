@@ -21,8 +21,7 @@ class Place(Holding):
         self.name = path[1]
         self.cost = cost
         self.is_open = is_open
-        self.granted: asyncio.Future[None]
-        """Of a job that waits."""
+        self.granted: asyncio.Future[None]  # of a job that waits
         self.since: float | None = None
         """When its job began, on the loop's clock: from then on it is timed."""
 
@@ -152,10 +151,12 @@ class Places(Budget):
 
     def _next(self) -> Place | None:
         at = now()
-        if self.used >= self.limit and not any(each.due <= at for each in self._holdings):
+        is_any_due = any(each.due <= at for each in self._holdings)
+        if self.used >= self.limit and not is_any_due:
             return None
-        without_room = set[Hashable]()
-        for place in self._line.heads():
+        all_count = self._long < 0 and not is_any_due
+        without_room = {name for name, has in self._by_caller.items() if all_count and has >= self.share}
+        for place in self._line.heads(frozenset(without_room)):
             self._charge_share(place)
             if place.caller not in without_room and not place.granted.cancelled():
                 if self.make_room(place, 1):
