@@ -64,11 +64,9 @@ class Child:
 
         Raises NotDone, also `wall` seconds after that.
         """
-        link, theirs = socket.socketpair()
-        link.setblocking(False)
         child = None
         try:
-            with theirs:
+            with spawn.connected() as (link, theirs):
                 command = spawn.program(program.module, theirs.fileno(), *program.arguments)
                 descriptors = (theirs.fileno(), *program.descriptors)
                 options = spawn.options(spawn.environment(*program.kept), descriptors) | {"stderr": program.stderr}
@@ -78,7 +76,6 @@ class Child:
         except BaseException as error:
             if child:
                 await child.close()
-            link.close()
             if isinstance(error, OSError):
                 raise NotDone(Fault.LOST, f"its process cannot be started: {error}") from error
             raise
@@ -142,10 +139,12 @@ class Child:
         blobs: list[bytearray] = []
 
         def inserted(value: dict[str, Any]) -> object:
+            nonlocal max_bytes
             if "error" in value:
                 return self.error(*value["error"]) if value["error"] else NotDone(Fault.TOO_LARGE, _TOO_LARGE)
-            if not 0 <= value["bytes"] <= max_bytes - sum(map(len, blobs)):
+            if not 0 <= value["bytes"] <= max_bytes:
                 raise ValueError("an answer that is too long")
+            max_bytes -= value["bytes"]
             blobs.append(bytearray(value["bytes"]))
             return blobs[-1]
 

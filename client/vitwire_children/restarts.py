@@ -16,7 +16,7 @@ class Restarts:
     longest: float = 30.0
     failures: int = 0
     well_since: float | None = None
-    """When the child was ready; if nobody notes that, when the last one failed."""
+    """When the child was ready; if nobody notes that, when the last pause ended."""
     _until: float = 0.0
 
     @property
@@ -29,7 +29,6 @@ class Restarts:
         now = time.monotonic()
         is_steady = self.well_since is not None and now - self.well_since >= STEADY_SECONDS
         self.failures = 1 if is_steady else self.failures + 1
-        self.well_since = now
-        pause = min(self.longest, self.first * 2.0 ** (self.failures - 1))
-        self._until = now + pause
+        pause = min(self.longest, self.first * 2.0 ** min(self.failures - 1, 99))
+        self._until = self.well_since = now + pause
         return pause

@@ -7,7 +7,8 @@ import os
 import socket
 import sys
 from asyncio.subprocess import DEVNULL
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from vitwire_children.confine import PARENT
@@ -36,6 +37,17 @@ def is_open(link: socket.socket) -> bool:
         return True
     except OSError:
         return False
+
+
+@contextmanager
+def connected(kind: int = socket.SOCK_STREAM) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Our end of a connection, closed if the block fails, and a child's, closed after the block. Raises OSError."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+    ours.setblocking(False)
+    with theirs, ExitStack() as failed:
+        failed.enter_context(ours)
+        yield ours, theirs
+        failed.pop_all()
 
 
 def options(variables: Mapping[str, str], descriptors: Sequence[int]) -> dict[str, Any]:

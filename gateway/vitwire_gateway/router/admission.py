@@ -12,10 +12,11 @@ from typing import NamedTuple
 from starlette.requests import Request
 
 from vitwire.shared.fairness.budgets import Budget, Holding
+from vitwire.shared.fairness.hosts import host_name
 from vitwire.shared.named_files import naming
 from vitwire_gateway.anthropic.messages import is_anthropic
 from vitwire_gateway.api_errors import ApiError, overloaded
-from vitwire_gateway.callers import Caller, host_name
+from vitwire_gateway.callers import Caller
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.images.image_files import opened_regular
 from vitwire_gateway.metrics import Metrics

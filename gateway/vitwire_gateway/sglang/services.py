@@ -8,7 +8,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn
-from urllib.parse import unquote
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -19,9 +18,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vitwire.shared.fairness.budgets import Budget
+from vitwire.shared.fairness.hosts import host_name, peer_name
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import read_body
-from vitwire_gateway.callers import Caller, host_name
+from vitwire_gateway.callers import Caller
 from vitwire_gateway.gateway_settings import SglangSettings
 from vitwire_gateway.sglang.adapter import Adapter
 from vitwire_gateway.sglang.receiver_requests import Kind, read
@@ -111,7 +111,7 @@ def grpc_server(adapter: Adapter, workers: Workers, settings: SglangSettings, sp
     """A server without ports yet. It gets messages as bytes, as those that take long to read are read in workers."""
 
     async def answered(body: bytes, method: str, kind: Kind, context: Context) -> None:
-        caller = Caller.of(_host(context.peer()))
+        caller = Caller.of(peer_name(context.peer()))
         name = f"{_SERVICE}/{method}"
         code = grpc.StatusCode.INTERNAL
         with request_span(spans, name, _headers(context), {"rpc.system.name": "grpc", "rpc.method": name}) as ending:
@@ -187,9 +187,3 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generate
 
 def _headers(context: Context) -> dict[str, str]:
     return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-
-
-def _host(peer: str) -> str:
-    """The caller's name; peers are `ipv4:10.0.0.1:5000`, `ipv6:%5Bfd00::1%5D:5000` or `unix:...`."""
-    kind, _, address = unquote(peer).partition(":")
-    return host_name(address.rpartition(":")[0].strip("[]")) if kind in ("ipv4", "ipv6") else kind

@@ -12,7 +12,7 @@ from selectors import EVENT_READ, DefaultSelector
 from socket import send_fds
 from weakref import finalize
 
-from msgspec import DecodeError, msgpack
+from msgspec import msgpack
 
 from vitwire.shared.agents import AgentError
 from vitwire_children import spawn
@@ -82,7 +82,7 @@ class Sender:
                     if not raw:
                         return None
                     messages.append(FROM_SENDER.decode(raw))
-                except (ConnectionError, DecodeError):
+                except (ConnectionError, ValueError, RecursionError):  # the latter two from decoding
                     return None
         self.heard = time.monotonic()
         return messages
@@ -211,16 +211,13 @@ class Senders:
     def _fork(self) -> None:
         """Start a sender. Raises AgentError."""
         link = self._factory()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
         self._started += 1
         try:
-            with theirs:
+            with spawn.connected(socket.SOCK_SEQPACKET) as (ours, theirs):
                 sender = Sender(self._started, ours, Staging(self._staging_bytes))
                 fork = msgpack.encode(Fork(sender.number))
                 send_fds(link, [fork], [theirs.fileno(), sender.staging.descriptor])
         except OSError as error:
-            ours.close()
             self._end_factory()
             raise AgentError(f"a sender cannot be started: {error}") from error
         sender.send(Setup(self._staging_bytes, self._outbox))
@@ -232,15 +229,12 @@ class Senders:
         if self._link and self.is_running:
             return self._link
         self._end_factory()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
         try:
-            with theirs:
+            with spawn.connected(socket.SOCK_SEQPACKET) as (ours, theirs):
                 options = spawn.options(spawn.environment(*_KEPT_VARIABLES) | _SET_VARIABLES, [theirs.fileno()])
                 command = spawn.program("vitwire_server.delivery.factory", theirs.fileno())
                 self._process = subprocess.Popen(command, **options)  # noqa: S603 - this package
         except (OSError, subprocess.SubprocessError) as error:
-            ours.close()
             raise AgentError(f"the sender cannot be started: {error}") from error
         self._link = ours
         return ours

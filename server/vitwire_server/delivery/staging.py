@@ -3,6 +3,7 @@
 import fcntl
 import mmap
 import os
+from weakref import finalize
 
 import numpy as np
 
@@ -16,14 +17,12 @@ class Staging:
     def __init__(self, nbytes: int) -> None:
         """Raises OSError."""
         self.descriptor = os.memfd_create("vitwire-delivery", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.descriptor, nbytes)
-            # A sender that was taken over cannot make writes of the server fail.
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            self._map = mmap.mmap(self.descriptor, nbytes)
-        except OSError:
-            self.close()
-            raise
+        self.close = finalize(self, os.close, self.descriptor)
+        """Closes the file; the memory is freed once the sender has ended."""
+        os.ftruncate(self.descriptor, nbytes)
+        # A sender that was taken over cannot make writes of the server fail.
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        self._map = mmap.mmap(self.descriptor, nbytes)
         self._bytes = np.frombuffer(self._map, np.uint8)
         self._regions = Regions(nbytes)
 
@@ -37,10 +36,6 @@ class Staging:
     def give_back(self, region: Region) -> None:
         """The copy is not read any more."""
         self._regions.give_back(region)
-
-    def close(self) -> None:
-        """Close the file; the memory is freed once the sender has ended."""
-        os.close(self.descriptor)
 
 
 def _view(rows: Rows) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import grpc
 
+from vitwire.shared.fairness.hosts import peer_name
 from vitwire.shared.named_files import naming
 from vitwire_server.core.files import read_regular
 from vitwire_server.rpc.grpc_types import Context, Continuation, RpcHandler
@@ -202,7 +203,7 @@ class Caller(NamedTuple):
 
 def caller_of(context: Context) -> Caller:
     peer = context.peer() or ""  # `ipv4:10.0.0.1:5000`, `ipv6:%5B::1%5D:5000` or `unix:`
-    return Caller(principal(context) or peer.rpartition(":")[0], peer)
+    return Caller(principal(context) or peer_name(peer), peer)
 
 
 class TokenAuth(grpc.aio.ServerInterceptor):

@@ -315,3 +315,65 @@ async def test_places_of_one_caller_go_to_all_of_its_requests() -> None:
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
+
+
+# -- places that others may take -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_no_place_is_lost_or_given_twice(seed: int) -> None:
+    """Jobs that wait for a time, are cancelled, lose their places, and end: no caller has more than its share."""
+    chance = random.Random(seed)
+    most, long = chance.randint(1, 8), chance.choice([-1, 1000])
+    places = Places(most, long=long, grace=chance.choice([0.0, 0.002, 60.0]))
+
+    async def job() -> None:
+        to = chance.choice([0, 1]), chance.choice("abc"), chance.choice("xy"), chance.randrange(3)
+        wait = chance.choice([None, 0.0, 0.001, 0.02])
+        place = await places.acquire(to, chance.choice([1, 5000]), is_open=chance.random() < 0.1, wait=wait)
+        try:
+            place.begin()
+            async with asyncio.timeout(0.0 if place.is_lost else None) as place.limit:
+                for _ in range(chance.randrange(3)):
+                    held = [each for each in places._holdings if each.held]
+                    assert len(held) == places.used <= most
+                    callers = [each.caller for each in held if each.caller]
+                    assert all(callers.count(each) <= places.share for each in callers)
+                    await asyncio.sleep(chance.choice([0.0, 0.001]))
+        finally:
+            places.give_back(place)
+
+    jobs = list[asyncio.Task[None]]()
+    for _ in range(150):
+        jobs.append(asyncio.create_task(job()))
+        if chance.random() < 0.3:
+            chance.choice(jobs).cancel()
+        if chance.random() < 0.3:
+            await asyncio.sleep(chance.choice([0.0, 0.001]))
+    async with asyncio.timeout(20):
+        for ended in await asyncio.gather(*jobs, return_exceptions=True):
+            assert ended is None or isinstance(ended, asyncio.CancelledError | TimeoutError)
+    assert (places.used, places._holdings, places._by_caller) == (0, set(), {})
+    assert (places._paces, places._uncontested) == ({}, set())
+    assert not any(level.inner or level.costs or level.backlog for level in places._line._levels)
+
+
+async def test_connections_of_a_caller_over_its_share_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 1,000 of them each message took 10 ms, and others waited too."""
+    places, searched = Places(4), 0
+    held = [await places.acquire((0, "many", number)) for number in range(3)]
+    waiting = [asyncio.create_task(places.acquire((0, "many", number))) for number in range(3, 103)]
+    await settled()
+    charge = Places._charge_share
+
+    def counted(self: Places, place: Place) -> None:
+        nonlocal searched
+        searched += 1
+        charge(self, place)
+
+    monkeypatch.setattr(Places, "_charge_share", counted)
+    places.give_back(held.pop())
+    assert (places.waiting, searched) == (99, 1)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)

@@ -9,8 +9,9 @@ from functools import partial
 
 import pytest
 
+from vitwire.shared.fairness.hosts import host_name
 from vitwire_gateway.api_errors import ApiError
-from vitwire_gateway.callers import Caller, host_name
+from vitwire_gateway.callers import Caller
 from vitwire_gateway.openai import chat
 from vitwire_gateway.requests.image_sources import Limits
 from vitwire_gateway.requests.request_reading import CutRequest, RequestForm, cut_request, read

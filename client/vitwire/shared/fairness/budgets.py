@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Hashable
 from contextlib import asynccontextmanager
 
@@ -88,7 +87,7 @@ class Budget:
         self.refusal = refusal
         self.limit = limit
         self.share = share_of(limit) if share is None else share
-        self._by_caller: Counter[Hashable] = Counter()
+        self._by_caller: dict[Hashable, int] = {}
         self._holdings: set[Holding] = set()
 
     @asynccontextmanager
@@ -106,7 +105,7 @@ class Budget:
 
     def check(self, caller: str) -> None:
         """Raises the refusal if this caller gets no more, unless others lose theirs."""
-        if self.used >= self.limit or self._by_caller[caller] >= self.share:
+        if self.used >= self.limit or self._by_caller.get(caller, 0) >= self.share:
             raise self.refusal()
 
     def make_room(self, holding: Holding, amount: int) -> bool:
@@ -115,7 +114,7 @@ class Budget:
         A request alone of its caller may exceed the caller's share.
         """
         while not holding.is_lost:
-            has, caller = self._by_caller[holding.caller], holding.caller
+            has, caller = self._by_caller.get(holding.caller, 0), holding.caller
             is_over = caller is not None and has > holding.held and has + amount > self.share
             if not is_over and self.used + amount <= self.limit:
                 return True
@@ -129,9 +128,10 @@ class Budget:
         """Count what a holding took, or gave if negative."""
         holding.held += amount
         self.used += amount
-        self._by_caller[holding.caller] += amount
-        if not self._by_caller[holding.caller]:
-            del self._by_caller[holding.caller]
+        if has := self._by_caller.get(holding.caller, 0) + amount:
+            self._by_caller[holding.caller] = has
+        else:
+            self._by_caller.pop(holding.caller, None)
 
     def drain(self) -> None:
         """From now on, blocks in which something may be lost end when they are due."""

@@ -21,7 +21,7 @@ class Place(Holding):
         self.name = path[1]
         self.cost = cost
         self.is_open = is_open
-        self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.granted: asyncio.Future[None]  # of a job that waits
         self.since: float | None = None
         """When its job began, on the loop's clock: from then on it is timed."""
 
@@ -59,6 +59,8 @@ class Places(Budget):
         self._line = Shares[Place](_QUANTUM)
         self._paces: dict[Hashable, float] = {}
         """Measured over predicted time of a caller's last jobs, at least 1: jobs may cost more than was predicted."""
+        self._uncontested = set[Place]()
+        """Places that were given since nothing waited: their flows are not in the line yet."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -85,7 +87,12 @@ class Places(Budget):
         self._charge_share(place)
         if not self._line and self.make_room(place, 1):
             self._hold(place)
+            self._uncontested.add(place)
             return place
+        for each in self._uncontested:
+            self._line.begin(each.path)
+        self._uncontested.clear()
+        place.granted = asyncio.get_running_loop().create_future()
         self._line.push(path, place, cost)
         self._changed()
         self._grant_if_possible(place)
@@ -110,8 +117,12 @@ class Places(Budget):
         took = 0
         if place.since is not None:
             took = round((now() - place.since) * 1e6)
-            self._paces[place.name] = max(1.0, (self._pace(place) + took / place.cost) / 2)
-        self._line.end(place.path, max(0, took - place.cost))
+            if self._long >= 0:
+                self._paces[place.name] = max(1.0, (self._pace(place) + took / place.cost) / 2)
+        if place in self._uncontested:
+            self._uncontested.discard(place)
+        else:
+            self._line.end(place.path, max(0, took - place.cost))
         self._forget_idle(place.name)
         if self._line:
             self._grant()
@@ -120,7 +131,6 @@ class Places(Budget):
         place.due = now() + self._grace
         self._holdings.add(place)
         self.count(place, 1)
-        self._line.begin(place.path)
 
     def _grant_if_possible(self, place: Place | None) -> None:
         """Only this job can be new to the choice: floods are not searched for each of their jobs."""
@@ -133,6 +143,7 @@ class Places(Budget):
     def _grant(self) -> None:
         while self._line and (place := self._next()):
             self._hold(place)
+            self._line.begin(place.path)
             self._line.take([(place.path, place)])
             self._changed()
             place.granted.set_result(None)
@@ -140,10 +151,12 @@ class Places(Budget):
 
     def _next(self) -> Place | None:
         at = now()
-        if self.used >= self.limit and not any(each.due <= at for each in self._holdings):
+        is_any_due = any(each.due <= at for each in self._holdings)
+        if self.used >= self.limit and not is_any_due:
             return None
-        without_room = set[Hashable]()
-        for place in self._line.heads():
+        all_count = self._long < 0 and not is_any_due
+        without_room = {name for name, has in self._by_caller.items() if all_count and has >= self.share}
+        for place in self._line.heads(frozenset(without_room)):
             self._charge_share(place)
             if place.caller not in without_room and not place.granted.cancelled():
                 if self.make_room(place, 1):
@@ -160,8 +173,9 @@ class Places(Budget):
         return self._paces.get(place.name, 1.0)
 
     def _forget_idle(self, name: Hashable) -> None:
-        if not self._line.has_flow(name):
-            self._paces.pop(name, None)
+        is_idle = name in self._paces and not self._line.has_flow(name)
+        if is_idle and not any(each.name == name for each in self._uncontested):
+            del self._paces[name]
 
     def _watch(self) -> None:
         """Look again when the next place may be lost to those that wait."""

@@ -5,7 +5,7 @@ Flows take turns; a turn is worth a quantum, in the unit of the costs, and what 
 flow can be in debt: its next turns pay it off, and flows that arrive meanwhile go first.
 """
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import chain, count, islice, pairwise
@@ -76,14 +76,14 @@ class Shares(Generic[E]):
 
     def order(self, limit: int) -> list[E]:
         """Up to `limit` elements in the order they should run, by their outermost flows; changes nothing."""
-        first, last = (self._ordered(level) for level in self._levels)
+        first, last = (self._ordered(level) if level.costs else iter(()) for level in self._levels)
         leader = islice(last, int(self._is_overdue))
         return list(islice(chain(leader, first, last), limit))
 
-    def heads(self) -> Iterator[E]:
-        """The first element of each innermost flow, in the order in which they should run; changes nothing."""
+    def heads(self, skipped: Container[Hashable] = ()) -> Iterator[E]:
+        """The first element of each innermost flow, in the order in which they should run; skips outermost flows."""
         for level in reversed(self._levels) if self._is_overdue else self._levels:
-            yield from self._heads(level)
+            yield from self._heads(level, skipped)
 
     def first(self, path: Path) -> E | None:
         """The first element of an innermost flow."""
@@ -153,9 +153,8 @@ class Shares(Generic[E]):
 
     def _flows(self, path: Path, *, new: bool = False) -> list[_Flow[E]]:
         """The level and the flows of a path, each of which contains the next; `new`: also those that do not exist."""
-        priority, *names = path
-        flows = [container := self._levels[priority]]
-        for name in names:
+        flows = [container := self._levels[path[0]]]
+        for name in path[1:]:
             flow = container.inner.get(name)
             if flow is None:
                 if not new:
@@ -172,18 +171,18 @@ class Shares(Generic[E]):
 
     def _forget_idle(self, flows: list[_Flow[E]]) -> None:
         for container, flow in pairwise(flows):
-            if not flow.costs and not flow.running:
+            if not (flow.costs or flow.running):
                 del container.inner[flow.name]
                 break
 
     def _ordered(self, container: _Flow[E]) -> Iterator[E]:
-        visits = (self._visits(container.credit, flow) for flow in container.inner.values())
-        return map(itemgetter(-1), merge(*visits, key=itemgetter(0, 1, 2)))
+        visits = (self._visits(container.credit, flow) for flow in container.inner.values() if flow.costs)
+        return map(itemgetter(-1), merge(*visits))  # no two flows have a turn in common
 
-    def _heads(self, container: _Flow[E]) -> Iterator[E]:
+    def _heads(self, container: _Flow[E], skipped: Container[Hashable] = ()) -> Iterator[E]:
         if not container.inner:
             yield from islice(container.costs, 1)
-        waiting = [flow for flow in container.inner.values() if flow.costs]
+        waiting = [flow for flow in container.inner.values() if flow.costs and flow.name not in skipped]
         for flow in sorted(waiting, key=lambda each: next(self._visits(container.credit, each))[:-1]):
             yield from self._heads(flow)
 

@@ -101,3 +101,13 @@ async def test_a_message_that_does_not_come_ends_after_the_stall_seconds() -> No
     with pytest.raises(DeadlineExceeded, match="did not arrive within"):
         await reading(slots, "unix:")
     assert slots.slots.used == 0
+
+
+async def test_addresses_of_one_network_are_one_caller() -> None:
+    """An IPv6 host chooses among 2⁶⁴ of them, and each had a share."""
+    slots = ReceiveSlots(max_message_bytes=1, max_bytes=4, stall_seconds=LONG)
+    silent = [reading(slots, f"ipv6:%5B2001:db8:1:2::{host:x}%5D:5000") for host in range(1, 9)]
+    await asyncio.sleep(0)
+    assert slots.slots.used == 3
+    assert await reading(slots, "ipv6:%5B2001:db8:1:3::1%5D:5000", b"hello") == b"hello"
+    await cancel(*silent)
