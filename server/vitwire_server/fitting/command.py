@@ -89,19 +89,13 @@ def _show(sizes: Sequence[int], score: Score, reference: Score, depth: int) -> N
         table.add_row(str(size), f"{count / max(1, items):.1%}", f"{padded / score.computed:.2%}")
     console = Console(width=100)
     console.print(table)
-    verdict = Table(
-        "packing", "padding", "launches", "eager", "host seconds of eager", "predicted seconds", "under load"
-    )
-    eager = Table("packing", "reason for eager", "launches", "items", "tokens", "host seconds")
+    verdict = Table("packing", "padding", "launches", "eager, by reason", "predicted seconds", "under load")
     for name, each in (("this ladder and planner", score), ("ascending on powers of two", reference)):
-        counts = (str(each.launches), str(each.eager), f"{each.host_seconds:.2f}")
-        verdict.add_row(name, f"{each.padding:.2%}", *counts, f"{each.seconds:.2f}", f"{each.load.end:.2f}")
-        for reason, own in each.fallbacks.items():
-            numbers = (str(own.launches), str(own.items), str(own.tokens), f"{own.host_seconds:.2f}")
-            eager.add_row(name, reason, *numbers)
+        eager = ", ".join(f"{reason} {launches}" for reason, launches in each.fallbacks.items())
+        verdict.add_row(
+            name, f"{each.padding:.2%}", str(each.launches), eager, f"{each.seconds:.2f}", f"{each.load.end:.2f}"
+        )
     console.print(verdict)
-    if eager.row_count:
-        console.print(eager)
 
 
 def _plot(path: Path, tokens: Sequence[int], sizes: Sequence[int]) -> None:

@@ -5,8 +5,9 @@ items sorted by output tokens, packed greedily up to the largest budget and the 
 replayed on the smallest budget that fits; items larger than every budget run eagerly, alone.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from vitwire_server.core.budgets import Budget, Ladder
@@ -14,20 +15,6 @@ from vitwire_server.core.costs import ASSUMED, Timeline, Work
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.items import total
 from vitwire_server.core.plans import Batch, Fallback, Plan
-
-
-@dataclass(slots=True)
-class Eager:
-    """Eager launches for one reason."""
-
-    launches: int = 0
-    items: int = 0
-    tokens: int = 0
-
-    @property
-    def host_seconds(self) -> float:
-        """Seconds that they block the host."""
-        return self.launches * ASSUMED.eager_host
 
 
 @dataclass(slots=True)
@@ -43,7 +30,7 @@ class Score:
     """The same if queues follow one another without a pause."""
     per_budget: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Items and padded tokens by budget."""
-    fallbacks: dict[Fallback, Eager] = field(default_factory=dict)
+    fallbacks: Counter[Fallback] = field(default_factory=Counter)
     """Eager launches by reason."""
 
     @property
@@ -51,30 +38,15 @@ class Score:
         """Share of padding among computed tokens."""
         return 1 - self.real / self.computed if self.computed else 0.0
 
-    @property
-    def eager(self) -> int:
-        """Eager launches."""
-        return sum(eager.launches for eager in self.fallbacks.values())
-
-    @property
-    def host_seconds(self) -> float:
-        """Seconds that eager launches block the host."""
-        return sum(eager.host_seconds for eager in self.fallbacks.values())
-
     def document(self) -> dict[str, Any]:
         """The results for the JSON document."""
-        eager = {
-            str(reason): {**asdict(each), "host_seconds": round(each.host_seconds, 6)}
-            for reason, each in self.fallbacks.items()
-        }
         return {
             "padding": round(self.padding, 6),
             "launches": self.launches,
-            "eager": self.eager,
-            "eager_host_seconds": round(self.host_seconds, 6),
+            "eager": self.fallbacks.total(),
             "seconds": round(self.seconds, 6),
             "seconds_under_load": round(self.load.end, 6),
-            "eager_launches": eager,
+            "eager_launches": {str(reason): launches for reason, launches in self.fallbacks.items()},
         }
 
     def add(self, plan: Plan, footprints: Sequence[Footprint]) -> None:
@@ -91,10 +63,7 @@ class Score:
                 items, padded = self.per_budget.get(size, (0, 0))
                 self.per_budget[size] = (items + len(batch.items), padded + size - tokens)
             elif batch.fallback:
-                eager = self.fallbacks.setdefault(batch.fallback, Eager())
-                eager.launches += 1
-                eager.items += len(batch.items)
-                eager.tokens += tokens
+                self.fallbacks[batch.fallback] += 1
         self.seconds += alone.end
 
     def add_under_load(self, plan: Plan, footprints: Sequence[Footprint]) -> None:

@@ -18,7 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encode
 
 from vitwire_server.core.health import Health
 from vitwire_server.observe.page import page, policy
-from vitwire_server.observe.readings import History, Readings
+from vitwire_server.observe.readings import Readings
 
 _SECONDS = 10.0
 """Time after which a connection is closed, whatever its state."""
@@ -39,9 +39,9 @@ Routes = Mapping[str, Callable[[str], Response]]
 """Handlers by path; the argument is the Accept header."""
 
 
-def _routes(registry: CollectorRegistry, history: History, health: Health) -> Routes:
+def _routes(registry: CollectorRegistry, health: Health) -> Routes:
     return {
-        "/": lambda _: _document(page(Readings(registry), history.points, health)),
+        "/": lambda _: _document(page(Readings(registry), health)),
         "/metrics": lambda accept: Response(HTTPStatus.OK, *_exposition(registry, accept)),
         "/healthz": lambda _: _probe(health.is_ready, "not ready"),
         "/livez": lambda _: _probe(health.is_alive, "not alive"),
@@ -147,8 +147,7 @@ class MetricsServer:
 
         A connection beyond `max_connections` closes the oldest one, so that probes always get through.
         """
-        self._history = History(registry)
-        self._routes = _routes(registry, self._history, health)
+        self._routes = _routes(registry, health)
         is_v6 = ":" in host
         try:
             self._socket = socket.create_server(
@@ -189,9 +188,7 @@ class MetricsServer:
             lambda: _Connection(self._routes, opened, most), sock=self._socket, backlog=burst
         )
         self._socket.listen(socket.SOMAXCONN)  # asyncio set a queue of `burst`
-        history = asyncio.create_task(self._history.take())
         await self._stopping.wait()
-        history.cancel()
         server.close()
         for transport in opened.values():
             transport.abort()

@@ -5,7 +5,7 @@ It works without JavaScript; with it, the page refreshes itself every two second
 
 import hashlib
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -14,10 +14,12 @@ from time import gmtime, strftime
 
 from vitwire_server.core.health import Health
 from vitwire_server.core.models import Place
-from vitwire_server.observe.charts import Line, bar, line_chart
-from vitwire_server.observe.readings import EVERY_SECONDS, KEPT_SECONDS, Point, Readings
+from vitwire_server.observe.readings import Readings
 
 _KIB = 1024.0
+_BAR_WIDTH, _BAR_HEIGHT = 240, 14
+_METHODS = ("Encode", "EncodeStream")
+"""RPCs with items, whose latency is shown."""
 
 
 @cache
@@ -34,13 +36,12 @@ def policy() -> str:
     return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
-def page(readings: Readings, points: Sequence[Point], health: Health) -> str:
+def page(readings: Readings, health: Health) -> str:
     model = next(iter(readings.labels("vitwire_model_info")), {})
     name = escape(model.get("model", "no model yet"))
     body = [
         _header(name, model, readings, health),
         '<div class="cards">',
-        *_charts(points),
         _ladder(readings),
         _counts("Fallbacks", "Items that ran eagerly, by reason", _fallbacks(readings)),
         _counts("Rejected", "Requests and items that were rejected or failed, by reason", _rejected(readings)),
@@ -52,9 +53,7 @@ def page(readings: Readings, points: Sequence[Point], health: Health) -> str:
         "</div>",
     ]
     style, script = _asset("page.css"), _asset("page.js")
-    return Template(_asset("page.html")).substitute(
-        name=name, style=style, script=script, body="".join(body), every=f"{EVERY_SECONDS:g}"
-    )
+    return Template(_asset("page.html")).substitute(name=name, style=style, script=script, body="".join(body))
 
 
 def _header(name: str, model: Mapping[str, str], readings: Readings, health: Health) -> str:
@@ -66,29 +65,6 @@ def _header(name: str, model: Mapping[str, str], readings: Readings, health: Hea
         f'<header><h1>{name}</h1><div class="state {state}">{state}{reason}</div></header>'
         f"<p>{kind}, as of <time>{at} UTC</time></p>"
     )
-
-
-def _charts(points: Sequence[Point]) -> list[str]:
-    times = [each.time for each in points]
-    queued = [Line("waiting", "first", [each.queued for each in points])]
-    requests = [Line("requests", "first", [each.requests for each in points])]
-    latency = [
-        Line("median", "first", [_milliseconds(each.median) for each in points]),
-        Line("p95", "second", [_milliseconds(each.p95) for each in points]),
-    ]
-    return [
-        _section("Queue, items", line_chart("Items in the queue", "", times, KEPT_SECONDS, queued)),
-        _section("Requests per second", line_chart("Requests per second", "", times, KEPT_SECONDS, requests)),
-        _section(
-            "Latency, ms",
-            f"<p>{_key('first', 'median')} {_key('second', 'p95')}</p>"
-            + line_chart("Latency of requests", "ms", times, KEPT_SECONDS, latency),
-        ),
-    ]
-
-
-def _milliseconds(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1e3
 
 
 def _key(style: str, name: str) -> str:
@@ -111,7 +87,7 @@ def _ladder(readings: Readings) -> str:
         cells = (_count(hits.get(budget, 0.0)), _count(replays[budget]), _share(unused, used + unused))
         figures = "".join(f"<td>{cell}</td>" for cell in (*cells, escape(attention.get(budget, ""))))
         rows.append(
-            f'<tr><th scope="row">{escape(budget)}</th>{figures}<td class="bars">{bar(used, unused, most)}</td></tr>'
+            f'<tr><th scope="row">{escape(budget)}</th>{figures}<td class="bars">{_bar(used, unused, most)}</td></tr>'
         )
     if not rows:
         return _section("Ladder", "<p>No budget has a graph: everything runs eagerly.</p>", wide=True)
@@ -124,6 +100,18 @@ def _ladder(readings: Readings) -> str:
         f'<thead><tr>{head}<th scope="col" class="bars">{keys}</th></tr></thead><tbody>{"".join(rows)}</tbody></table>'
     )
     return _section("Ladder", table + _refits(readings), wide=True)
+
+
+def _bar(first: float, second: float, most: float) -> str:
+    """A bar of two parts; its length is their sum relative to `most`."""
+    scale = _BAR_WIDTH / most if most else 0.0
+    width, rest = first * scale, second * scale
+    return (
+        f'<svg class="bar" viewBox="0 0 {_BAR_WIDTH} {_BAR_HEIGHT}" preserveAspectRatio="none" aria-hidden="true">'
+        f'<rect class="ground" width="{_BAR_WIDTH}" height="{_BAR_HEIGHT}"/>'
+        f'<rect class="real" width="{width:.2f}" height="{_BAR_HEIGHT}"/>'
+        f'<rect class="padding" x="{width:.2f}" width="{rest:.2f}" height="{_BAR_HEIGHT}"/></svg>'
+    )
 
 
 def _refits(readings: Readings) -> str:
@@ -200,7 +188,19 @@ def _served(readings: Readings) -> dict[str, str]:
         "admitted bytes": f"{_bytes(held)} of {_bytes(readings.total('vitwire_queue_limit_bytes'))}",
         "received": _bytes(readings.total("vitwire_received_bytes_total")),
         "delivered": _bytes(readings.total("vitwire_delivered_bytes_total")),
+        **_medians(readings),
     }
+
+
+def _medians(readings: Readings) -> dict[str, str]:
+    """The upper bound of the histogram's bucket that holds the median, for each RPC that was called."""
+    medians = {}
+    for method in _METHODS:
+        counts = readings.by("vitwire_request_seconds_bucket", "le", method=method)
+        if half := counts.get("+Inf", 0.0) / 2:
+            bound = min(float(le) for le, count in counts.items() if count >= half)
+            medians[f"median of {method} since the start"] = f"up to {1e3 * bound:g} ms"
+    return medians
 
 
 def _prepared(readings: Readings) -> list[str]:

@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -17,13 +16,12 @@ from vitwire_server.core.models import NotOnDevice, Place, Preparation
 from vitwire_server.core.plans import Fallback
 from vitwire_server.core.reports import BatchReport, Outcome, Waiting
 from vitwire_server.core.runner import Timings
-from vitwire_server.observe.charts import Line, bar, line_chart, nice
 from vitwire_server.observe.metrics import Metrics
 from vitwire_server.observe.page import page, policy
-from vitwire_server.observe.readings import Point, Readings, point, quantile
+from vitwire_server.observe.readings import Readings
 
 HOSTILE = "<script>alert('x')</script>&\"</title>"
-VOID = {"meta", "input", "line", "rect", "polyline"}
+VOID = {"meta", "input", "rect"}
 
 
 class Document(HTMLParser):
@@ -64,7 +62,7 @@ def metrics() -> Metrics:
     short = replace(large, max_segment_patches=256)
     made.ladder.in_use((small, short, large))
     made.model.attends({small: "triton", short: "triton", large: "fa4"})
-    ran: Sequence[tuple[Modality, Outcome]] = [(Modality.IMAGE, EncodeFailed("x"))] * 3
+    ran: list[tuple[Modality, Outcome]] = [(Modality.IMAGE, EncodeFailed("x"))] * 3
     made.engine.batch_ran(BatchReport(ran, 1, small, None, 48, Timings(0.1, 0.2, 0.3)))
     made.engine.batch_ran(BatchReport(ran, 1, None, Fallback.OVERSIZE, 5000, Timings(0.1, 0.2, 0.3)))
     made.engine.watch_queue(lambda: Waiting(7, 3 << 20, 70, 0.5))
@@ -83,8 +81,8 @@ def serving() -> Health:
     return health
 
 
-def render(metrics: Metrics, health: Health | None = None, points: Sequence[Point] = ()) -> str:
-    return page(Readings(metrics.registry), points, health or serving())
+def render(metrics: Metrics, health: Health | None = None) -> str:
+    return page(Readings(metrics.registry), health or serving())
 
 
 def test_tables_hold_the_figures(metrics: Metrics) -> None:
@@ -92,6 +90,7 @@ def test_tables_hold_the_figures(metrics: Metrics) -> None:
     assert ["64", "3", "1", "25.0%", "triton", ""] in rows
     assert ["1024", "0", "0", "\u2013", "triton up to 256 patches, fa4", ""] in rows
     assert ["oversize", "3"] in rows
+    assert ["requests", "0"] in rows
     assert ["waiting", "7 items"] in rows
     assert ["waiting bytes", "3 MiB"] in rows
     assert ["admitted", "9 of 4,096 items"] in rows
@@ -185,48 +184,23 @@ def test_several_processes_are_listed_and_one_is_not() -> None:
     assert re.search(r"<dt>rpc-0</dt><dd>.*, 1 restarts</dd>", text)
 
 
-def test_a_quantile_is_where_prometheus_would_put_it() -> None:
-    counts = {0.1: 5.0, 0.2: 10.0, float("inf"): 10.0}
-    assert quantile(counts, 0.5) == pytest.approx(0.1)
-    assert quantile(counts, 0.75) == pytest.approx(0.15)
-    assert quantile({0.1: 0.0, float("inf"): 4.0}, 0.5) == 0.1, "the last finite bound"
-    assert quantile({0.1: 0.0, float("inf"): 0.0}, 0.5) is None
-    assert quantile({}, 0.5) is None
-
-
-def test_a_point_is_what_happened_in_between() -> None:
+def test_a_median_is_that_of_the_methods_with_items() -> None:
     metrics = Metrics()
-    metrics.rpc.request_seconds.labels("Encode").observe(20)
-    before = Readings(metrics.registry)
-    before.time -= 2
-    for method in ("Encode", "EncodeStream"):
-        metrics.rpc.request_seconds.labels(method).observe(0.07)
+    assert "median of" not in render(metrics, Health()), "nothing was called"
+    for seconds in (0.07, 0.07, 20):
+        metrics.rpc.request_seconds.labels("Encode").observe(seconds)
+    metrics.rpc.request_seconds.labels("EncodeStream").observe(1e6)
     metrics.rpc.request_seconds.labels("GetModel").observe(9)
-    metrics.engine.watch_queue(lambda: Waiting(3, 1, 3, 0.1))
-    found = point(before, Readings(metrics.registry))
-    assert (found.queued, found.requests) == (3, pytest.approx(1, rel=0.1))
-    assert found.median == pytest.approx(0.0625)
-    assert found.p95 == pytest.approx(0.07375)
-    quiet = point(before, before)
-    assert (quiet.requests, quiet.median) == (0, None)
+    rows = Document(render(metrics, Health())).rows
+    assert ["median of Encode since the start", "up to 75 ms"] in rows
+    assert ["median of EncodeStream since the start", "up to inf ms"] in rows
+    assert not [row for row in rows if "GetModel" in row[0]]
 
 
-@pytest.mark.parametrize(
-    ("value", "top"), [(0, 1), (0.03, 0.05), (1, 1), (1.2, 2), (4, 5), (7, 10), (10, 10), (101, 200)]
-)
-def test_axes_end_at_round_numbers(value: float, top: float) -> None:
-    assert nice(value) == pytest.approx(top)
-
-
-def test_lines_break_where_nothing_is_known() -> None:
-    chart = line_chart("t", "ms", [0.0, 2.0, 4.0, 6.0], 60.0, [Line("<a>", "first", [1.0, None, 3.0, 2.0])])
-    assert chart.count("<polyline") == 2
-    assert 'aria-label="t, now: &lt;a&gt; 2 ms"' in chart
-    assert "<polyline" not in line_chart("t", "", [], 60.0, [Line("a", "first", [])])
-
-
-def test_a_bar_is_as_long_as_its_share() -> None:
-    widths = [float(each) for each in re.findall(r'width="([\d.]+)"', bar(30, 10, 80))]
-    ground, real, padding = widths
-    assert (real / ground, padding / ground) == (30 / 80, 10 / 80)
-    assert 'class="real" width="0.00"' in bar(0, 0, 0)
+def test_a_bar_is_as_long_as_its_share(metrics: Metrics) -> None:
+    bars = re.findall(r'<svg class="bar".*?</svg>', render(metrics))
+    (ground, real, padding), (_, unused_real, unused_padding) = (
+        [float(each) for each in re.findall(r' width="([\d.]+)"', bar)] for bar in bars
+    )
+    assert (real / ground, padding / ground) == (48 / 64, 16 / 64)
+    assert (unused_real, unused_padding) == (0, 0)
