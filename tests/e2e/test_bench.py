@@ -41,7 +41,7 @@ def document(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 def test_a_recorded_load_is_replayed(server: ServerProcess, trace: Path, tmp_path: Path) -> None:
     page = f"127.0.0.1:{server.metrics_port}"
     mix = ("--size", "112x112:3", "--size", "56x168:1", "--metrics", page)
-    first = document(bench(server, *mix, "--rate", 40, "--requests", 60))
+    first = document(bench(server, *mix, "--rate", 40, "--requests", 60, "--plot", tmp_path / "plot.png"))
     assert (first["requests"], first["errors"], first["arrivals"]) == (60, {}, "poisson")
     assert first["seconds"] > 0.7, "60 requests at 40 per second take 1.5 s on average"
     usage = first["server"]
@@ -99,13 +99,15 @@ def test_a_generator_without_free_threads_counts_what_it_could_not_send(server: 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
-def test_the_capacity_is_found_and_confirmed(server: ServerProcess) -> None:
+def test_the_capacity_is_found_and_confirmed(server: ServerProcess, tmp_path: Path) -> None:
     """The aim is generous: ten times the slowest request of a server that has nothing else to do."""
-    page = f"http://127.0.0.1:{server.metrics_port}/metrics"
+    page, plot = f"http://127.0.0.1:{server.metrics_port}/metrics", tmp_path / "trials.svg"
     size = ("--size", "56x56", "--timeout", 30, "--metrics", page)
     alone = document(bench(server, *size, "--requests", 30, "--concurrency", 1))
     aim = min(1000, max(250, round(10 * alone["latency_ms"]["max"])))
-    done = bench(server, *size, "--find-capacity", "--p99-ms", aim, "--seconds", 0.2, "--for-rate", 1000)
+    done = bench(
+        server, *size, "--find-capacity", "--p99-ms", aim, "--seconds", 0.2, "--for-rate", 1000, "--plot", plot
+    )
     found = document(done)
     trials, capacity = found["trials"], found["capacity"]
     assert capacity is not None, done.stderr
@@ -118,3 +120,4 @@ def test_the_capacity_is_found_and_confirmed(server: ServerProcess) -> None:
     assert capacity < lowest["rate"] <= capacity * 1.0501, "known within 5 %"
     assert found["limited_by"] in [each["limited_by"] for each in failed if each["rate"] == lowest["rate"]]
     assert 1000 <= found["replicas"] * capacity * 0.7 < 1000 + capacity
+    assert plot.read_text().startswith("<?xml")

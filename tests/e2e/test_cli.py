@@ -124,11 +124,13 @@ def test_an_item_that_the_service_finds_invalid_fails_alone(server: ServerProces
     assert isinstance(results[1], InvalidItem)
 
 
-def test_bench(server: ServerProcess) -> None:
+def test_bench_with_a_plot(server: ServerProcess, tmp_path: Path) -> None:
+    plot = tmp_path / "latency.svg"
     sizes = ("--size", "56x56", "--size", "112x56")
-    done = vitwire("bench", *sizes, "--requests", "4", "--target", server.target)
+    done = vitwire("bench", *sizes, "--requests", "4", "--target", server.target, "--plot", plot)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["items"] == 4
+    assert plot.read_text().startswith("<?xml")
 
 
 @pytest.fixture

@@ -33,6 +33,8 @@ def bench(*, options: Options = _OPTIONS, connection: PatientConnection = _CONNE
         pages = [scrape.page_url(text) for text in options.metrics]
         sizes, pace = options.sizes, options.pace()
     with replace(connection, connections=options.connections).client() as client:
+        if options.plot:
+            report.check_plot(options.plot)
         model = connection.model(client)
         work = _workload(options, client, model)
 
@@ -58,7 +60,7 @@ def bench(*, options: Options = _OPTIONS, connection: PatientConnection = _CONNE
         "arrivals": options.chosen_arrivals,
         "rate": options.rate,
     }
-    _show(result, shapes, parameters | result.document())
+    _show(result, shapes, parameters | result.document(), options)
     if result.interrupted:
         raise typer.Exit(INTERRUPTED)
     _check(result)
@@ -93,7 +95,7 @@ def _progress(trial: Verdict) -> None:
     warn(f"{trial.rate:g} requests/s for {trial.seconds:g} s: p99 {latency}, {trial.missed} missed; {verdict}")
 
 
-def _show(result: Run | Finding, shapes: Sequence[Shape], document: dict[str, object]) -> None:
+def _show(result: Run | Finding, shapes: Sequence[Shape], document: dict[str, object], options: Options) -> None:
     console = Console()
     if shapes:
         console.print(report.list_table(shapes))
@@ -101,6 +103,12 @@ def _show(result: Run | Finding, shapes: Sequence[Shape], document: dict[str, ob
         console.print(report.list_table(result.trials))
     console.print(report.table(document))
     typer.echo(json.dumps(document))
+    if options.plot:
+        with reported():
+            if isinstance(result, Finding):
+                report.plot_trials(options.plot, result)
+            else:
+                report.plot(options.plot, result)
 
 
 def _check(result: Run | Finding) -> None:

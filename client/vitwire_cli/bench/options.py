@@ -69,6 +69,7 @@ class Options:
     )
     for_rate: float | None = flag(None, "With --find-capacity: print the replicas for this many requests/s.", 0.001)
     headroom: float = flag(0.3, "Share of the capacity that --for-rate leaves unused.", 0.0, 0.95)
+    plot: Path | None = flag(None, "Write a plot of the latencies to this file; PNG, SVG, … by suffix.")
     search: bool = flag(
         False, "Search the highest rate at which 99 % of requests keep --p99-ms.", param_decls=["--find-capacity"]
     )

@@ -1,13 +1,20 @@
-"""Results of the benchmark as tables."""
+"""Results of the benchmark as a table and plots."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, fields
+from pathlib import Path
 
+import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
-from vitwire_cli.bench.capacity import Verdict
+from vitwire.shared.extras import remedy
+from vitwire_cli.bench.capacity import Finding, Verdict
+from vitwire_cli.bench.results import Run
 from vitwire_cli.bench.workload import Shape
+
+_BLUE, _RED, _GREY = "#1a5fb4", "#b3261e", "#888888"
 
 
 def table(document: Mapping[str, object]) -> Table:
@@ -49,3 +56,56 @@ def _text(value: object) -> str:
     if isinstance(value, tuple):  # a grid
         return "x".join(map(str, value))
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def check_plot(path: Path) -> None:
+    """Raises ImportError or ValueError if a plot cannot be written to `path`."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase  # noqa: PLC0415  # an optional dependency
+    except ImportError:
+        raise ImportError(f"--plot needs matplotlib; {remedy('plots')}") from None
+    known = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix[1:].lower() not in known:
+        raise ValueError(f"--plot {path}: the suffix must be one of {', '.join(known)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--plot {path}: {path.parent} is not a directory")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"--plot {path}: cannot be written")
+
+
+def plot(path: Path, run: Run) -> None:
+    """Latencies over time, and their distribution."""
+    from matplotlib.figure import Figure  # noqa: PLC0415  # as above
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    over_time, shares = figure.subplots(1, 2)
+    answered, latencies = run.answered, run.latencies
+    over_time.scatter([s.done for s in answered], [s.latency * 1e3 for s in answered], s=6, color=_BLUE)
+    for sample in run.samples:
+        if sample.error:
+            over_time.axvline(sample.done, color=_RED, linewidth=0.5)
+    over_time.set(xlabel="seconds", ylabel="latency, ms", title=f"{len(answered)} requests", ylim=(0, None))
+    shares.plot(latencies, np.arange(1, len(latencies) + 1) / max(1, len(latencies)) * 100, color=_BLUE)
+    for share in (50, 95, 99):
+        shares.axhline(share, color=_GREY, linewidth=0.5, linestyle="--")
+    shares.set(xlabel="latency, ms", ylabel="% of requests at most", title="distribution", ylim=(0, 100))
+    figure.savefig(path, dpi=140)
+
+
+def plot_trials(path: Path, finding: Finding) -> None:
+    """Latency over rate, by trial."""
+    from matplotlib.figure import Figure  # noqa: PLC0415  # as above
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    for holds, color, label in ((True, _BLUE, "holds"), (False, _RED, "fails")):
+        points = [
+            (each.rate, each.p99_ms) for each in finding.trials if each.holds is holds and each.p99_ms is not None
+        ]
+        axes.scatter([rate for rate, _ in points], [latency for _, latency in points], color=color, label=label)
+    axes.axhline(finding.options.p99_ms, color=_GREY, linewidth=0.5, linestyle="--")
+    if finding.rate is not None:
+        axes.axvline(finding.rate, color=_GREY, linewidth=0.5, linestyle="--")
+    axes.set(xlabel="requests per second", ylabel="p99 of answered requests, ms", yscale="log", title="trials")
+    axes.legend()
+    figure.savefig(path, dpi=140)

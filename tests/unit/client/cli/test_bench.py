@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from threading import Event, Lock
 from typing import Any
 
@@ -49,8 +50,9 @@ def document(done: Result) -> dict[str, Any]:
     return found
 
 
-def test_the_last_line_is_one_document(running: Running) -> None:
-    asked = ("--requests", 12, "--concurrency", 3, "--connections", 2, "--items", 2, "--size", "16x16")
+def test_the_last_line_is_one_document(running: Running, tmp_path: Path) -> None:
+    plot = tmp_path / "latencies.png"
+    asked = ("--requests", 12, "--concurrency", 3, "--connections", 2, "--items", 2, "--size", "16x16", "--plot", plot)
     found = document(bench(running.target, *asked))
     assert found["requests"] == 12
     assert (found["items"], found["paths"], found["errors"]) == (24, {"graph": 24}, {})
@@ -60,6 +62,8 @@ def test_the_last_line_is_one_document(running: Running) -> None:
     assert isinstance(latency, dict)
     assert list(latency) == ["mean", "p50", "p90", "p95", "p99", "max"]
     assert 0 < latency["p50"] <= latency["p90"] <= latency["p99"] <= latency["max"]
+    with Image.open(plot) as drawn:
+        assert drawn.size == (1400, 560)
 
 
 def test_sizes_that_the_model_resizes_are_named(running: Running) -> None:
@@ -392,3 +396,41 @@ def test_the_grpc_port_is_not_a_metrics_page(running: Running) -> None:
     done = bench(running.target, "--metrics", running.target, "--requests", 1)
     assert done.exit_code == 1
     assert done.stderr == f"vitwire: --metrics http://{running.target}/metrics: {NO_PAGE}\n"
+
+
+@pytest.mark.parametrize(
+    ("plot", "message"),
+    [
+        ("x.nonsense", "suffix"),
+        ("x", "suffix"),
+        ("nowhere/x.png", "not a directory"),
+        ("folder.png", "cannot be written"),
+    ],
+)
+def test_a_plot_that_cannot_be_written_is_refused_before_the_load(
+    running: Running, tmp_path: Path, plot: str, message: str
+) -> None:
+    (tmp_path / "folder.png").mkdir()
+    done = bench(running.target, "--requests", 1, "--plot", tmp_path / plot)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert message in done.stderr
+    assert running.fake.methods == []
+
+
+def test_a_plot_without_matplotlib_is_refused_before_the_load(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    done = bench(running.target, "--requests", 1, "--plot", tmp_path / "x.png")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == "vitwire: --plot needs matplotlib; in a checkout of Vitwire: pip install '.[plots]'\n"
+    assert running.fake.methods == []
+
+
+def test_figures_are_reported_before_a_plot_fails(running: Running, tmp_path: Path) -> None:
+    plot = tmp_path / "x.png"
+    running.fake.before = lambda _: plot.mkdir(exist_ok=True)
+    done = bench(running.target, "--requests", 2, "--plot", plot)
+    assert done.exit_code == 1
+    assert json.loads(done.stdout.splitlines()[-1])["items"] == 2
+    assert str(plot) in done.stderr
