@@ -91,7 +91,7 @@ tier-versions: $(READY) $(VERSIONS:%=.tools/transformers-%/.ready) .tools/traine
 	$(BIN)/python -m pip install --quiet --no-deps --require-hashes --target $(@D) --upgrade --requirement $<
 	touch $@
 
-check: $(READY) ## format, lint, types, import rules, proto, stubs, table of models
+check: $(READY) ## format, lint, types, import rules, proto, stubs, tables, ceilings of tools/weight.py
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -99,6 +99,7 @@ check: $(READY) ## format, lint, types, import rules, proto, stubs, table of mod
 	PYTHON=$(PYTHON) tools/proto.sh check
 	$(BIN)/python tools/tables.py --check
 	$(BIN)/python -m tools.monitoring --check
+	$(BIN)/python tools/weight.py --check
 
 # Chromium is that of PATH, or Playwright's.
 tier-page: $(READY)

@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from bench.ascending_packing import plan_ascending, powers_of_two
 from bench.models import PUBLISHED, Load, build, draw, items, plain, preprocessing, shrunk, square
 from bench.report import environment, show
 from bench.sizes import MERGE, footprints
@@ -27,8 +28,8 @@ from vitwire_server.core.costs import ASSUMED
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.items import Item
 from vitwire_server.core.plans import Fallback
-from vitwire_server.fitting.ladders import held_loads, optimal_ladder, powers_of_two
-from vitwire_server.fitting.scores import Score, plan_ascending
+from vitwire_server.fitting.ladders import held_loads, optimal_ladder
+from vitwire_server.fitting.scores import Score
 from vitwire_server.fitting.traces import queues, read_trace
 from vitwire_server.runtime.attention.selection import select
 from vitwire_server.runtime.engine import Engine

@@ -25,8 +25,8 @@ STUBS = "v1"
 MOST_LINES, MOST_PARAMETERS, MOST_METHODS = 60, 6, 15
 CEILINGS = {
     "product": 50_700,
-    "tests": 52_000,
-    "bench": 8_000,
+    "tests": 55_600,
+    "bench": 6_100,
     "docs/performance": 1_000,
     "broad excepts": 30,
     "ANN401": 40,
@@ -116,7 +116,7 @@ def main() -> None:
     found = list(sources())
     if "--check" in sys.argv[1:]:
         over = {name: weight for name, weight in weights(found).items() if weight > CEILINGS[name]}
-        sys.exit("\n".join(f"{name}: {weight:,}, at most {CEILINGS[name]:,}" for name, weight in over.items()))
+        sys.exit("\n".join(f"{name}: {weight:,}, at most {CEILINGS[name]:,}" for name, weight in over.items()) or 0)
     lines, files = Counter[str](), Counter[str]()
     for source in found:
         lines[source.room] += source.lines

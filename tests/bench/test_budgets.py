@@ -12,7 +12,7 @@ from vitwire_server.fitting.command import main
 from vitwire_server.fitting.traces import TraceWriter
 
 PADDING = {1: 0.05, 4: 0.04, 16: 0.025, 64: 0.008}
-"""Of computed tokens, by queue depth; the reference pads 30, 25, 18 and 11 % and more."""
+"""Share of computed tokens, by queue depth; the ascending packing pads 30, 25, 18 and 11 % and more."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,6 @@ def test_one_ladder_serves_another_window_at_every_depth(
     assert json.loads(ladder.read_text())["budgets"] == budgets
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert document["padding"] <= PADDING[depth]
-    assert document["launches"] <= document["reference"]["launches"]
     check_plans(plans, judged, depth, budgets, document)
 
 

@@ -53,7 +53,6 @@ def test_fitted_budgets_are_those_that_the_tower_captures(
             capacity = tower.capacity(captured[batch["budget"]])
             assert sum(item.patches for item in own) <= capacity.patches
             assert sum(item.crops for item in own) <= capacity.crops
-    assert document["launches"] <= document["reference"]["launches"]
 
 
 def test_eager_launches_are_listed_by_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,8 +63,7 @@ def test_eager_launches_are_listed_by_reason(tmp_path: Path, capsys: pytest.Capt
     document = json.loads(out.splitlines()[-1])
     assert document["eager"] == 1
     assert document["eager_launches"] == {"oversize": 1}
-    assert document["reference"]["eager_launches"] == {"oversize": 1}
-    assert out.count("oversize 1") == 2
+    assert "of which eager: oversize 1" in out
 
 
 def test_a_trace_of_several_models_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

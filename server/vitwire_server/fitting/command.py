@@ -10,8 +10,8 @@ from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.costs import ASSUMED
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.plans import Fallback
-from vitwire_server.fitting.ladders import gain, held_loads, optimal_ladder, powers_of_two
-from vitwire_server.fitting.scores import Score, plan_ascending
+from vitwire_server.fitting.ladders import held_loads, optimal_ladder
+from vitwire_server.fitting.scores import Score
 from vitwire_server.fitting.traces import TraceError, capacities_of, queues, read_trace
 from vitwire_server.scheduling.planner import Bounds, Planner
 
@@ -41,44 +41,35 @@ def _run(options: argparse.Namespace) -> int:
 
     weights = held_loads(trace, capacities, largest)
     sizes = optimal_ladder(weights, options.count, largest, ASSUMED)
-    doubling = ladder(powers_of_two(options.max_budget_tokens))
-    score, reference = _evaluate(judged, ladder(sizes), doubling, options)
-    _show(sizes, score, reference, options.queue_depth)
-    saved = gain(weights, [budget.tokens for budget in doubling], sizes, ASSUMED)
-    print(f"predicted gain over powers of two at depths 1 and 4: {saved:.1%}")
+    score = _evaluate(judged, ladder(sizes), options)
+    _show(sizes, score, options.queue_depth)
     if options.out:
         options.out.write_text(json.dumps({"budgets": sizes}) + "\n", encoding="utf-8")
     if options.plot:
         _plot(options.plot, [footprint.tokens for footprint in trace], sizes)
-    results = {**score.document(), "reference": reference.document(), "gain": round(saved, 4)}
-    print(json.dumps({"budgets": sizes, **results}))
+    print(json.dumps({"budgets": sizes, **score.document()}))
     return 0
 
 
-def _evaluate(
-    trace: Sequence[Footprint], ladder: Ladder, doubling: Ladder, options: argparse.Namespace
-) -> tuple[Score, Score]:
-    """Scores of Vitwire's planner on `ladder` and of the reference on `doubling`, with queues of `--queue-depth`."""
+def _evaluate(trace: Sequence[Footprint], ladder: Ladder, options: argparse.Namespace) -> Score:
+    """The planner's score on a ladder, with queues of `--queue-depth`."""
     limits = Bounds(options.max_budget_tokens, options.max_items_per_batch, _FRAMES)
     planner = Planner(ladder, limits, without_graph=Fallback.GRAPHS_OFF)
-    score, reference = Score(), Score()
+    score = Score()
     lines = []
     for number, queue in enumerate(queues(trace, options.queue_depth)):
         plan = planner.plan(queue)
         score.add(plan, queue)
         score.add_under_load(planner.plan(queue, score.load.backlog), queue)
-        ascending = plan_ascending(queue, doubling, options.max_items_per_batch)
-        reference.add(ascending, queue)
-        reference.add_under_load(ascending, queue)
         for batch in plan.batches:
             budget = batch.budget.tokens if batch.budget else None
             lines.append(json.dumps({"queue": number, "items": batch.items, "budget": budget}) + "\n")
     if options.plans:
         options.plans.write_text("".join(lines), encoding="utf-8")
-    return score, reference
+    return score
 
 
-def _show(sizes: Sequence[int], score: Score, reference: Score, depth: int) -> None:
+def _show(sizes: Sequence[int], score: Score, depth: int) -> None:
     from rich.console import Console  # noqa: PLC0415 - only for this output
     from rich.table import Table  # noqa: PLC0415 - as above
 
@@ -87,15 +78,10 @@ def _show(sizes: Sequence[int], score: Score, reference: Score, depth: int) -> N
     for size in sizes:
         count, padded = score.per_budget.get(size, (0, 0))
         table.add_row(str(size), f"{count / max(1, items):.1%}", f"{padded / score.computed:.2%}")
-    console = Console(width=100)
-    console.print(table)
-    verdict = Table("packing", "padding", "launches", "eager, by reason", "predicted seconds", "under load")
-    for name, each in (("this ladder and planner", score), ("ascending on powers of two", reference)):
-        eager = ", ".join(f"{reason} {launches}" for reason, launches in each.fallbacks.items())
-        verdict.add_row(
-            name, f"{each.padding:.2%}", str(each.launches), eager, f"{each.seconds:.2f}", f"{each.load.end:.2f}"
-        )
-    console.print(verdict)
+    Console(width=100).print(table)
+    eager = ", ".join(f"{reason} {launches}" for reason, launches in score.fallbacks.items()) or "none"
+    print(f"padding {score.padding:.2%}, {score.launches} launches, of which eager: {eager}")
+    print(f"predicted seconds: {score.seconds:.2f}, under load {score.load.end:.2f}")
 
 
 def _plot(path: Path, tokens: Sequence[int], sizes: Sequence[int]) -> None:

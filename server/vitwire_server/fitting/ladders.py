@@ -91,14 +91,6 @@ def _budgets(sizes: Sequence[int], best: Floats, previous: NDArray[np.int64]) ->
     return chosen[::-1]
 
 
-def powers_of_two(largest: int, smallest: int = 64) -> list[int]:
-    """The reference ladder: budgets that double from `smallest` to `largest`."""
-    sizes = [min(smallest, largest)]
-    while sizes[-1] < largest:
-        sizes.append(min(2 * sizes[-1], largest))
-    return sizes
-
-
 def expected_seconds(weights: Mapping[int, float], ladder: Iterable[int], costs: Costs) -> float:
     """Mean predicted time of a load on a ladder, each on its cheapest budget or eagerly."""
     sizes = list(ladder)

@@ -5,13 +5,14 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+from bench.ascending_packing import powers_of_two
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vitwire_server.core.capacities import PackedCapacities
 from vitwire_server.core.costs import ASSUMED, Costs
 from vitwire_server.core.grids import Footprint
-from vitwire_server.fitting.ladders import expected_seconds, held_loads, optimal_ladder, powers_of_two
+from vitwire_server.fitting.ladders import expected_seconds, held_loads, optimal_ladder
 from vitwire_server.fitting.traces import TraceError, queues, read_trace
 
 NO_EAGER = Costs(replay_fixed=1.0, replay_token=0.01, eager_fixed=1e9, eager_token=1.0, eager_floor=1e9)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from bench.ascending_packing import plan_ascending
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from vitwire_server.core.costs import ASSUMED, Costs, together
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.items import total
 from vitwire_server.core.plans import Fallback, Plan
-from vitwire_server.fitting.scores import plan_ascending
 from vitwire_server.scheduling.packing import Options, fill
 from vitwire_server.scheduling.planner import Bounds, Planner
 
