@@ -1,6 +1,6 @@
 """What makes a benchmark's calls: the client, the client for asyncio, grpc.aio alone, and health checks.
 
-Threads are those of `vitwire bench` (`vitwire/cli/_bench/load.py`); what runs on an event loop records the same
+Threads are those of `vitwire bench` (`vitwire_cli/bench/load.py`); what runs on an event loop records the same
 samples.
 """
 

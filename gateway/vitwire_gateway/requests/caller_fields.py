@@ -8,7 +8,7 @@ from vitwire_gateway.requests.filling import serialised
 from vitwire_gateway.requests.image_sources import Limits
 
 _MARKS = (b"embeds", b"image_pil", b"uuid", b"ec_transfer_params", b"\\u", b"\0")
-"""What is changed or refused has one of these names, unless it is escaped or in UTF-16; other bodies pass unread."""
+"""What is changed or refused has one of these names, unless escaped or in UTF-16; other bodies are not changed."""
 _BEFORE = b" \t\r\n\0\xef\xbb\xbf\xfe\xff"
 """May come before an object in JSON, in any encoding; what begins otherwise is no request for an engine to read."""
 _MEDIA = ("image", "audio", "video", "vision", "embeds")
@@ -23,8 +23,8 @@ _OF_CALLERS = {
 def cleaned(body: bytes, limits: Limits) -> tuple[Json, bool]:
     """The request in a body, and whether the engine must get it in place of the body. Raises ApiError.
 
-    Without ids of parts and parameters of transfers. Embeddings are refused, or need rows if they are allowed: without
-    them, an engine would look up what others have sent.
+    Removes ids of parts and parameters of transfers. Refuses embeddings; if they are allowed, only grids without
+    rows, for which an engine would look up what others have sent.
     """
     request = parse(body)
     if not any(mark in body for mark in _MARKS):

@@ -1,4 +1,4 @@
-"""Settings from flags, environment variables and a TOML file; messages for wrong ones, and completion by shells."""
+"""Settings from flags, variables and a TOML file (`toml_file`); messages for wrong ones, and completion by shells."""
 
 import os
 import sys

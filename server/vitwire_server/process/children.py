@@ -21,7 +21,7 @@ from vitwire_server.process import heartbeat
 
 _log = logging.getLogger(__name__)
 _FAILURES = 5
-"""Failed starts in a row, until a process is not started again."""
+"""Deaths in a row, none of them a minute after the process was ready, until it is not started again."""
 _OUTPUT_SECONDS = 1.0
 """Time to read the rest of a dead process's output; an orphan of it may keep the pipes open."""
 _LINE_BYTES = 1 << 20

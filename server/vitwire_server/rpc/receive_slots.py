@@ -23,7 +23,7 @@ class ReceiveSlots:
 
     grpcio does not report the first bytes of a message, so a silent request takes a slot like any other.
     While others wait it loses the slot after a second, and one caller never holds all slots. A message that
-    fits into the flow control window arrives before its request has a slot, and needs that only for a moment.
+    fits into the flow control window has arrived when its request gets a slot, and holds it only for a moment.
     """
 
     def __init__(self, max_message_bytes: int, max_bytes: int, stall_seconds: float) -> None:

@@ -158,7 +158,7 @@ class Graph:
         self._replay: Callable[[], None] = self._forward
 
     def record(self, recorder: Recorder) -> None:
-        """Record the forward on a batch of the budget's size. Raises RuntimeError."""
+        """Warm up and capture the forward on a batch of the budget's size. Raises RuntimeError."""
         self.load_samples(self.budget)
         self._replay = recorder.record(self._forward)
 
@@ -169,7 +169,7 @@ class Graph:
             self._forward()
 
     def capture(self, recorder: Recorder) -> None:
-        """Record the forward while batches are in flight. Raises RuntimeError."""
+        """Capture the forward, which was warmed up, between batches. Raises RuntimeError."""
         self._replay = recorder.capture(self._forward)
 
     def load(self, grids: Sequence[Grid], fill: Fill) -> None:
@@ -194,7 +194,7 @@ class Graph:
 
 
 class GraphSet:
-    """The captured graphs by budget, and the errors of budgets that failed."""
+    """The captured graphs by budget, and the errors of budgets that failed. Making it captures them."""
 
     @torch.inference_mode()
     def __init__(

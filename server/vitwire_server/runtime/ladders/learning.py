@@ -44,7 +44,7 @@ class Change:
 
 
 class LadderLearner:
-    """See Learner. Fits in a thread; captures one budget after another, between batches."""
+    """A `scheduling.scheduler.Learner`. Fits in a thread; captures one budget after another, between batches."""
 
     def __init__(
         self,
