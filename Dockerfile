@@ -8,7 +8,7 @@
 #       BASE_IMAGE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b .
 #   docker run --read-only --tmpfs /tmp:exec -v "$PWD/model:/models:ro" -e VITWIRE_MODEL=/models -p 50051:50051 vitwire:0.1.0
 #
-# exec: Triton and torch compile code below /tmp and run it, which Docker's default for a tmpfs forbids.
+# exec: Triton compiles code below /tmp and runs it, which Docker's default for a tmpfs forbids.
 # A digest makes the build reproducible; `docker buildx imagetools inspect python:3.11-slim-bookworm` prints today's.
 #
 # Both images need apt and Python 3.11 or newer at the same path, the builder with venv, the base with Python's headers.

@@ -23,7 +23,7 @@ MISSING = (
 )
 VLLM_TOWER = ["-m", "bench.engine.towers.vllm_tower"]
 SECONDS = 0.8
-"""Of each measurement."""
+"""How long each measurement takes."""
 _COLUMNS = {"vllm_eager": "vllm", "vllm_graph": "vllm", "vllm_exact": "vllm", "vitwire": "vitwire"}
 """Which tower computes each column. Ours also computes `_REFERENCE`, by plain transformers."""
 _REFERENCE = "float32"

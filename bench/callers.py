@@ -1,7 +1,7 @@
 """What makes a benchmark's calls: the client, the client for asyncio, grpc.aio alone, and health checks.
 
-Threads are those of `vitwire bench` (`vitwire_cli/bench/load.py`); what runs on an event loop records the same
-samples.
+Threads are started by the load engine of `vitwire bench` (`vitwire_cli/bench/load.py`); what runs on an event loop
+records the same samples.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ class Work:
     """What each call sends: `images` images of one size, of `distinct` requests in turn."""
 
     side: int = 0
-    """Of square images."""
+    """Pixels on each side of the square images."""
     size: str = ""
     """A name of `images.SIZES`, instead of a side."""
     pixels: str = "uint8"
-    """Of `images.PIXELS`."""
+    """What is sent: one of `images.PIXELS`."""
     images: int = 1
     distinct: int = 4
     answer: Sequence[int] = ()

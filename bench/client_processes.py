@@ -26,7 +26,7 @@ class ClientFailed(Exception):
 
 
 class ClientProcess:
-    """A process that runs `bench/load_process.py`; the arguments are those of its callers."""
+    """A process that runs `bench/load_process.py`; the arguments go to its callers."""
 
     def __init__(self, kind: str, environment: Mapping[str, str] | None = None, **settings: Any) -> None:
         command = [sys.executable, "-m", "bench.load_process", json.dumps({"kind": kind, **settings})]

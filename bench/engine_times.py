@@ -79,7 +79,7 @@ class EngineTimes:
             yield column, self._measure(column, ladder, batches, rows)
 
     def _measure(self, column: str, ladder: Ladder, batches: Batches, rows: Mapping[str, Row]) -> Ran:
-        """Eager forwards are those of an engine without budgets."""
+        """Eager forwards are launched by an engine without budgets."""
         graphs = self._captured(column, ladder if column != "eager" else Ladder())
         engine = Engine(self._tower, graphs, self._stager, self._streams)
         for load, batch in batches.items():

@@ -44,7 +44,7 @@ WARM_UPS = 3
 SECONDS_EACH = 1.5
 """A measurement ends after this many seconds or after --repeats, but not before three repeats."""
 _KERNELS = 12
-"""Of each replay, that are printed."""
+"""Kernels of each replay that are printed, at most."""
 ALL_OTHERS = "others"
 _GROUPS = {ALL_OTHERS: tuple(OTHERS)}
 

@@ -1,10 +1,9 @@
 """A client process of the benchmarks: one JSON command a line on stdin, one JSON answer a line on stdout.
 
 `python -m bench.load_process '{"kind": "client", "target": "localhost:50051"}'`. Commands are `prepare` (draw distinct
-images, make one call) and `run` (calls, so many or until a time, with so many in flight). Times are those of the
-monotonic clock, which all processes of a machine share. `bench/client_processes.py` is the other side. With `"steps":
-true` the command `steps` returns what the client's own steps took; with `"tuned": false` the allocator stays as glibc
-has it.
+images, make one call) and `run` (a number of calls, or calls until a time). Times are read from the monotonic clock,
+which all processes of a machine share. `bench/client_processes.py` is the other side. With `"steps": true` the command
+`steps` returns what the client's own steps took; with `"tuned": false` the allocator stays as glibc has it.
 """
 
 import json

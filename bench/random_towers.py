@@ -62,7 +62,7 @@ class OtherTower:
     image: Json
     """preprocessor_config.json."""
     grid: Grid
-    """Of one image."""
+    """The grid of one image."""
     plain: Plain
     """How plain transformers computes rows."""
     parts: Mapping[str, str] = field(default_factory=lambda: {"tower": TOWER, "projector": PROJECTOR})

@@ -2,7 +2,7 @@
 
 Round trips through a server whose tower costs nothing, beside a bare gRPC server that reads and writes the same bytes
 in the same messages; a real tower through the service, beside the same tower in process; small items and health checks
-beside large ones. Whatever is compared alternates within one run, with client processes of its own. The last line
+beside large ones. Whatever is compared alternates within one run, with separate client processes. The last line
 of stdout is one JSON document.
 """
 

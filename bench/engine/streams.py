@@ -15,7 +15,7 @@ from bench.engine.vllm_engine import answered
 AnyRoute = Route | Photos
 _COUNT = 4
 _TOKENS = 64
-"""Of each generation; the next one follows at once."""
+"""Tokens of each generation; the next one follows at once."""
 
 
 async def stream(

@@ -36,10 +36,10 @@ class Program(NamedTuple):
     arguments: Sequence[object] = ()
     """After the descriptor of the socket."""
     kept: Sequence[str] = ()
-    """Variables in addition to those of `spawn.environment`."""
+    """Variables in addition to what `spawn.environment` keeps."""
     descriptors: Sequence[int] = ()
     stderr: int | None = None
-    """Until it is confined; None for that of this process."""
+    """Where it writes until it is confined; None for this process's."""
 
 
 class Child:
@@ -132,7 +132,7 @@ class Child:
         return answer
 
     async def _received(self, max_bytes: int) -> Any:  # noqa: ANN401 - JSON
-        """Raises OSError for a broken connection, and others for what is no answer."""
+        """Raises OSError for a broken connection, and ValueError or the like for a malformed answer."""
         (length,) = LENGTH.unpack(await self._filled(bytearray(LENGTH.size)))
         if length > _MAX_HEAD:
             raise ValueError("an answer that is too long")

@@ -21,7 +21,7 @@ class Restarts:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is no pause."""
+        """Whether the pause has ended."""
         return time.monotonic() >= self._until
 
     def failed(self) -> float:

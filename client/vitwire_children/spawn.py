@@ -16,7 +16,7 @@ from vitwire_children.confine import PARENT
 _KEPT = ("PATH", "LANG", "LC_ALL", "HOME", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 OF_DEVICES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
-"""Variables without which the index of a device is that of another one."""
+"""Variables that decide which device an index means."""
 
 
 def program(module: str, *arguments: object) -> list[str]:

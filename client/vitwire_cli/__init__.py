@@ -16,7 +16,7 @@ def main() -> None:
     """Run the command line on `sys.argv`; ends in SystemExit. The console script `vitwire`."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless nohup set it to be ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # gRPC reads it when it is imported; else its core writes lines of its own for each failed attempt to connect.
+    # gRPC reads it when it is imported; else its core logs each failed attempt to connect.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         from vitwire_cli.app import run  # noqa: PLC0415  # needs the packages of the extra [cli], and time

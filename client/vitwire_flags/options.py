@@ -20,7 +20,7 @@ def flag(
     text: str,
     minimum: float | None = None,
     maximum: float | None = None,
-    **details: Any,  # noqa: ANN401  # those of typer.Option
+    **details: Any,  # noqa: ANN401  # passed to OptionInfo
 ) -> T:
     """A field that is an option: its default (`...` if it is required), its help, and the bounds of a number.
 

@@ -121,7 +121,7 @@ def test_a_claim_or_an_image_replaces_the_download(target: str) -> None:
 def test_kernels_are_kept_on_a_volume(documents: list[Document]) -> None:
     environment = {each["name"]: each.get("value") for each in server(documents)["env"]}
     folders = {name: value for name, value in environment.items() if name.endswith("_CACHE_DIR")}
-    assert folders == {"TRITON_CACHE_DIR": "/cache/triton", "TORCHINDUCTOR_CACHE_DIR": "/cache/inductor"}
+    assert folders == {"TRITON_CACHE_DIR": "/cache/triton"}
     assert {each["mountPath"]: each for each in server(documents)["volumeMounts"]}["/cache"] == {
         "name": "cache",
         "mountPath": "/cache",

@@ -96,7 +96,7 @@ class Channels:
     credentials: grpc.ChannelCredentials | None = field(repr=False)
     security: Security
     options: Mapping[str, int | str] | None = None
-    """gRPC's options that replace those of the client."""
+    """gRPC's options that replace the client's."""
 
     @classmethod
     def of(cls, target: str, tls: Tls, options: Mapping[str, int | str] | None) -> "Channels":

@@ -113,7 +113,7 @@ class Exchange:
     def failed(self, failure: VitwireError, connection: Connection[Any]) -> float:
         """After an attempt that failed as a whole: seconds until the next one. Raises the failure if there is none.
 
-        A server whose receive slots are in demand waits a second for a large message, but takes those of a stream.
+        A server whose receive slots are in demand waits a second for a large message, but takes a stream's at once.
         """
         if isinstance(failure, InvalidItem | Overloaded | Unauthenticated) and self.part.leases and not self._answered:
             self.part.leases.release()  # the server refused the request as a whole

@@ -14,7 +14,7 @@ from vitwire_gateway.api_errors import ApiError, invalid
 from vitwire_gateway.embeddings.embedding_requests import EmbeddingOptions
 
 _BASE64_BYTES = 3 << 16
-"""Bytes of vectors that become base64 at a time; a multiple of 3, so that there is no padding in between."""
+"""Bytes of vectors that become base64 at a time; a multiple of 3, so that no padding comes in between."""
 _LIST_BYTES = 16 << 10
 """Bytes of vectors that become numbers in JSON at a time, which takes about 2 ms."""
 _BITS = 8

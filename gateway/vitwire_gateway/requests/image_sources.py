@@ -47,7 +47,7 @@ class RequestImages(NamedTuple):
     """The images and clips of a request."""
 
     places: Sequence[Place]
-    """In the request's order."""
+    """Where images and clips stand, in the request's order."""
     sources: Sequence[Source]
     """Each once."""
     model: str = ""

@@ -1,4 +1,4 @@
-"""Who gets the next place: jobs at decoders, and those of the gateway's callers."""
+"""Who gets the next place, at decoders and in the gateway."""
 
 import asyncio
 import random

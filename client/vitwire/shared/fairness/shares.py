@@ -37,7 +37,7 @@ class _Flow(Generic[E]):
 
 
 class Shares(Generic[E]):
-    """Elements of nested flows in the order of deficit round robin, those of priority 0 first.
+    """Elements of nested flows in the order of deficit round robin, elements of priority 0 first.
 
     Every sixteenth time one of priority 1 goes first, so that none starves. Within a flow elements keep the order of
     arrival. A flow that empties loses what it had saved or owed.

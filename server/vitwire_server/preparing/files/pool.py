@@ -31,7 +31,7 @@ _HEADER_SECONDS = 1.0
 _HEADERS = 2
 """Headers that are read at a time: a decoder that hangs over one leaves a place to others."""
 _LONG = 1_000_000
-"""Microseconds beyond which a job counts as long: those of one caller leave a decoder to others."""
+"""Microseconds beyond which a job counts as long: one caller's long jobs leave a decoder to others."""
 _LEAST_MICROSECONDS, _PIXELS_PER_MICROSECOND = 20_000, 20
 
 
