@@ -29,6 +29,7 @@ class Answer:
     number: int = 0
     images: int = 0
     start: float = 0.0
+    """When it was sent; of arrivals, when it was due, so that a client that is behind counts."""
     end: float = 0.0
     arrivals: list[float] = field(default_factory=list)
     """When each message with new tokens arrived."""

@@ -44,12 +44,13 @@ class Stream:
             url, name = urls[number % len(urls)], f"{label}-{number}"
             answer = await requested(url, self._bodies[index], name, self._prompts.tokens)
             answer.number, answer.images = number, self._prompts.images(number)
+            answer.start = at + due[number] if due else answer.start
             return answer
 
+        due = [] if load.closed else arrivals(load.amount, self._count, self._prompts.seed)
         await asyncio.sleep(at - time.monotonic())
         if load.closed:
             return await _looped(range(len(self._bodies)), in_flight, one)
-        due = arrivals(load.amount, self._count, self._prompts.seed)
         tasks = []
         for index, number in enumerate(self._numbers):
             await asyncio.sleep(at + due[number] - time.monotonic())
@@ -76,8 +77,8 @@ async def requested(url: str, body: bytes, name: str, tokens: int) -> Answer:
         answer.error = f"not over after {SECONDS:g} s"
     except (OSError, EOFError, ValueError) as error:
         answer.error = answer.error or f"{type(error).__name__}: {error}"
-    if not answer.error and answer.tokens < tokens:
-        answer.error = f"{answer.tokens} of {tokens} tokens"
+    if not answer.error and (answer.tokens < tokens or not answer.arrivals):
+        answer.error = f"{answer.tokens} of {tokens} tokens, in {len(answer.arrivals)} messages"
     answer.end = time.monotonic()
     return answer
 

@@ -8,7 +8,6 @@ document.
 """
 
 import argparse
-import json
 import sys
 import traceback
 from contextlib import ExitStack
@@ -53,7 +52,7 @@ def main() -> None:
     options = options_of(__doc__)
     try:
         if options.merge:
-            print(json.dumps(document.merged(options.merge)))
+            finished(Report("engine", options.out, *document.merged(options.merge)))
             return
         settings = {name: getattr(options, name) for name in COMPARED}
         settings |= {"local": options.local.row(), "beside": options.beside.row()}
@@ -63,20 +62,22 @@ def main() -> None:
     report = Report("engine", options.out, {**described(), "settings": settings}, earlier)
     clock = Clock(options.time_limit)
 
-    def last_words() -> None:
-        for name, rows in document.tables(report.document().get("streams", [])).items():
-            report.replace(name, rows)
-        report.end(TITLES)
-
-    with limited(clock, last_words):
+    with limited(clock, lambda: finished(report)):
         try:
             Bench(report, options, clock).run()
-        except (OutOfTime, Exception) as error:  # noqa: BLE001 - what was measured is worth more
-            if not isinstance(error, OutOfTime | Failed | ClientFailed):
+        except (OutOfTime, KeyboardInterrupt, Exception) as error:  # noqa: BLE001 - what was measured is worth more
+            if not isinstance(error, OutOfTime | KeyboardInterrupt | Failed | ClientFailed):
                 traceback.print_exception(error)
             report.note("error", f"{type(error).__name__}: {error}")
-    last_words()
+    finished(report)
     sys.exit(int("error" in report.document()))
+
+
+def finished(report: Report) -> None:
+    """Add the tables that follow from the streams, and print all."""
+    for name, rows in document.tables(report.document().get("streams", [])).items():
+        report.replace(name, rows)
+    report.end(TITLES)
 
 
 def described() -> Row:
@@ -158,7 +159,8 @@ class Bench:
             return
         with ExitStack() as stack:
             setup = self._started(stack, name, options.local)
-            self._report.add("starts", {"sitting": self._sitting, "start": number, **setup.described})
+            where = [f"{card['name']}, driver {card['driver']}" for card in cards()[: options.devices]]
+            self._report.add("starts", {"sitting": self._sitting, "start": number, **setup.described, "devices": where})
             self._memory(setup, number, "ready")
             for size in dict.fromkeys(place["size"] for place in missing):
                 self._sent(sending, setup, size, Load.of("c8"), _WARM_UP, "warm-up")

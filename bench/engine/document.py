@@ -38,17 +38,17 @@ def check(name: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None
         raise Unlike(f"{name} was measured with other settings: {'; '.join(differing)}")
 
 
-def merged(paths: Sequence[Path]) -> Row:
-    """One document of several. Rows of a sitting that are in several of them count once. Raises Unlike."""
+def merged(paths: Sequence[Path]) -> tuple[Row, dict[str, list[Row]]]:
+    """Settings and rows of several documents; a row that is in several of them counts once. Raises Unlike."""
     documents = [_loaded(path) for path in paths]
     settings = documents[0].get("settings", {})
     for path, document in zip(paths, documents, strict=True):
         check(str(path), document.get("settings", {}), settings)
-    found: Row = {"bench": "engine", "merged": [path.name for path in paths], "settings": settings}
+    found = {}
     for name in SECTIONS:
         rows = {json.dumps(row, sort_keys=True): row for document in documents for row in document.get(name, [])}
         found[name] = list(rows.values())
-    return found | tables(found["streams"])
+    return {"merged": [path.name for path in paths], "settings": settings}, found
 
 
 def tables(streams: Sequence[Row]) -> dict[str, list[Row]]:

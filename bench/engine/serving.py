@@ -3,12 +3,13 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -16,7 +17,6 @@ from typing import Any, Self
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from bench.engine.limits import kill
 from bench.engine.photos import MODEL
 
 from servers import ServerProcess, end
@@ -146,14 +146,23 @@ def engine(command: str, model: Path, settings: Settings, device: int | None) ->
     variables = {**ENVIRONMENT, **os.environ, **settings.environment}
     variables |= {"CUDA_VISIBLE_DEVICES": str(device)} if device is not None else {}
     with NamedTemporaryFile(prefix="engine-", suffix=".log") as log:
-        process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=variables)
+        process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True)
         found = EngineProcess(process, Path(log.name))
         found.port = found.metrics_port = port
         try:
             yield found
         finally:
             end(process, 15)
-            kill(process.pid)
+            _end_group(process.pid)
+
+
+def _end_group(group: int) -> None:
+    """End what a process that led a group has left, such as an engine's core, and wait until its memory is free."""
+    deadline = time.monotonic() + 10
+    with suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(group, signal.SIGKILL)
+            time.sleep(0.1)
 
 
 def transfer(target: str, delivery: str) -> dict[str, str]:

@@ -3,7 +3,6 @@
 import json
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from bench.client_processes import ClientFailed, ClientProcess, bare_servers, cpu_seconds, loaded
@@ -11,7 +10,7 @@ from bench.echo import read_sizes, write_sizes
 from bench.report import Report
 from bench.service import Bench
 from bench.service_options import parser
-from bench.setups import Setup, scaling
+from bench.setups import Setup
 
 from benches import last_line
 
@@ -45,35 +44,12 @@ def test_service_bench(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 def test_service_bench_on_four_devices(tmp_path: Path) -> None:
-    """A load of each device, against one of the devices."""
-    flags = ("--tiny", "--devices", "cpu,cpu,cpu,cpu", "--rpc-processes", "2", "--loads", "112:2")
+    flags = ("--tiny", "--devices", "cpu,cpu,cpu,cpu", "--rpc-processes", "2", "--loads", "112:8")
     tiny = ("--flags", "--graphs simulated --budgets 16,64 --decode-processes 0", "--bare")
-    document = last_line("bench/service.py", *flags, *tiny, "--each-device", "--seconds", "2", "--clients", "4")
+    document = last_line("bench/service.py", *flags, *tiny, "--seconds", "2", "--clients", "4")
     assert document["skipped"] == []
-    assert [(row["devices"], row["in_flight"]) for row in document["rows"]] == [("cpu", 2), ("cpu,cpu,cpu,cpu", 8)]
-    assert [row["errors"] for row in document["rows"]] == [{}, {}]
-    (row,) = document["scaling"]
-    rates = [each["images_per_second"] for each in document["rows"]]
-    assert row["of_one_device"] == pytest.approx(rates[1] / rates[0], abs=0.01)
-    assert row["of_ideal"] == pytest.approx(rates[1] / rates[0] / 4, abs=0.01)
-
-
-def test_devices_are_compared_with_one_under_the_same_load_of_each() -> None:
-    def row(devices: str, in_flight: int, rate: float, **other: str) -> dict[str, Any]:
-        kinds = {
-            "model": "m",
-            "rpc_processes": 6,
-            "delivery": "stream",
-            "driver": "raw",
-            "size": "448",
-            "pixels": "uint8",
-        }
-        return {"devices": devices, "in_flight": in_flight, "images_per_second": rate} | kinds | other
-
-    rows = [row("a", 64, 100), row("a", 256, 110), row("a,b,c,d", 256, 370), row("a,b", 128, 150, delivery="nixl")]
-    (found,) = scaling(rows)
-    assert (found["devices"], found["of_one_device"], found["of_ideal"]) == ("a,b,c,d", 3.7, 0.925)
-    assert scaling([row("a", 64, 0), row("a,b", 128, 10)]) == []
+    assert [(row["devices"], row["in_flight"]) for row in document["rows"]] == [("cpu,cpu,cpu,cpu", 8)]
+    assert document["rows"][0]["errors"] == {}
 
 
 @pytest.mark.parametrize(

@@ -1,26 +1,22 @@
 """`make engine-bench` but for the GPU: vLLM's command line, front end, scheduler and connector, router and server."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from bench.engine import checkpoint
 
+from benches import last_line
 from servers import PYTHON
 
 ENGINE = f"{sys.executable} -m tests.engines.vllm.serve_in_process"
 SERVER_FLAGS = "--cache-bytes 8000000 --dtype bfloat16 --graphs off"
 SECONDS = 300
-Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -30,31 +26,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def words(model: Path, *flags: str, engine: str = ENGINE) -> list[str]:
+def words(model: Path, *flags: str) -> list[str]:
     common = ["--model", str(model), "--tiny", "--text", "10", "--tokens", "3", "--clients", "1", "--sizes", "mix"]
-    common += ["--engine", engine, "--server-flags", SERVER_FLAGS, "--start-seconds", "1"]
-    return [sys.executable, "-m", "bench.engine", *common, *flags]
+    common += ["--engine", ENGINE, "--server-flags", SERVER_FLAGS, "--start-seconds", "1"]
+    return ["-m", "bench.engine", *common, *flags]
 
 
-@pytest.fixture
-def run(model: Path) -> Run:
-    """The benchmark with these flags; its document."""
-
-    def bench(*flags: str, code: int = 0, engine: str = ENGINE) -> dict[str, Any]:
-        command = words(model, *flags, engine=engine)
-        ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=SECONDS)
-        assert ended.returncode == code, ended.stderr[-3000:] + ended.stdout[-3000:]
-        document: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-        return document
-
-    return bench
-
-
-def test_bench(run: Run, tmp_path: Path) -> None:
+def test_bench(model: Path, tmp_path: Path) -> None:
     """Both setups answer all requests, and `beside` fetches each image once; a run that goes on starts none again."""
     out = tmp_path / "engine.json"
     flags = ("--order", "local,beside", "--loads", "c4", "--requests", "120", "--out", str(out))
-    document = run(*flags)
+    document = last_line(*words(model, *flags))
     assert "error" not in document, document
     assert [(row["setup"], row["errors"]) for row in document["streams"]] == [("local", 0), ("beside", 0)]
     local, beside = document["streams"]
@@ -71,11 +53,11 @@ def test_bench(run: Run, tmp_path: Path) -> None:
         assert spans[f"{earlier}_{later}_p50_ms"] > 0, spans
     assert [row["setup"] for row in document["against_local"]] == ["beside"]
     assert document["starts"][1]["kv_tokens"] == document["starts"][0]["kv_tokens"] == [256 * 16]
-    assert run(*flags)["streams"] == document["streams"]
+    assert last_line(*words(model, *flags))["streams"] == document["streams"]
 
 
-def test_two_pairs_share_the_load(run: Run) -> None:
-    document = run("--setup", "2@2", "--order", "beside", "--loads", "c4", "--requests", "40")
+def test_two_pairs_share_the_load(model: Path) -> None:
+    document = last_line(*words(model, "--setup", "2@2", "--order", "beside", "--loads", "c4", "--requests", "40"))
     assert "error" not in document, document
     (row,) = document["streams"]
     assert (row["requests"], row["errors"]) == (40, 0)
@@ -86,7 +68,10 @@ def test_two_pairs_share_the_load(run: Run) -> None:
 def test_an_engine_that_dies_ends_the_run_and_its_log_is_shown(model: Path, tmp_path: Path) -> None:
     """Killed under load: what was measured is kept, and no process stays."""
     out = tmp_path / "engine.json"
-    command = words(model, "--order", "local", "--loads", "c2,p5", "--requests", "100", "--out", str(out))
+    command = [
+        sys.executable,
+        *words(model, "--order", "local", "--loads", "c2,p5", "--requests", "100", "--out", str(out)),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as bench:
         deadline = time.monotonic() + SECONDS
         while '"c2"' not in (out.read_text() if out.exists() else "") and time.monotonic() < deadline:
@@ -101,23 +86,10 @@ def test_an_engine_that_dies_ends_the_run_and_its_log_is_shown(model: Path, tmp_
     assert not [each for each in children if each.is_running()]
 
 
-def test_a_run_that_is_ended_says_what_was_measured(model: Path) -> None:
-    command = words(model, "--order", "local", "--loads", "c2,p2", "--requests", "100")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as bench:
-        assert bench.stdout
-        for line in bench.stdout:
-            if "load=c2" in line:
-                break
-        bench.send_signal(signal.SIGTERM)
-        rest = bench.stdout.read()
-        assert bench.wait(SECONDS) == 1
-    document = json.loads(rest.splitlines()[-1])
-    assert "OutOfTime" in document["error"]
-    assert [row["load"] for row in document["streams"]] == ["c2"]
-
-
-def test_a_refused_request_is_shown(run: Run) -> None:
+def test_a_refused_request_is_shown(model: Path) -> None:
     """The engine has room for 8192 tokens, the prompts have more."""
-    document = run("--order", "local", "--loads", "c2", "--requests", "10", "--text", "9000", code=1)
+    document = last_line(
+        *words(model, "--order", "local", "--loads", "c2", "--requests", "10", "--text", "9000"), code=1
+    )
     assert "every request" in document["error"]
     assert "HTTP 400" in document["error"]
