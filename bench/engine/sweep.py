@@ -8,11 +8,11 @@ from bench.engine.serving import Settings
 Row = dict[str, Any]
 AXES: Mapping[str, Sequence[Settings]] = {
     "API servers": [Settings({"--api-server-count": str(count)}) for count in (2, 4, 8)],
-    "threads of OpenMP": [Settings(environment={"OMP_NUM_THREADS": "4"})],
+    "renderer threads": [Settings({"--renderer-num-workers": "4", "--mm-processor-cache-gb": "0"})],
     "encoder graphs": [Settings({"--compilation-config": '{"cudagraph_mm_encoder": true}'})],
     "graphs of long prompts": [Settings({"--max-cudagraph-capture-size": "2048"})],
     "tokens of a batch": [Settings({"--max-num-batched-tokens": str(count)}) for count in (4096, 2048)],
-    "renderer threads": [Settings({"--renderer-num-workers": "4", "--mm-processor-cache-gb": "0"})],
+    "threads of OpenMP": [Settings(environment={"OMP_NUM_THREADS": "4"})],
     "Rust front end": [Settings(environment={"VLLM_USE_RUST_FRONTEND": "1"})],
 }
 """Values other than the default of each setting. Those of one setting are tried until one does not help."""
