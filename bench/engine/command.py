@@ -188,11 +188,13 @@ class Bench:
         return 5 + (_CLOSED_SECONDS if load.closed else self._options.requests / load.amount)
 
     def _stream(self, sending: Clients, setup: Setup, place: Row) -> None:
-        """Measure it, and write it down; a failure of the setup afterwards."""
+        """Measure it, and write it down unless a process of the setup died. Raises Failed."""
         load, label = Load.of(place["load"]), f"{place['size']}-{place['load']}"
         groups = setup.groups | {"client": sending.pids}
         before, counted = used(groups), setup.counters()
         answers = self._sent(sending, setup, place["size"], load, self._options.requests, label)
+        self._failures(place, answers)
+        setup.check()
         after, good = used(groups), sum(not answer.error for answer in answers)
         counts = {name: value - counted.get(name, 0.0) for name, value in setup.counters().items()}
         cpu = {name: 1e3 * (after[name] - before[name]) / max(1, good) for name in groups}
@@ -206,8 +208,6 @@ class Bench:
         self._report.add("streams", row | ({"connector": connector} if connector else {}))
         if found := spans(answers, setup.reached(label), load):
             self._report.add("spans", place | found)
-        self._failures(place, answers)
-        setup.check()
 
     def _sent(self, sending: Clients, setup: Setup, size: str, load: Load, count: int, label: str) -> list[Answer]:
         """The same stream for each setup. Raises Failed if all of its requests failed, or the setup did."""

@@ -44,6 +44,7 @@ def cards() -> list[Row]:
     return [
         {"name": name, "driver": driver, "uuid": uuid, "used_mib": int(used), "total_mib": int(total)}
         for name, driver, uuid, used, total in lines
+        if used.isdecimal() and total.isdecimal()
     ]
 
 

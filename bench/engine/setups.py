@@ -7,9 +7,10 @@ import subprocess
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,17 +180,15 @@ def _mps(folder: Path) -> Iterator[dict[str, str]]:
     variables = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "mps"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "mps-log")}
     for each in variables.values():
         Path(each).mkdir()
-    run: Callable[..., Any] = lambda *words, **more: subprocess.run(  # noqa: E731
-        [_MPS, *words], env=os.environ | variables, check=True, timeout=30, **more
-    )
+    control = partial(subprocess.run, env=os.environ | variables, timeout=30, stdout=subprocess.DEVNULL)
     try:
-        run("-d", stdout=subprocess.DEVNULL)
+        control([_MPS, "-d"], check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise Failed(f"--mps: {error}") from error
     try:
         yield variables
     finally:
-        run(input=b"quit\n", stdout=subprocess.DEVNULL)
+        control([_MPS], input=b"quit\n", check=False)
 
 
 def environment(options: Namespace, more: dict[str, str] | None = None) -> list[str]:
