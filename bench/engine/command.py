@@ -133,13 +133,15 @@ class Bench:
             except Failed as error:
                 return {"error": str(error)[-600:]}
 
-        def note(row: Row) -> None:
+        def note(row: Row, best: Settings) -> None:
             self._report.add("sweep", row)
+            self._report.note("local_so_far", best.row())
 
         rows, needed = self._report.document().get("sweep", []), self._options.start_seconds + 20
         best, is_over = swept(probe, rows, note, lambda: self._clock.left > needed)
-        self._report.note("local" if is_over else "local_so_far", best.row())
-        if not is_over:
+        if is_over:
+            self._report.note("local", best.row())
+        else:
             self._report.skip("the rest of the sweep", "no time; run it again with the same --out")
 
     def _setup(self, sending: Clients, number: int, name: str) -> None:

@@ -29,12 +29,15 @@ def helps(row: Row, best: Row) -> bool:
 
 
 def swept(
-    probe: Callable[[Settings], Row], done: Iterable[Row], note: Callable[[Row], None], has_time: Callable[[], bool]
+    probe: Callable[[Settings], Row],
+    done: Iterable[Row],
+    note: Callable[[Row, Settings], None],
+    has_time: Callable[[], bool],
 ) -> tuple[Settings, bool]:
     """The best settings so far, and whether all were tried.
 
     probe: figures of a short stream, with `error` if the engine does not start. done: rows of an earlier run of the
-    same sweep. note: told each new row.
+    same sweep. note: told each new row, and the best settings with it.
     """
     earlier = {(row["axis"], row["tried"]): row for row in done}
 
@@ -45,7 +48,7 @@ def swept(
             return None
         row = {"axis": axis, "tried": str(settings), **probe(settings)}
         row["kept"] = best_row is None or helps(row, best_row)
-        note(row)
+        note(row, settings if row["kept"] else best)
         return row
 
     best, best_row = Settings(), None

@@ -318,13 +318,13 @@ def test_a_sweep_keeps_what_helps_and_goes_on_from_its_rows() -> None:
             "ttft_p50_ms": 80 if "--max-num-batched-tokens" in settings.flags else 100,
         }
 
-    best, is_over = swept(probe, [], noted.append, lambda: len(probed) < 4)
+    best, is_over = swept(probe, [], lambda row, _: noted.append(row), lambda: len(probed) < 4)
     assert (str(best), is_over) == ("--api-server-count 2", False)
-    best, is_over = swept(probe, noted, noted.append, lambda: True)
+    best, is_over = swept(probe, noted, lambda row, _: noted.append(row), lambda: True)
     assert (str(best), is_over) == ("--api-server-count 2 --max-num-batched-tokens 4096", True)
     assert len(probed) == len(set(probed)) == len(noted) < 1 + sum(map(len, AXES.values()))
     with pytest.raises(RuntimeError, match="does not start"):
-        swept(lambda _: {"error": "x"}, [], noted.append, lambda: True)
+        swept(lambda _: {"error": "x"}, [], lambda row, _: noted.append(row), lambda: True)
 
 
 def test_a_probe_with_errors_never_helps() -> None:
