@@ -56,9 +56,9 @@ $(foreach tier,everyday matrix versions watch fault gpu kernel,tier-$(tier)): ex
 # Servers are forked from a process that has imported torch; other tiers start them by exec.
 tier-everyday tier-matrix tier-versions tier-watch: export FORK_SERVERS ?= 1
 
-# As many processes as cores and one more, as tests wait for servers; at most four, as the servers need cores too.
+# As many processes as cores and two more, as tests wait for servers; at most four, as the servers need cores too.
 # Files run in the order of `testpaths`: files with few tests may take the longest.
-WORKERS = --numprocesses $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))') --dist loadfile --no-loadscope-reorder
+WORKERS = --numprocesses $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 2))') --dist loadfile --no-loadscope-reorder
 
 tier-everyday: $(READY)
 	$(BIN)/python -m pytest $(WORKERS) $(FLAGS)

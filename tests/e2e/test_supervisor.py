@@ -20,7 +20,7 @@ import pytest
 
 from checkpoints import Checkpoints
 from manifests import documents_of, server
-from servers import PIXELS_ONLY, ServerProcess, serving, supervising
+from servers import PIXELS_ONLY, SERVER, ServerProcess, serving, spawn, supervising
 from vitwire import AsyncClient, Client, DeadlineExceeded, Item, Unavailable, VitwireError
 from vitwire_server.config.host import THREADS, share_of_cores
 
@@ -195,11 +195,16 @@ async def test_asynchronous_calls_end_as_well(checkpoints: Checkpoints) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for it")
-def test_no_process_outlives_a_killed_supervisor(checkpoints: Checkpoints) -> None:
-    with supervised(checkpoints("qwen2_vl"), ready=False) as (supervisor, _):
-        processes = psutil.Process(supervisor.process.pid).children()
-        assert len(processes) == 2
-        supervisor.process.kill()
+def test_no_process_outlives_a_killed_supervisor(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Killed while its processes start."""
+    ports = ("--port", "0", "--metrics-port", "0")
+    command = ["serve", "--model", str(checkpoints("qwen2_vl")), "--devices", "cpu,cpu", *PIXELS_ONLY, *ports]
+    with (tmp_path / "log").open("wb") as log, spawn(SERVER, command, log) as supervisor:
+        deadline = time.monotonic() + 60
+        while len(processes := psutil.Process(supervisor.pid).children()) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        supervisor.kill()
         _, alive = psutil.wait_procs(processes, timeout=10)
         assert not alive
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from vitwire import Item
 from vitwire._inputs.sources import pixels_of, pixels_of_frames
@@ -19,7 +18,6 @@ from vitwire_server.preparing import pillow
 from vitwire_server.preparing.device.tables import Axis, Field, Memory, Program
 from vitwire_server.preparing.pillow import Tiles
 from vitwire_server.preparing.rules.recipe import Recipe, recipes_of
-from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 
 ROWS = (Memory.PIXELS, Memory.CROPS)
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
@@ -42,6 +40,10 @@ def tiled(tiling: Tiling, resample: int = 3) -> Recipe:
 
 def recipes(folder: Path, pooling: Pooling = Pooling.NONE) -> Mapping[Modality, Recipe]:
     """The recipes of a checkpoint, of the modalities that are prepared."""
+    import torch  # noqa: PLC0415  # takes seconds, and programs with recipes by hand do without
+
+    from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint  # noqa: PLC0415  # as above
+
     checkpoint = open_checkpoint(str(folder)).pooled(pooling)
     tower = load_tower(
         checkpoint, dtype=torch.float32, device=torch.device("cpu"), track=lambda shards, *_: shards

@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import os
 import socket
 import subprocess
 import tempfile
@@ -18,7 +17,7 @@ import numpy as np
 from openai import OpenAI
 from PIL import Image
 
-from servers import PYTHON, ServerProcess, end
+from servers import PYTHON, ServerProcess, end, spawn
 
 _VITWIRE = Path(PYTHON).with_name("vitwire")
 _STOP_SECONDS = 30
@@ -54,7 +53,7 @@ class RouterProcess(ServerProcess):
 def engine(port: int = 0) -> Iterator[EngineProcess]:
     """A stand-in engine."""
     program = Path(__file__).with_name("engine.py")
-    with _process([str(program), str(port)]) as (process, log):
+    with _process([str(program)], [str(port)]) as (process, log):
         found = EngineProcess(process, log)
         found.port = int(found.wait_for(r"running on http://[\d.]+:(\d+)")[1])
         yield found
@@ -66,8 +65,8 @@ def router(
 ) -> Iterator[RouterProcess]:
     """A router in front of an encoder and an engine, if it has one."""
     engine_flags = ["--engine-url", engine_url] if engine_url else ["--no-engine"]
-    command = [str(_VITWIRE), "router", "--port", "0", "--target", target, *engine_flags, *flags]
-    with _process(command, environment) as (process, log):
+    command = ["--port", "0", "--target", target, *engine_flags, *flags]
+    with _process([str(_VITWIRE), "router"], command, environment) as (process, log):
         found = RouterProcess(process, log)
         found.port = found.metrics_port = int(found.wait_for(r"listening on [\d.]+:(\d+)")[1])
         yield found
@@ -75,11 +74,10 @@ def router(
 
 @contextmanager
 def _process(
-    arguments: Sequence[str], environment: dict[str, str] | None = None
+    program: Sequence[str], flags: Sequence[str], environment: dict[str, str] | None = None
 ) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    variables = os.environ | {"PYTHONUNBUFFERED": "1"} | (environment or {})
     with tempfile.NamedTemporaryFile(prefix="vitwire-", suffix=".log") as log:
-        process = subprocess.Popen([PYTHON, *arguments], stdout=log, stderr=subprocess.STDOUT, env=variables)
+        process = spawn(program, flags, log.file, variables=environment)
         try:
             yield process, Path(log.name)
         finally:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,12 +82,16 @@ class ServerProcess:
 
 
 def spawn(
-    program: Sequence[str], flags: Sequence[str], log: IO[bytes], wrapper: Sequence[str] = ()
+    program: Sequence[str],
+    flags: Sequence[str],
+    log: IO[bytes],
+    wrapper: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a Python program with its output in a file; `wrapper` is a command that runs it."""
+    """Start a Python program with its output in a file and these additional variables; `wrapper` is a command."""
     global starts  # noqa: PLW0603 - a profile of the suite reads it
     starts += 1
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **(variables or {})}
     if not wrapper and (server := forked(program, flags, environment, stdout=log, stderr=subprocess.STDOUT)):
         return server
     command = [*wrapper, PYTHON, *program, *flags]

@@ -175,6 +175,9 @@ def _run_program(command: Sequence[str]) -> None:
 def _preload() -> None:
     import transformers  # noqa: F401, PLC0415  # in the zygote only
 
+    import vitwire_cli.app  # noqa: F401, PLC0415  # as above
+    import vitwire_gateway.router.router_process  # noqa: PLC0415  # as above
+    import vitwire_gateway.sglang.encoder_process  # noqa: F401, PLC0415  # as above
     import vitwire_server.process.edge_front  # noqa: PLC0415  # as above
     import vitwire_server.process.serve  # noqa: F401, PLC0415  # as above
 
