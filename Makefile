@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TIER := everyday
 KIND := cpu
 .PHONY: $(foreach tier,everyday matrix versions fault gpu kernel page watch engine example full image,tier-$(tier)) \
-	$(foreach kind,cpu gpu service engine,kind-$(kind))
+	$(foreach kind,cpu wire gpu service engine,kind-$(kind))
 
 # TIER= one of: everyday; matrix (all combinations of what the everyday suite samples); versions (every model on other
 # releases of transformers, and a trained tower); fault (load, faults and bad input); gpu; kernel (the Triton kernels on
@@ -41,10 +41,10 @@ KIND := cpu
 # FLAGS are pytest's.
 test: tier-$(TIER) ## the everyday suite, or TIER=matrix|versions|fault|gpu|kernel|page|watch|engine|example|full|image
 
-# KIND= one of: cpu (planner, eager forward, codec); gpu (published towers beside plain transformers); service (servers
-# under load, beside bare gRPC); engine (vLLM with a language model, with its tower and beside a server on the same GPU).
-# FLAGS are the program's: FLAGS=--help lists them.
-bench: kind-$(KIND) ## planner and codec on the CPU, or KIND=gpu|service|engine
+# KIND= one of: cpu (planner, eager forward, codec); wire (the service beside bare gRPC, on a CPU); gpu (published
+# towers beside plain transformers); service (servers under load, on GPUs); engine (vLLM with a language model, with its
+# tower and beside a server on the same GPU). FLAGS are the program's: FLAGS=--help lists them.
+bench: kind-$(KIND) ## planner and codec on the CPU, or KIND=wire|gpu|service|engine
 
 # `make gpu-test` is short for `make test TIER=gpu`, `make gpu-bench` for `make bench KIND=gpu`.
 %-test: tier-% ;
@@ -115,6 +115,9 @@ tier-watch: $(READY)
 
 kind-cpu: $(READY)
 	PYTHONPATH=tests/support:. $(BIN)/python bench/cpu.py $(FLAGS)
+
+kind-wire: $(READY)
+	PYTHONPATH=tests/support:. $(BIN)/python bench/wire.py $(FLAGS)
 
 # A server of one process, and one of an engine with two edges.
 SHAPES := 1 2
@@ -215,7 +218,7 @@ licences: $(READY) .tools/supply/.ready ## dist/licences.md; fails on copyleft
 release: $(READY) .tools/supply/.ready ## dist/: wheel, lock, SBOM, licences, notes, image; uploads nothing, exits 3 if not audited; FLAGS=--no-image
 	tools/release.sh $(FLAGS)
 
-acceptance: check tier-everyday tier-matrix tier-versions demo kind-cpu tier-full tier-fault tier-kernel tier-page tier-watch tier-engine tier-example ## every tier in full
+acceptance: check tier-everyday tier-matrix tier-versions demo kind-cpu kind-wire tier-full tier-fault tier-kernel tier-page tier-watch tier-engine tier-example ## every tier in full
 	VITWIRE_GPU_TEST_DEVICE=cpu $(MAKE) test TIER=gpu GPU_PYTHON=$(BIN)/python
 
 stubs: $(READY) ## regenerate client/vitwire/v1 from the proto

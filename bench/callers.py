@@ -1,4 +1,4 @@
-"""What makes a benchmark's calls: the client, the client for asyncio, and grpc.aio alone.
+"""What makes a benchmark's calls: the client, the client for asyncio, grpc.aio alone, and health checks.
 
 Threads are started by the load engine of `vitwire bench` (`vitwire_cli/bench/load.py`); what runs on an event loop
 records the same samples.
@@ -15,7 +15,7 @@ import grpc.aio
 from bench.echo import ANSWER, UNLIMITED, write_sizes
 from bench.images import Messages, images_of, serialised
 
-from vitwire import AsyncClient, Client, Embedding, Item, VitwireError
+from vitwire import AsyncClient, Client, Embedding, Item, Unavailable, VitwireError
 from vitwire_cli.bench.load import Load, Pace, Sample
 from vitwire_cli.bench.workload import Workload
 
@@ -56,8 +56,8 @@ class Caller(ABC):
         """Draw the images and make one call; returns the bytes and rows of a call."""
 
     @abstractmethod
-    def run(self, pace: Pace) -> Calls:
-        """Make calls."""
+    def run(self, pace: Pace, pause: float) -> Calls:
+        """Make calls; `pause` is in seconds, between the end of a call and the start of the next one."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Close connections."""
@@ -72,8 +72,11 @@ class Threads(Caller):
     def encode(self, items: Sequence[Item]) -> Sequence[Embedding]:
         """Make one call. Raises VitwireError."""
 
-    def run(self, pace: Pace) -> Calls:
+    def run(self, pace: Pace, pause: float) -> Calls:
+        """A pause holds up all threads, so it is for one call in flight."""
         load = Load(cast("Client", self), Workload(self.requests), pace, fresh=False)
+        if pause:
+            load.on_sample = lambda _: time.sleep(pause)
         load.run()
         return Calls(load._began, load.samples)  # of `perf_counter`, which on Linux is the monotonic clock
 
@@ -102,6 +105,25 @@ class SyncClient(Threads):
         self._client.close()
 
 
+class Health(Threads):
+    """Health checks."""
+
+    def __init__(self, target: str) -> None:
+        self._client = Client(target)
+
+    def prepare(self, work: Work) -> Row:  # noqa: ARG002
+        self._client.health()
+        return {"up": 0, "down": 0, "tokens": 0, "answer": []}
+
+    def encode(self, items: Sequence[Item]) -> Sequence[Embedding]:  # noqa: ARG002
+        if (status := self._client.health(timeout=30)) != "SERVING":
+            raise Unavailable(status, code=status)
+        return ()
+
+    def close(self) -> None:
+        self._client.close()
+
+
 class Tasks(Caller):
     """A task for each call in flight, on an event loop."""
 
@@ -112,7 +134,8 @@ class Tasks(Caller):
     async def call(self, number: int) -> str:
         """Make one call; returns the code of its error, or nothing."""
 
-    def run(self, pace: Pace) -> Calls:
+    def run(self, pace: Pace, pause: float) -> Calls:
+        assert not pause, "only threads pause"
         return self.loop.run_until_complete(self._run(pace))
 
     async def _run(self, pace: Pace) -> Calls:

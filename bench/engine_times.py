@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -42,6 +42,13 @@ class Ran(NamedTuple):
         """All items in one batch, whose graph is the smallest that fits."""
         fitting = self._fitting(items)
         return [Batch(tuple(range(len(items))), fitting, None if fitting else Fallback.NOT_CAPTURED)]
+
+    def replay(self, batch: Sequence[Item]) -> Callable[[], object] | None:
+        """The graph of a batch alone, its inputs being on the device; None without one."""
+        if not (fitting := self._fitting(batch)):
+            return None
+        self.results(batch)
+        return torch.inference_mode()(self.engine._graphs[fitting].replay)
 
     def _fitting(self, batch: Sequence[Item]) -> Budget | None:
         return self.ladder.smallest_fitting(total([item.footprint for item in batch]), len(batch))

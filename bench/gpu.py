@@ -21,8 +21,9 @@ from bench.engine.checkpoint import write_tower
 from bench.engine.loads import Size
 from bench.engine.towers.tower_process import TowerEnded
 from bench.engine.towers.vitwire_tower import Loaded
-from bench.engine_times import EngineTimes
+from bench.engine_times import Batches, EngineTimes, Ran
 from bench.floor import Ceilings, floor_seconds
+from bench.kernels import by_group, kernel_times
 from bench.models import PUBLISHED, Load, build, draw, items, plain, preprocessing, shrunk, square, stock
 from bench.other_towers import OtherBench
 from bench.random_towers import shrunk as shrunk_other
@@ -42,6 +43,8 @@ TIMES = ("plain_sdpa", "eager", "graph_stock", "graph", "floor")
 WARM_UPS = 3
 SECONDS_EACH = 1.5
 """A measurement ends after this many seconds or after --repeats, but not before three repeats."""
+_KERNELS = 12
+"""Kernels of each replay that are printed, at most."""
 ALL_OTHERS = "others"
 _GROUPS = {ALL_OTHERS: tuple(OTHERS)}
 
@@ -59,6 +62,8 @@ def main() -> None:
     show(console, "milliseconds of one batch on the device", bench.rows)
     show(console, "milliseconds of one batch on the device, towers of other makers", bench.others)
     show(console, f"milliseconds of a forward beside vLLM's tower, whose time should be {AIM} times ours", bench.vllm)
+    for load, rows in bench.profiles.items():
+        show(console, f"one replay: {load}", [*by_group(rows), *rows[:_KERNELS]])
     show(console, "captures", bench.captures)
     document = bench.document()
     if options.out:
@@ -74,6 +79,8 @@ class Bench:
         self.captures: list[Row] = []
         self.vllm: list[Row] = []
         self._vllm_engine: Row = {}
+        self.profiles: dict[str, list[Row]] = {}
+        """Kernels of one replay, by tower and load."""
         self._device = device
         self._options = options
         self._attention: dict[str, str] = {}
@@ -139,6 +146,7 @@ class Bench:
             "others": self.others,
             "vllm_engine": self._vllm_engine,
             "vllm": self.vllm,
+            "profiles": self.profiles,
             "captures": self.captures,
         }
 
@@ -169,11 +177,21 @@ class Bench:
         if checkpoint and self._has_time(f"{name} vllm"):
             plan, dtype = ran.plan, DType.BFLOAT16
             self._vllm(name, Loaded(tower, ran.engine, plan, preprocessing(), dtype, checkpoint))
+        if self._options.profile:
+            self._profile(name, ran, batches)
 
     def _has_time(self, what: str) -> bool:
         if self._stopwatch.is_over:
             self._stopwatch.left_out.append(f"{what}: no time")
         return not self._stopwatch.is_over
+
+    def _profile(self, name: str, ran: Ran, batches: Batches) -> None:
+        for load, batch in batches.items():
+            try:
+                if replay := ran.replay(batch):
+                    self.profiles[f"{name} {load}"] = kernel_times(replay, self._device)
+            except FAILURES as error:
+                self._stopwatch.failed(f"{name} {load} profile", error)
 
     def _vllm(self, name: str, loaded: Loaded) -> None:
         """Rows as they are measured; what fails is left out."""
@@ -220,6 +238,7 @@ def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--attention", default="auto", help="the server's --attention-backend")
     vllm = "also vLLM's tower, of Qwen3-VL: the interpreter that has vLLM (default: this one) or a folder of packages"
     add("--vllm", nargs="?", const=sys.executable, metavar="PYTHON", help=vllm)
+    add("--profile", action="store_true", help="also the time of each kernel of one replay; of the Qwen towers")
     add("--repeats", type=int, default=30)
     add("--seconds", type=float, default=420, help="nothing new is started after so long")
     add("--tflops", type=float, default=790, help="the device's measured bf16 rate, for the floor")

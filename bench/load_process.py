@@ -9,20 +9,22 @@ import json
 import sys
 import time
 
-from bench.callers import AsyncioClient, Caller, Raw, Row, SyncClient, Work
+from bench.callers import AsyncioClient, Caller, Health, Raw, Row, SyncClient, Work
 
 from vitwire.shared import allocator
 from vitwire_cli.bench.load import Pace
 
 
 def _caller(kind: str, settings: Row) -> Caller:
-    kinds: dict[str, type[Caller]] = {"client": SyncClient, "async": AsyncioClient, "raw": Raw}
+    kinds: dict[str, type[Caller]] = {"client": SyncClient, "async": AsyncioClient, "raw": Raw, "health": Health}
     return kinds[kind](**settings)
 
 
-def _ran(caller: Caller, in_flight: int, calls: int | None = None, stop: float = float("inf")) -> Row:
+def _ran(
+    caller: Caller, in_flight: int, calls: int | None = None, stop: float = float("inf"), pause: float = 0.0
+) -> Row:
     """When each call ended, and the seconds and error of each. stop: no call starts after this time."""
-    ran = caller.run(Pace(in_flight, stop - time.monotonic(), calls))
+    ran = caller.run(Pace(in_flight, stop - time.monotonic(), calls), pause)
     return {
         "at": [ran.began + sample.done for sample in ran.samples],
         "seconds": [sample.latency for sample in ran.samples],

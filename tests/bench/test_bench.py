@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from bench.beside_vllm import MISSING, compared
+from bench.kernels import group_of
 
 from benches import ROOT, last_line
 
@@ -17,7 +18,7 @@ def test_bench(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"items": [{"grid": [1, 20, 30]}, {"grid": [1, 2, 4]}]}\n' * 40)
     document = last_line("bench/cpu.py", "--quick", "--trace", str(trace))
-    assert {"date", "torch", "transformers"} <= document.keys()
+    assert {"date", "torch", "transformers", "threads"} <= document.keys()
     assert [(row["sizes"], row["depth"]) for row in document["planner"]] == [
         (sizes, depth) for sizes in ("shipped sizes", "trace.jsonl") for depth in (1, 4, 16, 64)
     ]
@@ -25,13 +26,17 @@ def test_bench(tmp_path: Path) -> None:
         assert row["padding_ours"] < row["padding_theirs"]
         assert row["launches_ours"] <= row["launches_theirs"]
         assert row["seconds_ours"] < row["seconds_theirs"]
+    assert {(row["tower"], row["dtype"]) for row in document["towers"]} == {
+        (tower, dtype) for tower in ("qwen3_vl", "qwen2_5_vl") for dtype in ("float32", "bfloat16")
+    }
+    assert {row["verb"] for row in document["codec"]} == {"write", "read"}
 
 
 @pytest.mark.matrix
 def test_gpu_bench_on_simulated_graphs(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     flags = ("--device", "cpu", "--tiny", "--towers", "Qwen2.5-VL-7B", "--sizes", "112,224", "--repeats", "3")
-    document = last_line("bench/gpu.py", *flags, "--out", str(out))
+    document = last_line("bench/gpu.py", *flags, "--profile", "--out", str(out))
     assert document == json.loads(out.read_text())
     assert (document["device"], document["graphs"], document["left_out"]) == ("cpu", "simulated", [])
     assert len(document["rows"]) == 4
@@ -39,6 +44,10 @@ def test_gpu_bench_on_simulated_graphs(tmp_path: Path) -> None:
         assert min(row[name] for name in ("plain_sdpa", "eager", "graph")) > 0
         assert row["graph_stock"] > 0
     assert {row["tower"] for row in document["captures"]} == {"Qwen2.5-VL-7B"}
+    assert len(document["profiles"]) == 4
+    for kernels in document["profiles"].values():
+        assert {"attention", "products", "norms and rest"} == {row["group"] for row in kernels}
+        assert sum(row["share"] for row in kernels) == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.matrix
@@ -61,6 +70,24 @@ def test_both_graphs_of_vllm_must_take_as_long_as_the_aim(default: float, exact:
         found = compared({name: {"device_ms": time} for name, time in rows.items() if name != missing})
         assert found["aim"] is None
         assert found["vllm_eager"] == 20
+
+
+@pytest.mark.parametrize(
+    ("kernel", "group"),
+    [
+        ("_attend", "attention"),
+        ("kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x64x64_4x1x1", "attention"),
+        ("nvjet_sm90_tst_192x192_64x4_2x1_v_bz_coopA_bias_TNN", "products"),
+        ("void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<>>", "products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>", "products"),
+        ("_partial_sums", "products"),
+        ("_add_norm", "norms and rest"),
+        ("Memcpy DtoD (Device -> Device)", "norms and rest"),
+    ],
+)
+def test_kernels_are_grouped_by_name(kernel: str, group: str) -> None:
+    assert group_of(kernel) == group
 
 
 @pytest.mark.matrix

@@ -2,7 +2,10 @@
 
 import json
 from argparse import Namespace
+from collections.abc import Iterator
+from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bench.client_processes import ClientFailed, ClientProcess, bare_servers, cpu_seconds, loaded
@@ -13,6 +16,36 @@ from bench.service_options import parser
 from bench.setups import Setup
 
 from benches import last_line
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """All numbers in a document."""
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from numbers(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from numbers(each)
+    elif isinstance(value, int | float):
+        yield value
+
+
+@pytest.mark.matrix
+def test_wire_bench(tmp_path: Path) -> None:
+    out = tmp_path / "wire.json"
+    flags = ("--quick", "--seconds", "0.2", "--turns", "1", "--rpc-processes", "1")
+    document = last_line("bench/wire.py", *flags, "--out", str(out))
+    assert document == json.loads(out.read_text())
+    assert all(isfinite(number) and number >= 0 for number in numbers(document["trips"] + document["cpu"]))
+    assert [(row["down_mb"], row["in_flight"]) for row in document["trips"]] == [(1.61, 1), (1.61, 4)]
+    for row in document["trips"]:
+        assert (row["rpc_processes"], row["errors"]) == (1, 0)
+        assert min(row["bare_ms"], row["service_ms"], row["client_ms"]) > 0
+        assert min(row["service_over_bare"], row["client_over_bare"]) > 0
+    assert [row["path"] for row in document["cpu"]] == ["bare", "service", "client"] * len(document["trips"])
+    assert [(row["call"], row["errors"]) for row in document["beside"]] == [("small item", {}), ("health", {})]
+    assert all(row["beside_p99_ms"] >= row["beside_p50_ms"] > 0 < row["alone_p50_ms"] for row in document["beside"])
+
 
 PREPARED = ("picture:112:2", "float32:112:2", "jpeg:1080p:2")
 """Loads of files and pictures, which the server prepares, and what they are compared with."""
@@ -40,16 +73,6 @@ def test_service_bench(tmp_path: Path) -> None:
     for row in document["rows"]:
         assert row["of_bare"] > 0
         assert 0 <= row["busy"] < 1.2
-
-
-@pytest.mark.matrix
-def test_service_bench_on_four_devices(tmp_path: Path) -> None:
-    flags = ("--tiny", "--devices", "cpu,cpu,cpu,cpu", "--rpc-processes", "2", "--loads", "112:8")
-    tiny = ("--flags", "--graphs simulated --budgets 16,64 --decode-processes 0", "--bare")
-    document = last_line("bench/service.py", *flags, *tiny, "--seconds", "2", "--clients", "4")
-    assert document["skipped"] == []
-    assert [(row["devices"], row["in_flight"]) for row in document["rows"]] == [("cpu,cpu,cpu,cpu", 8)]
-    assert document["rows"][0]["errors"] == {}
 
 
 @pytest.mark.parametrize(
@@ -88,7 +111,7 @@ def test_bare_servers_answer_with_the_sizes_that_a_call_asks_for() -> None:
 
 
 def test_a_client_process_that_fails_says_why() -> None:
-    with ClientProcess("client", target="127.0.0.1:1") as client, pytest.raises(ClientFailed, match="Unavailable"):
+    with ClientProcess("health", target="127.0.0.1:1") as client, pytest.raises(ClientFailed, match="Unavailable"):
         client.ask(prepare={"side": 64})
     with ClientProcess("no such kind", target="") as client, pytest.raises(ClientFailed, match="exited"):
         loaded([client], 1, 0.1, [], ramp=0.1)
