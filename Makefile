@@ -43,7 +43,7 @@ test: tier-$(TIER) ## the everyday suite, or TIER=matrix|versions|fault|gpu|kern
 
 # KIND= one of: cpu (planner, eager forward, codec); wire (the service beside bare gRPC, on a CPU); gpu (published
 # towers beside plain transformers); service (servers under load, on GPUs); engine (vLLM with a language model, with its
-# tower and with a server, on GPUs). FLAGS are the program's: FLAGS=--help lists them.
+# tower and beside a server on the same GPU). FLAGS are the program's: FLAGS=--help lists them.
 bench: kind-$(KIND) ## planner and codec on the CPU, or KIND=wire|gpu|service|engine
 
 # `make gpu-test` is short for `make test TIER=gpu`, `make gpu-bench` for `make bench KIND=gpu`.

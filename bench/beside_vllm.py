@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from bench.engine import vllm_engine
 from bench.engine.loads import Size
+from bench.engine.serving import ENVIRONMENT
 from bench.engine.towers.tower_process import Row, TowerFailed, TowerProcess, checked
 from bench.engine.towers.vitwire_tower import Loaded, VitwireTower
 from torch import Tensor
@@ -84,7 +84,7 @@ def beside(
 
 def _environment(where: str) -> tuple[str, dict[str, str]]:
     """The interpreter that has vLLM, and its environment."""
-    environment = vllm_engine.ENVIRONMENT | os.environ
+    environment = ENVIRONMENT | os.environ
     if not Path(where).is_dir():
         return where, environment
     return sys.executable, environment | {"PYTHONPATH": f"{where}:{environment.get('PYTHONPATH', '')}"}

@@ -28,8 +28,10 @@ class ClientFailed(Exception):
 class ClientProcess:
     """A process that runs `bench/load_process.py`; the arguments go to its callers."""
 
+    program = (sys.executable, "-m", "bench.load_process")
+
     def __init__(self, kind: str, environment: Mapping[str, str] | None = None, **settings: Any) -> None:
-        command = [sys.executable, "-m", "bench.load_process", json.dumps({"kind": kind, **settings})]
+        command = [*self.program, json.dumps({"kind": kind, **settings})]
         variables = {"GRPC_VERBOSITY": "NONE", "OMP_WAIT_POLICY": "PASSIVE", **os.environ, **(environment or {})}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
@@ -51,11 +53,11 @@ class ClientProcess:
         except OSError as error:
             raise ClientFailed(f"the client process has exited: {error}") from error
 
-    def answer(self) -> Row:
-        """The answer to the oldest command without one. Raises ClientFailed, also if there is none for minutes."""
+    def answer(self, seconds: float = ANSWER_SECONDS) -> Row:
+        """The answer to the oldest command without one. Raises ClientFailed, also if there is none in time."""
         assert self._process.stdout
-        if not select([self._process.stdout], [], [], ANSWER_SECONDS)[0]:
-            raise ClientFailed(f"the client process did not answer for {ANSWER_SECONDS} s")
+        if not select([self._process.stdout], [], [], seconds)[0]:
+            raise ClientFailed(f"the client process did not answer for {seconds:g} s")
         line = self._process.stdout.readline()
         if not line:
             raise ClientFailed(f"the client process exited with {self._process.wait()}")

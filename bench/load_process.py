@@ -2,8 +2,7 @@
 
 `python -m bench.load_process '{"kind": "client", "target": "localhost:50051"}'`. Commands are `prepare` (draw distinct
 images, make one call) and `run` (a number of calls, or calls until a time). Times are read from the monotonic clock,
-which all processes of a machine share. `bench/client_processes.py` is the other side. With `"steps": true` the command
-`steps` returns what the client's own steps took; with `"tuned": false` the allocator stays as glibc has it.
+which all processes of a machine share. `bench/client_processes.py` is the other side.
 """
 
 import json
@@ -11,17 +10,12 @@ import sys
 import time
 
 from bench.callers import AsyncioClient, Caller, Health, Raw, Row, SyncClient, Work
-from bench.client_steps import ClientSteps
 
 from vitwire.shared import allocator
 from vitwire_cli.bench.load import Pace
 
 
 def _caller(kind: str, settings: Row) -> Caller:
-    if kind == "tower":
-        from bench.in_process import Tower  # noqa: PLC0415 - imports torch, which clients do without
-
-        return Tower(**settings)
     kinds: dict[str, type[Caller]] = {"client": SyncClient, "async": AsyncioClient, "raw": Raw, "health": Health}
     return kinds[kind](**settings)
 
@@ -38,10 +32,7 @@ def _ran(
     }
 
 
-def _answered(caller: Caller, steps: ClientSteps | None, command: Row) -> Row:
-    if "steps" in command:
-        assert steps, "the client was started with it"
-        return steps.taken()
+def _answered(caller: Caller, command: Row) -> Row:
     if "prepare" in command:
         return caller.prepare(Work(**command["prepare"]))
     return _ran(caller, **command["run"])
@@ -49,13 +40,11 @@ def _answered(caller: Caller, steps: ClientSteps | None, command: Row) -> Row:
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
-    if settings.pop("tuned", True):
-        allocator.tune()  # as docs/client.md recommends for a process of many calls; for the bare client as well
-    steps = ClientSteps() if settings.pop("steps", False) else None
+    allocator.tune()  # as docs/client.md recommends for a process of many calls; for the bare client as well
     caller = _caller(settings.pop("kind"), settings)
     for line in sys.stdin:
         try:
-            answer = _answered(caller, steps, json.loads(line))
+            answer = _answered(caller, json.loads(line))
         except Exception as error:  # noqa: BLE001 - the parent process reports it
             answer = {"failed": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)

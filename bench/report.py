@@ -19,9 +19,16 @@ Row = dict[str, Any]
 class Report:
     """Rows by section. What is written so far is complete at any time, so a run that is cut off keeps its rows."""
 
-    def __init__(self, bench: str, out: Path | None, parameters: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        bench: str,
+        out: Path | None,
+        parameters: Mapping[str, Any],
+        earlier: Mapping[str, Sequence[Row]] | None = None,
+    ) -> None:
+        """earlier: rows of a run that this one continues, by section."""
         self._document: Row = {"bench": bench, **environment(), **parameters, "skipped": []}
-        self._sections: dict[str, list[Row]] = {}
+        self._sections = {name: list(rows) for name, rows in (earlier or {}).items() if rows}
         self._out = out
         self._began = time.monotonic()
         self._console = Console(width=200)
@@ -32,6 +39,11 @@ class Report:
         self._say(f"{section} " + " ".join(f"{name}={value}" for name, value in row.items()))
         self._write()
         return row
+
+    def replace(self, section: str, rows: Sequence[Row]) -> None:
+        """The rows of a section that follows from others."""
+        self._sections[section] = list(rows)
+        self._write()
 
     def note(self, name: str, value: Any) -> None:
         """A figure that belongs to no row."""

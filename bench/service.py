@@ -18,12 +18,11 @@ from bench import towers
 from bench.client_processes import ClientFailed, ClientProcess, bare_servers, loaded, prepared
 from bench.report import Report
 from bench.service_options import parser
-from bench.setups import Load, Server, Setup, scaling, started
+from bench.setups import Load, Server, Setup, started
 
 TITLES = {
     "bare": "a bare gRPC server that moves the same bytes in the same messages: the ceiling",
     "rows": "the service",
-    "scaling": "several devices against one, with as many requests in flight for each",
 }
 Row = dict[str, Any]
 
@@ -36,8 +35,6 @@ def main() -> None:
         bench = Bench(report, options, options.checkpoints or Path(folder))
         for choice in product(options.models, options.devices, options.rpc_processes):
             bench.run(Setup(*choice))
-        for row in scaling(report.document().get("rows", [])):
-            report.add("scaling", row)
     report.end(TITLES)
 
 
@@ -61,9 +58,7 @@ class Bench:
                 if not any(model == setup.model for model, _, _ in self._ceilings):
                     self._measure_ceilings(setup.model, server)
                 for driver, delivery in self._clients():
-                    if self._options.each_device and len(server.processes) > 1:
-                        self._measure(setup, server, driver, delivery, used=1)
-                    self._measure(setup, server, driver, delivery, used=len(server.processes))
+                    self._measure(setup, server, driver, delivery)
         except (RuntimeError, ClientFailed) as error:  # a server or client did not start
             self._report.skip(str(setup), str(error)[-1000:])
 
@@ -119,17 +114,15 @@ class Bench:
 
     # -- the service -----------------------------------------------------------------------------------
 
-    def _measure(self, setup: Setup, server: Server, driver: str, delivery: str, used: int) -> None:
-        """All loads with one kind of client, on the first `used` devices."""
-        server, part = server.first(used), setup.first(used)
-        own = {**part.row(), "delivery": delivery, "driver": driver}
+    def _measure(self, setup: Setup, server: Server, driver: str, delivery: str) -> None:
+        """All loads with one kind of client."""
+        own = {**setup.row(), "delivery": delivery, "driver": driver}
         with ExitStack() as stack:
             clients = [
                 stack.enter_context(ClientProcess(driver, **self._settings(setup, server, driver, delivery, number)))
                 for number in range(self._options.clients)
             ]
-            for each in self._options.loads:
-                load = part.each(each) if self._options.each_device else each
+            for load in self._options.loads:
                 if not self._has_time(f"{own} {load}"):
                     continue
                 try:

@@ -34,8 +34,6 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         default=loads,
         help="[PIXELS:]SIZE:REQUESTS in flight, such as 224:64, jpeg:1080p:64 or float32:1024:64",
     )
-    each = "--loads are for each device: all of a setup share the sum, and its first device is measured alone, too"
-    add("--each-device", action="store_true", help=each)
     add("--bare", nargs="*", type=_count, default=[1, 2, 4, 6], help="processes of the bare gRPC servers")
     add("--clients", type=_count, default=max(1, min(8, (cpu_count() or 2) // 2)), help="client processes, at most")
     add("--connections", type=_count, default=4, help="connections of each client of the kind raw, and to bare servers")

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +52,6 @@ class Setup:
         """As columns of a row."""
         return asdict(self)
 
-    def first(self, count: int) -> "Setup":
-        """Only the first devices."""
-        return replace(self, devices=",".join(self.devices.split(",")[:count]))
-
-    def each(self, load: Load) -> Load:
-        """The load on all devices if each has as many requests in flight as this."""
-        return replace(load, in_flight=load.in_flight * count_of(self.devices))
-
 
 @dataclass(frozen=True, slots=True)
 class Server:
@@ -74,36 +66,9 @@ class Server:
         targets = [each.target for each in self.processes]
         return targets[0] if len(targets) == 1 else "ipv4:" + ",".join(targets)
 
-    def first(self, count: int) -> "Server":
-        """Only the first processes."""
-        return replace(self, processes=self.processes[:count])
-
     def busy_seconds(self) -> float:
         """Seconds of computation on all devices so far."""
         return sum(each.metric("vitwire_stage_seconds_sum", stage="execute") for each in self.processes)
-
-
-def count_of(devices: str) -> int:
-    """Of the devices of a setup."""
-    return len(devices.split(","))
-
-
-def scaling(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rates with several devices relative to one device, at the same number of requests in flight per device."""
-    same = ("model", "rpc_processes", "delivery", "driver", "size", "pixels")
-
-    def place(row: dict[str, Any]) -> tuple[Any, ...]:
-        return (*(row[name] for name in same), row["in_flight"] / count_of(row["devices"]))
-
-    one = {place(row): row for row in rows if count_of(row["devices"]) == 1}
-    found = []
-    for row in rows:
-        first, devices = one.get(place(row)), count_of(row["devices"])
-        if devices > 1 and first and first["images_per_second"]:
-            ratio = row["images_per_second"] / first["images_per_second"]
-            compared = {name: row[name] for name in ("devices", "in_flight", "images_per_second", *same)}
-            found.append(compared | {"of_one_device": round(ratio, 2), "of_ideal": round(ratio / devices, 3)})
-    return found
 
 
 @contextmanager

@@ -45,16 +45,6 @@ def with_rows_of(columns: int, levels: int, folder: Path) -> Path:
     return _written({**_FIELDS, **_THIN, **indexes, "out_hidden_size": columns}, folder)
 
 
-def with_blocks(layers: int, folder: Path) -> Path:
-    """Qwen3-VL-8B with fewer blocks, and one deepstack level."""
-    return _written({**_FIELDS, "depth": layers, "deepstack_visual_indexes": [0]}, folder)
-
-
-def small(folder: Path) -> Path:
-    """Qwen3-VL-8B with few and narrow blocks."""
-    return _written(shrunk(_FIELDS, *TINY), folder)
-
-
 def _written(fields: Mapping[str, Any], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     write(_TYPE, fields, folder)

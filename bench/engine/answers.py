@@ -1,112 +1,130 @@
-"""What came of the requests of a stream, and its figures."""
+"""What came of the requests of a stream, and its figures.
 
-from collections.abc import Sequence
+Rate and times are of one window: for a closed loop it begins once as many requests have ended as are in flight, for
+arrivals with a twentieth of them; it ends when the last request is sent. Times are of the requests sent in it, the
+rate is of those that ended in it.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import ceil
-from statistics import fmean, median
 from typing import Any
 
+import numpy as np
 from bench.engine.loads import Load
 
 Row = dict[str, Any]
+LEAST = 100
+"""Requests of a window below which neither a rate nor a p99 is printed."""
+_RESAMPLES = 400
+STAGES = ("accepted", "queued", "fetched", "first_token")
+"""Moments of a request whose images an encoder encodes, in this order: vLLM's front end has it from the router, the
+scheduler sees it, the worker has the rows, the client has a token."""
 
 
 @dataclass(slots=True)
 class Answer:
     """One request; times are of the system's monotonic clock, in seconds, in all processes."""
 
+    number: int = 0
+    images: int = 0
     start: float = 0.0
+    """When it was sent; of arrivals, when it was due, so that a client that is behind counts."""
     end: float = 0.0
     arrivals: list[float] = field(default_factory=list)
     """When each message with new tokens arrived."""
-    tokens: list[int] = field(default_factory=list)
-    moments: dict[str, float] = field(default_factory=dict)
-    """When each stage of the request was reached."""
-    spans: dict[str, float] = field(default_factory=dict)
-    """Seconds of what has no place on this clock."""
+    tokens: int = 0
     error: str = ""
-    cached: bool = False
-    """Whether the server had rows of it in its cache."""
 
-    def note_server(self, moment: str, at: float, reports: Sequence[Any]) -> None:
-        """When the server had done this, and what it reports: the longest of a request's items."""
-        self.moments[moment] = at
-        self.cached = any(report.path == "cache" for report in reports)
-        self.spans["server_queued"] = max(report.queued for report in reports)
-        self.spans["server_encoded"] = max(report.encoded for report in reports)
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token."""
+        return self.arrivals[0] - self.start
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between messages with tokens."""
+        return [later - earlier for earlier, later in pairwise(self.arrivals)]
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """The nearest rank."""
-    return sorted(values)[max(0, ceil(share * len(values)) - 1)]
+def window(answers: Sequence[Answer], load: Load) -> tuple[float, float]:
+    """Begin and end of the inner part of a stream."""
+    starts, ends = sorted(each.start for each in answers), sorted(each.end for each in answers)
+    first = ends[min(int(load.amount), len(ends)) - 1] if load.closed else starts[len(starts) // 20]
+    return first, starts[-1]
 
 
 def figures(answers: Sequence[Answer], load: Load) -> Row:
-    """Quantiles of TTFT and of the times between tokens, and requests per second without the edges of the stream."""
-    good = [answer for answer in answers if not answer.error]
+    """Quantiles of TTFT and of the times between tokens, and requests a second; null where there are too few."""
+    begin, end = window(answers, load)
+    good = [each for each in answers if not each.error]
+    inner = [each for each in good if begin <= each.start <= end]
+    ended = sum(begin < each.end <= end for each in good)
     row: Row = {"requests": len(answers), "errors": len(answers) - len(good)}
-    if cached := sum(answer.cached for answer in answers):
-        row["cached"] = cached
-    first = [1e3 * (answer.arrivals[0] - answer.start) for answer in good]
-    row |= quantiles("ttft", first, 50, 90, 99) | between_tokens(good)
-    if good:
-        row["requests_per_s"] = round(rate(good, load), 2)
+    row |= {"inner": len(inner), "window_s": round(max(0.0, end - begin), 2), "requests_per_s": None}
+    if ended >= LEAST:
+        row["requests_per_s"] = round(ended / (end - begin), 2)
+        row["tokens_per_s"] = round(row["requests_per_s"] * sum(each.tokens for each in good) / len(good))
+    else:
+        row["no_rate"] = f"{ended} requests ended in the window, {LEAST} are needed"
+    row |= quantiles("ttft", [[each.ttft] for each in inner])
+    row |= quantiles("itl", [each.gaps for each in inner])
+    with_images = [1e3 * each.ttft for each in inner if each.images]
+    if with_images and len(with_images) < len(inner):
+        row["image_ttft_p50_ms"] = round(float(np.quantile(with_images, 0.5)), 2)
     return row
 
 
-def between_tokens(answers: Sequence[Answer]) -> Row:
-    """Quantiles of the times between tokens."""
-    gaps = [1e3 * (later - earlier) for answer in answers for earlier, later in pairwise(answer.arrivals)]
-    return quantiles("itl", gaps, 50, 99)
+def quantiles(name: str, groups: Sequence[Sequence[float]]) -> Row:
+    """p50, p90 and p99 in milliseconds, and the 95 % interval of the p99; null with too few requests.
 
-
-def quantiles(name: str, values: Sequence[float], *percent: int) -> Row:
-    """Columns with these percentiles, of values in milliseconds; none without values."""
-    return {f"{name}_p{each}_ms": round(quantile(values, each / 100), 2) for each in percent if values}
-
-
-def rate(answers: Sequence[Answer], load: Load) -> float:
-    """Requests per second.
-
-    Of a closed loop: those in flight over the mean seconds of those that neither began with the stream nor ended while
-    it ran dry. Of arrivals: those that ended after the first one, over the time since then.
+    groups: seconds by request.
     """
-    ends = sorted(answer.end for answer in answers)
-    if not load.closed:
-        return (len(ends) - 1) / (ends[-1] - ends[0]) if len(ends) > 1 else 0.0
-    flight = min(int(load.amount), len(answers))
-    inner = sorted(answers, key=lambda answer: answer.start)[flight:]
-    inner = [answer for answer in inner if answer.end <= ends[-flight]] or list(answers)
-    return flight / fmean(answer.end - answer.start for answer in inner)
+    values = np.asarray([1e3 * each for group in groups for each in group])
+    if not len(values):
+        return {}
+    p50, p90, p99 = (round(float(each), 2) for each in np.quantile(values, (0.5, 0.9, 0.99)))
+    row: Row = {f"{name}_p50_ms": p50, f"{name}_p90_ms": p90}
+    enough = len(groups) >= LEAST
+    interval = bootstrap([[1e3 * each for each in group] for group in groups], 0.99) if enough else None
+    return row | {f"{name}_p99_ms": p99 if enough else None, f"{name}_p99_interval": interval}
 
 
-def timeline(answers: Sequence[Answer]) -> Row:
-    """Medians in milliseconds: of each moment since the request's start, then of each span."""
-    good = [answer for answer in answers if not answer.error]
+def bootstrap(groups: Sequence[Sequence[float]], share: float, seed: int = 0) -> list[float]:
+    """The 95 % interval of a quantile: whole groups are drawn again, as values of one request depend on each other."""
+    rng = np.random.default_rng(seed)
+    lengths = np.asarray([len(group) for group in groups])
+    padded = np.full((len(groups), max(lengths)), np.nan, np.float32)
+    for number, group in enumerate(groups):
+        padded[number, : len(group)] = group
+    found = []
+    for _ in range(_RESAMPLES if padded.size < 1e5 else _RESAMPLES // 4):
+        drawn = rng.integers(0, len(groups), len(groups))
+        values = padded[drawn].ravel()
+        values = values if lengths.min() == lengths.max() else values[~np.isnan(values)]
+        at = int(share * (len(values) - 1))
+        found.append(float(np.partition(values, at)[at]))
+    return [round(float(each), 2) for each in np.quantile(found, (0.025, 0.975))]
+
+
+def spans(answers: Sequence[Answer], moments: Mapping[int, Mapping[str, float]], load: Load) -> Row:
+    """Milliseconds between the moments of each request of the window, p50 and p99; empty without moments.
+
+    moments: of the system's monotonic clock, by number of the request.
+    """
+    begin, end = window(answers, load)
     found: dict[str, list[float]] = {}
-    for answer in good:
-        for name, moment in answer.moments.items():
-            found.setdefault(name, []).append(1e3 * (moment - answer.start))
-    row = {name: round(median(values), 2) for name, values in found.items()}
-    row = dict(sorted(row.items(), key=lambda each: each[1]))
-    for name in dict.fromkeys(name for answer in good for name in answer.spans):
-        row[name] = round(1e3 * median(answer.spans[name] for answer in good if name in answer.spans), 2)
+    for each in answers:
+        if each.error or not begin <= each.start <= end or each.number not in moments:
+            continue
+        reached = {"sent": each.start, **moments[each.number], "first_token": each.arrivals[0]}
+        names = ["sent", *(name for name in STAGES if name in reached)]
+        if each.images and "fetched" in names:
+            for earlier, later in pairwise(names):
+                found.setdefault(f"{earlier}_{later}", []).append(1e3 * (reached[later] - reached[earlier]))
+    row: Row = {"of": max(map(len, found.values()))} if found else {}
+    for name, values in found.items():
+        p50, p99 = np.quantile(values, (0.5, 0.99))
+        row |= {f"{name}_p50_ms": round(float(p50), 2)}
+        row |= {f"{name}_p99_ms": round(float(p99), 2)} if len(values) >= LEAST else {}
     return row
-
-
-def compared(ours: Sequence[Answer], local: Sequence[Answer]) -> Row:
-    """Greedy tokens of the same requests: how many agree in the first token, in all, and how far on average."""
-    pairs = [(a.tokens, b.tokens) for a, b in zip(ours, local, strict=True) if not (a.error or b.error)]
-    same = [_common(a, b) for a, b in pairs]
-    return {
-        "compared": len(pairs),
-        "first_equal": sum(length > 0 for length in same),
-        "all_equal": sum(a == b for a, b in pairs),
-        "mean_equal_tokens": round(fmean(same), 2) if same else None,
-    }
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the common beginning."""
-    return next((index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

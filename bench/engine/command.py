@@ -1,202 +1,230 @@
-"""`make engine-bench`: vLLM with a language model, with its tower and with a Vitwire server, measured in one run.
+"""`make engine-bench`: vLLM with its own tower, and beside an encoder on the same device.
 
-vLLM serves a random Qwen3-VL of published size, and a Vitwire server its tower on another device or the same. The same
-requests take each route: `local` (the engine's tower), `inline` (embeddings in the request) and `reference` (the engine
-fetches what the server stored); `again` is local once more, the control for the tokens, and `text` has as many tokens
-of text, without images.
-Pictures are decoded and split into patches beforehand, or with `--from jpeg` come as files over HTTP. The last line of
-stdout is one JSON document.
+`local` is `vllm serve` alone on the device. `beside` is `vllm serve` with Vitwire's EC connector, a Vitwire server on
+the same device and `vitwire router` in front. Both have the same cores and the same device memory. `again` is local
+once more, the control. They are started one after the other, and clients in other processes send each the same streams
+of chat completions with photographs. A document that is there is continued. The last line of stdout is one JSON
+document.
 """
 
 import argparse
-import asyncio
-import os
 import sys
-import time
 import traceback
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from itertools import count
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+from zlib import crc32
 
-from bench.engine import vllm_engine
-from bench.engine.answers import Answer, between_tokens, compared, figures, timeline
-from bench.engine.encoder import environment, starting, written
-from bench.engine.front import Front
+from bench.client_processes import ClientFailed
+from bench.engine import document
+from bench.engine.answers import Answer, figures, spans
+from bench.engine.clients import Clients, clients
+from bench.engine.cores import cards, device_memory, divided, used
 from bench.engine.limits import Clock, OutOfTime, limited
-from bench.engine.loads import Load, Size
-from bench.engine.options import LOCAL, options_of
-from bench.engine.requests import Asked, draw
-from bench.engine.routes import Inline, Local, Reference, Text
-from bench.engine.sending import Sender
-from bench.engine.streams import AnyRoute, running, stream
+from bench.engine.loads import Load
+from bench.engine.options import COMPARED, options_of
+from bench.engine.photos import Prompts
+from bench.engine.serving import Failed, Settings
+from bench.engine.setups import Setup, started, written
+from bench.engine.sweep import swept
 from bench.report import Report
 
-from vitwire import AsyncClient
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
-
-    from servers import ServerProcess
-
 TITLES = {
-    "streams": "streams of requests",
-    "timeline": "milliseconds since the start of a request, medians; the server's stages are lengths",
-    "itl": "times between the tokens of four generations that run beside each route",
-    "against_local": "beside the engine's own tower: ratios, and tokens that are equal",
+    "sweep": "settings of local: each was tried on top of those that were kept",
+    "starts": "setups that were started",
+    "memory": "MiB of the device",
+    "streams": "streams of requests; *_cpu_ms: milliseconds of processors for a request",
+    "spans": "milliseconds between the moments of each request with images",
+    "against_local": "ratios to local of the same sitting; again is the control",
+    "goodput": "highest requests/s within both bounds of p99",
+    "sittings": "local, as a ratio to the first sitting's",
 }
-READY_SECONDS = 300
+Row = dict[str, Any]
+_WARM_UP = 48
+_CLOSED_SECONDS = 60
+"""Guess for a stream of a closed loop."""
 
 
 def main() -> None:
     """Exits with 1 if the run ended early; what was measured until then is printed."""
     options = options_of(__doc__)
-    os.environ.update({name: value for name, value in vllm_engine.ENVIRONMENT.items() if name not in os.environ})
-    named = ("source", "requests", "text", "tokens", "devices", "delivery", "server_flags")
-    report = Report("engine", options.out, {name: getattr(options, name) for name in named})
+    try:
+        if options.merge:
+            finished(Report("engine", options.out, *document.merged(options.merge)))
+            return
+        settings = {name: getattr(options, name) for name in COMPARED}
+        settings |= {"local": options.local.row(), "beside": options.beside.row()}
+        earlier = document.read(options.out, settings) if options.out else {}
+    except document.Unlike as error:
+        sys.exit(f"engine-bench: {error}")
+    report = Report("engine", options.out, {**described(), "settings": settings}, earlier)
     clock = Clock(options.time_limit)
-    with limited(clock, lambda: report.end(TITLES)):
+
+    with limited(clock, lambda: finished(report)):
         try:
             Bench(report, options, clock).run()
-        except (OutOfTime, Exception) as error:  # noqa: BLE001 - what was measured is worth more
-            traceback.print_exception(error)
-            report.note("error", repr(_cause(error)))
-    report.end(TITLES)
+        except (OutOfTime, KeyboardInterrupt, Exception) as error:  # noqa: BLE001 - what was measured is worth more
+            if not isinstance(error, OutOfTime | KeyboardInterrupt | Failed | ClientFailed):
+                traceback.print_exception(error)
+            report.note("error", f"{type(error).__name__}: {error}")
+    finished(report)
     sys.exit(int("error" in report.document()))
 
 
+def finished(report: Report) -> None:
+    """Add the tables that follow from the streams, and print all."""
+    for name, rows in document.tables(report.document().get("streams", [])).items():
+        report.replace(name, rows)
+    report.end(TITLES)
+
+
+def described() -> Row:
+    """The devices and versions."""
+    versions = {}
+    for package in ("vllm", "nixl", "uvloop"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = ""
+    return {"devices": [{name: card[name] for name in ("name", "driver", "total_mib")} for card in cards()], **versions}
+
+
+def sitting() -> str:
+    """Which boot of which machine, with which devices, on which day: streams of one sitting are compared."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
+    cards_ = "".join(card["uuid"] for card in cards())
+    return f"{date.today()}-{crc32((boot + cards_).encode()):08x}"
+
+
 class Bench:
-    """Starts an engine and a server, and sends streams of requests until the time is over."""
+    """Starts setups one after the other, and sends streams of requests until the time is over."""
 
     def __init__(self, report: Report, options: argparse.Namespace, clock: Clock) -> None:
         self._report = report
         self._options = options
         self._clock = clock
-        self._names = (f"request-{number}" for number in count())
-        self._seeds = count()
+        self._client_cores, self._cores = divided(options.clients)
+        self._sitting = sitting()
+        report.note("cores_of_a_setup", len(self._cores))
 
     def run(self) -> None:
+        """Raises Failed, ClientFailed and OutOfTime."""
         self._options.model = written(self._options)
-        if set(self._options.routes) <= LOCAL:
-            asyncio.run(self._measure("", None))
-            return
-        device = "cpu" if self._options.tiny else f"cuda:{self._options.devices - 1}"
-        flags = self._options.server_flags.split()
-        with starting(self._options.model, device, flags, environment(self._options)) as (target, server):
-            asyncio.run(self._measure(target, server))
+        with clients(self._options.clients, self._client_cores) as sending:
+            if self._options.sweep:
+                self._sweep(sending)
+                return
+            for number, name in enumerate(self._options.order):
+                self._setup(sending, number, name)
 
-    async def _measure(self, target: str, starting: "Future[ServerProcess] | None") -> None:
+    def _sweep(self, sending: Clients) -> None:
+        """The settings found are `local` of the document, for `--local`."""
+
+        def probe(settings: Settings) -> Row:
+            size, load = self._options.sizes[0], self._options.probe
+            try:
+                with ExitStack() as stack:
+                    setup = self._started(stack, "local", settings)
+                    self._sent(sending, setup, size, Load.of("c8"), _WARM_UP, "warm-up")
+                    answers = self._sent(sending, setup, size, load, self._options.probe_requests, "probe")
+                    return {"size": size, "load": str(load), **figures(answers, load)}
+            except Failed as error:
+                return {"error": str(error)[-600:]}
+
+        def note(row: Row, best: Settings) -> None:
+            self._report.add("sweep", row)
+            self._report.note("local_so_far", best.row())
+
+        rows, needed = self._report.document().get("sweep", []), self._options.start_seconds + 20
+        best, is_over = swept(probe, rows, note, lambda: self._clock.left > needed)
+        if is_over:
+            self._report.note("local", best.row())
+        else:
+            self._report.skip("the rest of the sweep", "no time; run it again with the same --out")
+
+    def _setup(self, sending: Clients, number: int, name: str) -> None:
+        """Start it if a stream of it is missing."""
         options = self._options
-        async with AsyncExitStack() as stack:
-            engine = self._engine(target)
-            stack.callback(engine.shutdown)
-            client, sender = None, None
-            if starting:
-                server = await asyncio.wrap_future(starting)
-                seconds = max(1.0, min(READY_SECONDS, self._clock.left))
-                await asyncio.to_thread(server.wait_for, "ready: ", seconds)
-                client = await stack.enter_async_context(AsyncClient(target))
-                sender = await Sender.start(target)
-                stack.callback(sender.close)
-            front = None
-            if options.source == "jpeg":
-                modes = sorted(set(options.routes) - LOCAL)
-                started = Front.of(engine, options.model, target, environment(options), modes)
-                front = await stack.enter_async_context(started)
-            routes = {
-                name: front.route(name) if front else _route(name, engine, client, sender) for name in options.routes
-            }
-            for size in options.sizes:
-                await self._size(size, client, routes)
-                if options.itl:
-                    await self._beside(size, await self._draw(size, client), routes, Text(engine))
-                self._report.note("connector", vllm_engine.connector_counts())
+        places = [
+            {"sitting": self._sitting, "start": number, "setup": name, "size": size, "load": str(load)}
+            for size in options.sizes
+            for load in options.loads
+        ]
+        missing = [place for place in places if not self._has(place)]
+        needed = options.start_seconds + self._expected(missing[0]) if missing else 0.0
+        if missing and self._clock.left < needed:
+            self._report.skip(f"{number} {name}", f"no time to start it: {needed:.0f} s, {self._clock.left:.0f} s left")
+            return
+        if not missing:
+            return
+        with ExitStack() as stack:
+            setup = self._started(stack, name, options.local)
+            where = [f"{card['name']}, driver {card['driver']}" for card in cards()[: options.devices]]
+            self._report.add("starts", {"sitting": self._sitting, "start": number, **setup.described, "devices": where})
+            self._memory(setup, number, "ready")
+            for size in dict.fromkeys(place["size"] for place in missing):
+                self._sent(sending, setup, size, Load.of("c8"), _WARM_UP, "warm-up")
+                for place in (place for place in missing if place["size"] == size):
+                    if self._clock.left < self._expected(place):
+                        self._report.skip(" ".join(map(str, place.values())), "no time")
+                        continue
+                    self._stream(sending, setup, place)
+            self._memory(setup, number, "after its streams")
 
-    def _engine(self, target: str) -> Any:
-        options, began = self._options, time.monotonic()
-        images = max(4, *(size.images for size in options.sizes))
-        graphs = "inline" not in options.routes
-        chosen = vllm_engine.arguments(options.model, target, images=images, graphs=graphs, delivery=options.delivery)
-        self._report.note("encoder_graphs", graphs)
-        engine = vllm_engine.start(chosen | options.engine_args)
-        for name, value in vllm_engine.described().items():
-            self._report.note(name, value)
-        self._report.note("engine_start_s", round(time.monotonic() - began, 1))
-        return engine
+    def _started(self, stack: ExitStack, name: str, settings: Settings) -> Setup:
+        return stack.enter_context(started(name, self._options, settings, self._cores, self._clock.end))
 
-    async def _draw(self, size: Size, client: AsyncClient | None, count: int = 0) -> list[Asked]:
-        """Requests with pictures that no server has seen."""
-        return await draw(size, count or self._options.requests, self._options.text, client, next(self._seeds))
+    def _memory(self, setup: Setup, number: int, when: str) -> None:
+        held = device_memory(setup.groups)
+        self._report.add("memory", {"start": number, "setup": setup.name, "when": when, **held})
 
-    async def _size(self, size: Size, client: AsyncClient | None, routes: dict[str, AnyRoute]) -> None:
-        asked = await self._draw(size, client, min(8, self._options.requests))
-        for name, each in routes.items():  # kernels, allocators and connections
-            answers = await self._stream(each, asked, Load(closed=True, amount=4))
-            self._errors({"size": str(size), "load": "warm-up", "route": name}, answers)
-        for load in self._options.loads:
-            asked = await self._draw(size, client)
-            rows: dict[str, Any] = {}
-            local: list[Answer] = []
-            for name, each in routes.items():
-                place = {"size": str(size), "load": str(load), "route": name}
-                if not self._has_time("stream", place):
-                    continue
-                answers = await self._stream(each, asked, load)
-                rows[name] = self._report.add("streams", place | figures(answers, load))
-                self._report.add("timeline", place | timeline(answers))
-                self._errors(place, answers)
-                local = local or (answers if name == "local" else [])
-                if name != "local" and local:
-                    ratios = {
-                        f"{column}_ratio": _ratio(rows, name, column) for column in ("ttft_p50_ms", "requests_per_s")
-                    }
-                    self._report.add(
-                        "against_local", place | ratios | (compared(answers, local) if name != "text" else {})
-                    )
+    def _has(self, place: Row) -> bool:
+        """Whether the stream is in the document, of any sitting."""
+        rows = self._report.document().get("streams", [])
+        return any(all(row[key] == place[key] for key in place if key != "sitting") for row in rows)
 
-    async def _beside(self, size: Size, asked: Sequence[Asked], routes: dict[str, AnyRoute], text: Text) -> None:
-        """Times between the tokens of generations that run alone, beside prompts of text, and beside each route."""
-        load = self._options.loads[-1]
-        rows: dict[str, Any] = {}
-        for name, each in ({"alone": None, "text": text} | routes).items():
-            place = {"size": str(size), "load": str(load), "route": name}
-            if self._has_time("itl", place):
-                async with running(text, asked, self._names) as answers:
-                    await (self._stream(each, asked, load) if each else asyncio.sleep(1))
-                rows[name] = between_tokens(answers)
-                ratio = {"itl_p99_to_text": _ratio(rows, name, "itl_p99_ms", "text")} if name in routes else {}
-                self._report.add("itl", place | rows[name] | ratio)
+    def _expected(self, place: Row) -> float:
+        load = Load.of(place["load"])
+        return 5 + (_CLOSED_SECONDS if load.closed else self._options.requests / load.amount)
 
-    def _errors(self, place: dict[str, str], answers: Sequence[Answer]) -> None:
-        for error in {answer.error for answer in answers if answer.error}:
-            self._report.skip(" ".join(place.values()), error)
+    def _stream(self, sending: Clients, setup: Setup, place: Row) -> None:
+        """Measure it, and write it down unless a process of the setup died. Raises Failed."""
+        load, label = Load.of(place["load"]), f"{place['size']}-{place['load']}"
+        groups = setup.groups | {"client": sending.pids}
+        before, counted = used(groups), setup.counters()
+        answers = self._sent(sending, setup, place["size"], load, self._options.requests, label)
+        self._failures(place, answers)
+        setup.check()
+        after, good = used(groups), sum(not answer.error for answer in answers)
+        counts = {name: value - counted.get(name, 0.0) for name, value in setup.counters().items()}
+        cpu = {name: 1e3 * (after[name] - before[name]) / max(1, good) for name in groups}
+        row = place | figures(answers, load)
+        row |= {"cpu_ms": round(sum(cpu.values()) - cpu["client"], 2)}
+        row |= {f"{name}_cpu_ms": round(value, 2) for name, value in cpu.items()}
+        for name in ("queue", "prefill"):
+            if count := counts.get(f"request_{name}_time_seconds_count"):
+                row[f"{name}_mean_ms"] = round(1e3 * counts[f"request_{name}_time_seconds_sum"] / count, 2)
+        connector = {name: count for name, count in counts.items() if name.startswith("vitwire") and count}
+        self._report.add("streams", row | ({"connector": connector} if connector else {}))
+        if found := spans(answers, setup.reached(label), load):
+            self._report.add("spans", place | found)
 
-    def _has_time(self, what: str, place: dict[str, str]) -> bool:
-        if self._clock.left >= self._options.reserve:
-            return True
-        self._report.skip(f"{what} {' '.join(place.values())}", "no time")
-        return False
+    def _sent(self, sending: Clients, setup: Setup, size: str, load: Load, count: int, label: str) -> list[Answer]:
+        """The same stream for each setup. Raises Failed if all of its requests failed, or the setup did."""
+        options = self._options
+        seed = crc32(f"{size} {load} {label}".encode())
+        prompts = Prompts(size, seed, options.text, options.tokens, options.repeats)
+        sending.prepared(prompts, count, load)
+        answers = sending.ran(setup.urls, load, label, self._clock.left)
+        if all(answer.error for answer in answers):
+            setup.check()
+            raise Failed(f"{setup.name}: every request of {size} {load} ({label}) failed: {answers[0].error}")
+        return answers
 
-    async def _stream(self, route: AnyRoute, asked: Sequence[Asked], load: Load) -> list[Answer]:
-        return await stream(route, asked, self._names, load, self._options.tokens)
-
-
-def _route(name: str, engine: Any, client: AsyncClient | None, sender: Sender | None) -> AnyRoute:
-    """The route of this name into the engine."""
-    if name in LOCAL:
-        return Text(engine) if name == "text" else Local(engine)
-    assert client, "started for the other routes"
-    assert sender, "as above"
-    return Inline(engine, client) if name == "inline" else Reference(engine, sender)
-
-
-def _ratio(rows: dict[str, Any], name: str, column: str, other: str = "local") -> float | None:
-    one, base = rows[name].get(column), rows.get(other, {}).get(column)
-    return round(one / base, 3) if one and base else None
-
-
-def _cause(error: BaseException) -> BaseException:
-    """What an error of several tasks, or of vLLM, comes from."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error.__cause__ or error
+    def _failures(self, place: Row, answers: list[Answer]) -> None:
+        """Each kind of error once, with how often it came."""
+        errors = [answer.error for answer in answers if answer.error]
+        for error in dict.fromkeys(errors):
+            self._report.skip(f"{errors.count(error)} requests of {' '.join(map(str, place.values()))}", error)

@@ -1,6 +1,5 @@
 """A run that ends in time, and leaves no process behind."""
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -15,18 +14,18 @@ GRACE = 60
 
 
 class OutOfTime(SystemExit):
-    """The time is over, or SIGTERM came. Not an Exception, so that neither asyncio nor vLLM keeps it."""
+    """The time is over, or SIGTERM came. Not an Exception, so that nothing keeps it."""
 
 
 class Clock:
     """What is left of a time limit in seconds."""
 
     def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
+        self.end = time.monotonic() + seconds
 
     @property
     def left(self) -> float:
-        return self._end - time.monotonic()
+        return self.end - time.monotonic()
 
 
 @contextmanager
@@ -38,7 +37,7 @@ def limited(clock: Clock, last_words: Callable[[], None]) -> Iterator[None]:
 
     def give_up() -> None:
         last_words()
-        for child in psutil.Process().children():  # servers and routers too
+        for child in psutil.Process().children():
             kill(child.pid)
         os._exit(1)
 
@@ -57,14 +56,6 @@ def limited(clock: Clock, last_words: Callable[[], None]) -> Iterator[None]:
         for timer in timers:
             timer.cancel()
         signal.signal(signal.SIGTERM, before)
-        kill_children()
-
-
-def kill_children() -> None:
-    """Processes of engines that are still there, and theirs."""
-    for child in multiprocessing.active_children():
-        if child.pid:
-            kill(child.pid)
 
 
 def kill(pid: int) -> None:

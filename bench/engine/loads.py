@@ -1,13 +1,10 @@
 """Loads: closed loops (`c8`: 8 requests in flight) and Poisson arrivals (`p20`: 20 requests a second)."""
 
-import asyncio
 import random
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
-from typing import NamedTuple, Self, TypeVar
-
-T = TypeVar("T")
+from typing import NamedTuple, Self
 
 
 class Size(NamedTuple):
@@ -61,34 +58,7 @@ class Load:
         return f"{'c' if self.closed else 'p'}{self.amount:g}"
 
 
-async def drive(load: Load, count: int, call: Callable[[int], Awaitable[T]], seed: int = 0) -> list[T]:
-    """Make the calls 0 to `count` - 1; returns their results in this order. seed: of Poisson arrivals."""
-    if not load.closed:
-        return await _arrivals(load.amount, count, call, seed)
-    results: dict[int, T] = {}
-    numbers = iter(range(count))
-
-    async def loop() -> None:
-        for number in numbers:
-            results[number] = await call(number)
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(int(load.amount), count)):
-            group.create_task(loop())
-    return [results[number] for number in range(count)]
-
-
-async def _arrivals(rate: float, count: int, call: Callable[[int], Awaitable[T]], seed: int) -> list[T]:
-    """Calls at the times of a Poisson process, the same in every run."""
-    clock, rng = asyncio.get_running_loop(), random.Random(seed)
-    due, tasks = clock.time(), []
-
-    async def one(number: int) -> T:
-        return await call(number)
-
-    async with asyncio.TaskGroup() as group:
-        for number in range(count):
-            due += rng.expovariate(rate)
-            await asyncio.sleep(due - clock.time())
-            tasks.append(group.create_task(one(number)))
-    return [task.result() for task in tasks]
+def arrivals(rate: float, count: int, seed: int) -> list[float]:
+    """When each of `count` requests of a Poisson process is due, in seconds since its start."""
+    rng = random.Random(seed)
+    return list(accumulate(rng.expovariate(rate) for _ in range(count)))

@@ -1,101 +1,126 @@
-"""Requests with photographs as files, by HTTP: to vLLM, or to a router that has them encoded."""
+"""Requests with photographs as JPEG files, as clients of a chat API send them.
 
-import asyncio
+Photographs are crops of scikit-image's, scaled; their files have 1 to 2.5 bits a pixel. Each request has a file of its
+own: a comment makes its bytes differ, so that no cache knows it, unless it repeats the image of an earlier request.
+"""
+
 import base64
 import io
 import json
 import random
 import string
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from bench.engine.answers import Answer
-from bench.engine.checkpoint import SPECIAL
-from bench.engine.requests import Asked
+from bench.engine.loads import Size
+from PIL import Image
 
 MODEL = "bench"
 """The name of the model in requests."""
-_QUALITY = 90
-_LIMIT = 1 << 24
-"""Bytes of one event."""
-_SECONDS = 120
-"""For a whole request: one that nobody answers counts as an error, and does not end the run."""
+MIX = "mix"
+_SHAPES = [(224, 224), (448, 448), (768, 576), (1024, 768), (1024, 1024), (1280, 960)]
+_SHARES = [0.10, 0.25, 0.25, 0.15, 0.15, 0.10]
+"""Of each shape (W, H) in the mix. Its quartiles of 196, 432 and 1024 tokens resemble those of a production service
+(ServeGen, Xiang et al., arXiv 2505.09999: 209, 432, 999)."""
+_TEXT_SHARE = 0.5
+"""Of the mix: requests without images."""
+_NAMES = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg", "motorcycle_left.png", "retina.jpg")
+_VARIANTS = 8
+"""Crops of each shape."""
+_BITS = (1.0, 2.5)
+"""Of a pixel in a file; aimed at by the quality, 40 to 98."""
 
 
-@dataclass(slots=True)
-class Photos:
-    """A route of requests to an HTTP server; `session` is aiohttp's."""
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """What the requests of a stream ask."""
 
-    url: str
-    session: Any
+    size: str
+    """SIDExIMAGES, or `mix`."""
+    seed: int
+    """Differs between streams whose images may not be equal."""
+    text: int
+    """Letters, of which each is a token of the benchmark's tokenizer."""
+    tokens: int
+    """To generate."""
+    repeats: float = 0.0
+    """Share of requests whose images are those of the request before."""
 
-    async def prepare(self, asked: Asked, name: str) -> bytes:
-        """The body of the request, with each picture as a JPEG in a data URL."""
-        return await asyncio.to_thread(_body, asked, name)
+    def shapes(self, number: int) -> list[tuple[int, int]]:
+        """Width and height of each image of a request."""
+        if self.size != MIX:
+            size = Size.of(self.size)
+            return [(size.side, size.side)] * size.images
+        rng = self._rng(number, "shape")
+        return [] if rng.random() < _TEXT_SHARE else rng.choices(_SHAPES, _SHARES)
 
-    async def answered(self, asked: Asked, ready: bytes, name: str, tokens: int) -> Answer:  # noqa: ARG002  # as Route
-        """The request, `tokens` long; failures of any of the servers are noted."""
-        from aiohttp import ClientError  # noqa: PLC0415 - comes with vLLM
+    def body(self, number: int) -> bytes:
+        """The JSON of a request: half of the text, the images, the rest of the text."""
+        source, rng = self._source(number), self._rng(number, "text")
+        before, after = ("".join(rng.choices(string.ascii_letters, k=self.text // 2)) for _ in range(2))
+        urls = [self._url(shape, source, index) for index, shape in enumerate(self.shapes(source))]
+        photos = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        content = [{"type": "text", "text": before}, *photos, {"type": "text", "text": after}]
+        fields: dict[str, Any] = {"temperature": 0, "max_tokens": self.tokens, "ignore_eos": True, "stream": True}
+        fields |= {"return_token_ids": True, "stream_options": {"include_usage": True}}
+        return json.dumps({"model": MODEL, "messages": [{"role": "user", "content": content}], **fields}).encode()
 
-        answer = Answer(start=time.monotonic())
-        body = ready.replace(b'"max_tokens": 0', b'"max_tokens": %d' % tokens)
-        try:
-            address = f"{self.url}/v1/chat/completions"
-            async with self.session.post(address, data=body, headers={"content-type": "application/json"}) as response:
-                if response.status != 200:
-                    answer.error = f"HTTP {response.status}: {(await response.text())[:200]}"
-                else:
-                    async for line in response.content:
-                        _note(line, answer)
-        except TimeoutError:
-            answer.error = f"not over after {_SECONDS} s"
-        except (ClientError, ValueError) as error:
-            answer.error = repr(error)
-        if not answer.error and len(answer.tokens) < tokens:
-            answer.error = f"{len(answer.tokens)} of {tokens} tokens"
-        if answer.arrivals:
-            answer.moments["first_token"] = answer.arrivals[0]
-        answer.end = time.monotonic()
-        return answer
+    def images(self, number: int) -> int:
+        """Images of a request."""
+        return len(self.shapes(self._source(number)))
 
+    def _source(self, number: int) -> int:
+        """The request whose images these are."""
+        while number and self._rng(number, "repeat").random() < self.repeats:
+            number -= 1
+        return number
 
-def session() -> Any:
-    """For any number of requests in flight."""
-    from aiohttp import ClientSession, ClientTimeout, TCPConnector  # noqa: PLC0415 - comes with vLLM
+    def _rng(self, number: int, what: str) -> random.Random:
+        return random.Random(f"{self.seed} {self.size} {number} {what}")
 
-    return ClientSession(connector=TCPConnector(limit=0), timeout=ClientTimeout(total=_SECONDS), read_bufsize=_LIMIT)
-
-
-def _note(line: bytes, answer: Answer) -> None:
-    """A line of a stream of events."""
-    if not line.startswith(b"data: {"):
-        return
-    event = json.loads(line.removeprefix(b"data: "))
-    if "error" in event:
-        answer.error = answer.error or str(event["error"])[:200]
-    for choice in event.get("choices", ()):
-        if ids := choice.get("token_ids"):
-            answer.arrivals.append(time.monotonic())
-            answer.tokens.extend(ids)
+    def _url(self, shape: tuple[int, int], number: int, index: int) -> str:
+        file = photograph(shape, self._rng(number, f"variant {index}").randrange(_VARIANTS))
+        comment = f"{self.seed}-{self.size}-{number}-{index}".encode()
+        return "data:image/jpeg;base64," + base64.b64encode(commented(file, comment)).decode()
 
 
-def _body(asked: Asked, name: str) -> bytes:
-    """As many letters as the prompt has tokens of text, half of them before the photographs."""
-    count = asked.prompt.index(SPECIAL["<|vision_start|>"])
-    rng = random.Random(str(asked.prompt))
-    before, after = ("".join(rng.choices(string.ascii_letters, k=count)) for _ in range(2))
-    photos = [
-        {"type": "image_url", "image_url": {"url": _data_url(picture, f"{name}-{index}")}, "uuid": f"{name}-{index}"}
-        for index, picture in enumerate(asked.pictures)
-    ]
-    content = [{"type": "text", "text": before}, *photos, {"type": "text", "text": after}]
-    fields = {"temperature": 0, "max_tokens": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
-    return json.dumps({"model": MODEL, "messages": [{"role": "user", "content": content}], **fields}).encode()
+def commented(file: bytes, comment: bytes) -> bytes:
+    """A JPEG file with a comment after its first segment, which is JFIF's."""
+    at = 4 + int.from_bytes(file[4:6], "big")
+    return file[:at] + b"\xff\xfe" + (2 + len(comment)).to_bytes(2, "big") + comment + file[at:]
 
 
-def _data_url(picture: Any, name: str) -> str:
-    """A comment in the file keeps caches from knowing it from another request."""
-    file = io.BytesIO()
-    picture.save(file, "JPEG", quality=_QUALITY, comment=name.encode())
-    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+@lru_cache(maxsize=512)
+def photograph(shape: tuple[int, int], variant: int) -> bytes:
+    """A JPEG file of this width and height."""
+    rng = random.Random(f"{shape} {variant}")
+    photo = _photos()[variant % len(_NAMES)]
+    scale = rng.uniform(0.6, 1.0) * min(photo.width / shape[0], photo.height / shape[1])
+    width, height = int(shape[0] * scale), int(shape[1] * scale)
+    left, top = rng.randrange(photo.width - width + 1), rng.randrange(photo.height - height + 1)
+    crop = photo.resize(shape, Image.Resampling.LANCZOS, (left, top, left + width, top + height))
+    return _saved(crop, rng.uniform(*_BITS) * shape[0] * shape[1] / 8)
+
+
+def _saved(photo: Any, nbytes: float) -> bytes:
+    """The file of the highest quality that has at most this many bytes, by bisection."""
+    low, high, best = 40, 98, b""
+    while low <= high:
+        quality, file = (low + high) // 2, io.BytesIO()
+        photo.save(file, "JPEG", quality=quality)
+        fits = len(file.getvalue()) <= nbytes
+        best = file.getvalue() if fits or not best else best
+        low, high = (quality + 1, high) if fits else (low, quality - 1)
+    return best
+
+
+@lru_cache(maxsize=1)
+def _photos() -> Sequence[Any]:
+    """Pillow's, in RGB."""
+    import skimage  # noqa: PLC0415 - only where requests are made; its folder of data is all that is used
+
+    folder = Path(skimage.__file__).parent / "data"
+    return [Image.open(folder / name).convert("RGB") for name in _NAMES]

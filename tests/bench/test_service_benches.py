@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from bench.client_processes import ClientFailed, ClientProcess, bare_servers, cpu_seconds, loaded
 from bench.echo import read_sizes, write_sizes
-from bench.large_image import PATHS
 from bench.report import Report
 from bench.service import Bench
 from bench.service_options import parser
-from bench.setups import Setup, scaling
+from bench.setups import Setup
 
 from benches import last_line
 
@@ -44,21 +43,8 @@ def test_wire_bench(tmp_path: Path) -> None:
         assert min(row["bare_ms"], row["service_ms"], row["client_ms"]) > 0
         assert min(row["service_over_bare"], row["client_over_bare"]) > 0
     assert [row["path"] for row in document["cpu"]] == ["bare", "service", "client"] * len(document["trips"])
-    paths = ["bare", "service", *PATHS, "all of the service"]
-    assert [row["path"] for row in document["inline"]] == 2 * paths
-    assert all(isfinite(number) and number >= 0 for number in numbers(document["inline"] + document["rendering"]))
-    assert all(row["copy_ms"] > 0 < row["parse_ms"] for row in document["inline"] if row["path"] in paths[2:-1])
-    assert [row["over_base64"] for row in document["rendering"] if row["way"] == "base64 alone"] == [1]
-    (small,) = document["small"]
-    assert small["overhead_ms"] == pytest.approx(small["service_ms"] - small["tower_ms"], abs=0.01)
     assert [(row["call"], row["errors"]) for row in document["beside"]] == [("small item", {}), ("health", {})]
     assert all(row["beside_p99_ms"] >= row["beside_p50_ms"] > 0 < row["alone_p50_ms"] for row in document["beside"])
-    (batches,) = document["batches"]
-    assert isfinite(batches["in_process_over_service"])
-    assert batches["lowest"] <= batches["in_process_over_service"] <= batches["highest"]
-    assert [row["cores"] for row in document["waiting"]] == ["idle", "busy"]
-    assert all(isfinite(number) and number >= 0 for number in numbers(document["waiting"]))
-    assert [row["errors"] for row in document["waiting"]] == [0, 0]
 
 
 PREPARED = ("picture:112:2", "float32:112:2", "jpeg:1080p:2")
@@ -87,39 +73,6 @@ def test_service_bench(tmp_path: Path) -> None:
     for row in document["rows"]:
         assert row["of_bare"] > 0
         assert 0 <= row["busy"] < 1.2
-
-
-@pytest.mark.matrix
-def test_service_bench_on_four_devices(tmp_path: Path) -> None:
-    """A load of each device, against one of the devices."""
-    flags = ("--tiny", "--devices", "cpu,cpu,cpu,cpu", "--rpc-processes", "2", "--loads", "112:2")
-    tiny = ("--flags", "--graphs simulated --budgets 16,64 --decode-processes 0", "--bare")
-    document = last_line("bench/service.py", *flags, *tiny, "--each-device", "--seconds", "2", "--clients", "4")
-    assert document["skipped"] == []
-    assert [(row["devices"], row["in_flight"]) for row in document["rows"]] == [("cpu", 2), ("cpu,cpu,cpu,cpu", 8)]
-    assert [row["errors"] for row in document["rows"]] == [{}, {}]
-    (row,) = document["scaling"]
-    rates = [each["images_per_second"] for each in document["rows"]]
-    assert row["of_one_device"] == pytest.approx(rates[1] / rates[0], abs=0.01)
-    assert row["of_ideal"] == pytest.approx(rates[1] / rates[0] / 4, abs=0.01)
-
-
-def test_devices_are_compared_with_one_under_the_same_load_of_each() -> None:
-    def row(devices: str, in_flight: int, rate: float, **other: str) -> dict[str, Any]:
-        kinds = {
-            "model": "m",
-            "rpc_processes": 6,
-            "delivery": "stream",
-            "driver": "raw",
-            "size": "448",
-            "pixels": "uint8",
-        }
-        return {"devices": devices, "in_flight": in_flight, "images_per_second": rate} | kinds | other
-
-    rows = [row("a", 64, 100), row("a", 256, 110), row("a,b,c,d", 256, 370), row("a,b", 128, 150, delivery="nixl")]
-    (found,) = scaling(rows)
-    assert (found["devices"], found["of_one_device"], found["of_ideal"]) == ("a,b,c,d", 3.7, 0.925)
-    assert scaling([row("a", 64, 0), row("a,b", 128, 10)]) == []
 
 
 @pytest.mark.parametrize(

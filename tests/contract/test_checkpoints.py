@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from broken import Break, edit, load, write
+from broken import Break, config, edit, load, write
 from checkpoints import Checkpoints
 from vitwire_server.towers.checkpoints.checkpoint import open_checkpoint
 from vitwire_server.towers.files import CheckpointError
@@ -40,14 +40,14 @@ def single_garbage(folder: Path) -> None:
         (write("config.json", "{"), "cannot be read as JSON"),
         (write("config.json", "[]"), "holds no JSON object"),
         (write("config.json", "[" * 100_000), "cannot be read as JSON"),
-        (edit("config.json", vision_config=None), "depth is 32, but the checkpoint holds weights of 4 layers"),
-        (edit("config.json", vision_config=[1]), "Qwen2.5-VL configuration"),
-        (edit("config.json", dtype="float64", vision_config__dtype="float64"), "float64|configuration"),
-        (edit("config.json", vision_config__hidden_size=96), "do not fit|vision tower cannot be built"),
-        (edit("config.json", vision_config__depth=9), "depth is 9, but the checkpoint holds weights of 4 layers"),
-        (edit("config.json", vision_config__depth=3), "unexpected keys"),
-        (edit("config.json", vision_config__num_heads=0), "vision_config.num_heads is 0, but must be positive"),
-        (edit("config.json", vision_config__hidden_act="no_such"), "vision tower cannot be built|configuration"),
+        (config(vision_config=None), "depth is 32, but the checkpoint holds weights of 4 layers"),
+        (config(vision_config=[1]), "Qwen2.5-VL configuration"),
+        (config(dtype="float64", vision_config__dtype="float64"), "float64|configuration"),
+        (config(vision_config__hidden_size=96), "do not fit|vision tower cannot be built"),
+        (config(vision_config__depth=9), "depth is 9, but the checkpoint holds weights of 4 layers"),
+        (config(vision_config__depth=3), "unexpected keys"),
+        (config(vision_config__num_heads=0), "vision_config.num_heads is 0, but must be positive"),
+        (config(vision_config__hidden_act="no_such"), "vision tower cannot be built|configuration"),
         (write(INDEX, "{}"), "holds no weight_map"),
         (edit(INDEX, weight_map=[1, 2]), "holds no weight_map"),
         (edit(INDEX, weight_map={"visual.x": 5}), "holds no weight_map"),
@@ -76,85 +76,65 @@ def test_what_is_broken_is_named(harm: Break, message: str, checkpoints: Checkpo
 @pytest.mark.parametrize(
     ("model_type", "harm", "message"),
     [
-        (
-            "qwen2_5_vl",
-            edit("config.json", vision_config__window_size=14),
-            "vision_config.window_size is 14, but must be at least",
-        ),
+        ("qwen2_5_vl", config(vision_config__window_size=14), "vision_config.window_size is 14, but must be at least"),
         (
             "qwen2_5_omni",
-            edit("config.json", thinker_config__vision_config__window_size=27),
+            config(thinker_config__vision_config__window_size=27),
             "thinker_config.vision_config.window_size is 27",
         ),
         (
             "kimi_k25",
-            edit("config.json", vision_config__merge_kernel_size=[1, 2]),
+            config(vision_config__merge_kernel_size=[1, 2]),
             r"merge_kernel_size is \[1, 2\], but must be two equal sides",
         ),
-        ("kimi_vl", edit("config.json", vision_config__merge_kernel_size=[1, 2]), r"merge_kernel_size is \[1, 2\]"),
+        ("kimi_vl", config(vision_config__merge_kernel_size=[1, 2]), r"merge_kernel_size is \[1, 2\]"),
         (
             "ernie4_5_vl_moe",
-            edit("config.json", vision_config__temporal_merge_size=3),
+            config(vision_config__temporal_merge_size=3),
             "vision_config.temporal_merge_size is 3, but must be 2",
         ),
-        ("qwen3_vl", edit("config.json", vision_config__depth=100_000_000), "depth is 100000000, but must be at most"),
+        ("qwen3_vl", config(vision_config__depth=100_000_000), "depth is 100000000, but must be at most"),
         (
             "qwen3_omni_moe",
-            edit("config.json", code2wav_config__num_hidden_layers=100_000_000),
+            config(code2wav_config__num_hidden_layers=100_000_000),
             "code2wav_config.num_hidden_layers is 100000000",
         ),
         (
             "idefics2",
-            edit("config.json", perceiver_config__resampler_depth=100_000_000),
+            config(perceiver_config__resampler_depth=100_000_000),
             "perceiver_config.resampler_depth is 100000000, but must be at most",
         ),
-        ("mllama", edit("config.json", vision_config__num_global_layers=100_000_000), "num_global_layers is 100000000"),
-        ("florence2", edit("config.json", vision_config__depths=[1, 100_000_000, 1, 1]), r"depths is \[1, 100000000"),
+        ("mllama", config(vision_config__num_global_layers=100_000_000), "num_global_layers is 100000000"),
+        ("florence2", config(vision_config__depths=[1, 100_000_000, 1, 1]), r"depths is \[1, 100000000"),
         (
             "minicpmv",
-            edit("config.json", vision_config__num_attention_heads=-1),
+            config(vision_config__num_attention_heads=-1),
             "vision_config.num_attention_heads is -1, but must be positive",
         ),
-        ("florence2", edit("config.json", vision_config__num_groups=[1, 0, 1, 1]), "vision_config.num_groups is .1, 0"),
-        ("florence2", edit("config.json", vision_config__window_size=0), "vision_config.window_size is 0, but must"),
+        ("florence2", config(vision_config__num_groups=[1, 0, 1, 1]), "vision_config.num_groups is .1, 0"),
+        ("florence2", config(vision_config__window_size=0), "vision_config.window_size is 0, but must"),
         (
             "mllama",
-            edit("config.json", vision_config__intermediate_layers_indices=[0]),
+            config(vision_config__intermediate_layers_indices=[0]),
             r"vision_config.intermediate_layers_indices is \[0\], but must",
         ),
-        (
-            "mllama",
-            edit("config.json", vision_config__intermediate_layers_indices=[0, 9]),
-            "indices is .0, 9., but must",
-        ),
-        ("phi4mm", edit("config.json", vision_config__feature_layer=9), "vision_config.feature_layer is 9, but must"),
-        ("phi4mm", edit("config.json", vision_config__hidden_size=65), "vision tower cannot be built: embed_dim must"),
-        (
-            "aria",
-            edit("config.json", projector_patch_to_query_dict__100=-1),
-            "projector_patch_to_query_dict is .*100: -1",
-        ),
-        ("qwen3_vl", edit("config.json", vision_config__depth=9999), "depth is 9999, .* weights of 4 layers"),
+        ("mllama", config(vision_config__intermediate_layers_indices=[0, 9]), "indices is .0, 9., but must"),
+        ("phi4mm", config(vision_config__feature_layer=9), "vision_config.feature_layer is 9, but must"),
+        ("phi4mm", config(vision_config__hidden_size=65), "vision tower cannot be built: embed_dim must"),
+        ("aria", config(projector_patch_to_query_dict__100=-1), "projector_patch_to_query_dict is .*100: -1"),
+        ("qwen3_vl", config(vision_config__depth=9999), "depth is 9999, .* weights of 4 layers"),
         (
             "deepseek_ocr2",
-            edit("config.json", vision_config__sam_config__num_hidden_layers=9999),
+            config(vision_config__sam_config__num_hidden_layers=9999),
             "vision_config.sam_config.num_hidden_layers is 9999, .* weights of 3 layers",
         ),
         (
             "deepseek_vl_hybrid",
-            edit("config.json", high_res_vision_config__num_hidden_layers=9999),
+            config(high_res_vision_config__num_hidden_layers=9999),
             "high_res_vision_config.num_hidden_layers is 9999, .* weights of 3 layers",
         ),
-        (
-            "kimi_k25",
-            edit("config.json", vision_config__num_attention_heads=0),
-            "num_attention_heads is 0, but must be",
-        ),
-        (
-            "videollama3_qwen2",
-            edit("config.json", mm_projector_type="linear"),
-            "mm_projector_type is 'linear', but must",
-        ),
+        ("kimi_k25", config(vision_config__num_attention_heads=0), "num_attention_heads is 0, but must be"),
+        ("videollama3_qwen2", config(mm_projector_type="linear"), "mm_projector_type is 'linear', but must"),
         (
             "videollama3_qwen2",
             write("processor_config.json", '{"video_merge_size": 3}'),
@@ -198,7 +178,7 @@ def test_a_table_of_positions_that_is_no_square_is_refused(
     tensors = load_file(shard)
     tensors |= {name: own.view(4, 16, -1) for name, own in tensors.items() if name.endswith(weight)}
     save_file(tensors, shard)
-    edit("config.json", **{f"vision_config__{side}": n for side, n in zip(sides, (4, 16), strict=True)})(folder)
+    config(**{f"vision_config__{side}": n for side, n in zip(sides, (4, 16), strict=True)})(folder)
     with pytest.raises(CheckpointError, match=rf"vision_config\.{sides[1]} is 16, but must be"):
         load(folder)
 
@@ -317,6 +297,6 @@ def test_no_number_of_a_configuration_ends_in_a_traceback(
     vision = json.loads(whole)["vision_config"]
     for field in (name for name, number in vision.items() if type(number) in (int, float)):
         (folder / "config.json").write_text(whole)
-        edit("config.json", **{f"vision_config__{field}": value})(folder)
+        config(**{f"vision_config__{field}": value})(folder)
         with suppress(CheckpointError):
             load(folder)

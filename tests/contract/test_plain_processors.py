@@ -17,7 +17,7 @@ from transformers.models.deit.image_processing_pil_deit import DeiTImageProcesso
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from broken import Break, edit, load
+from broken import Break, config, edit, load
 from checkpoints import Checkpoints
 from prepared import clip_items, image_items, of_clips, of_images
 from reference import TOLERANCE, error
@@ -144,7 +144,7 @@ def test_what_does_not_make_one_tile_is_named(
 def test_a_class_that_is_not_named_has_no_projection(named: object, checkpoints: Checkpoints, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(checkpoints("clip_vision_model"), tmp_path / "copy"))
     width = load(folder, Pooling.CLS).tower.geometry.width
-    edit("config.json", architectures=named)(folder)
+    config(architectures=named)(folder)
     assert load(folder, Pooling.CLS).tower.geometry.width > width, "the tower's own"
 
 
@@ -195,7 +195,7 @@ def test_dinov2_takes_tiles_of_any_size_of_its_processor(
 def test_patches_that_do_not_cover_a_tile(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """As of SigLIP with 384 pixels and patches of 14: the last pixels of each side belong to no patch."""
     folder = Path(shutil.copytree(checkpoints("siglip"), tmp_path / "copy"))
-    edit("config.json", vision_config__image_size=60)(folder)
+    config(vision_config__image_size=60)(folder)
     edit(PROCESSOR, size={"height": 60, "width": 60})(folder)
     rig, stock = Rig.of(folder, torch.float32, torch.device("cpu")), AutoModel.from_pretrained(folder, dtype="float32")
     (item,) = rig.items([Grid(2, 1, 1)])

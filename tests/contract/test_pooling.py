@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from broken import edit, load
-from checkpoints import MODEL_TYPES, Checkpoints
+from broken import config, load
+from checkpoints import MODEL_TYPES, Checkpoints, graphs_and_packing
 from client_models import client_model
 from host_tensors import NoHostTensors
 from plain_reference import PlainReference
@@ -53,15 +53,7 @@ def expected(rig: Rig, reference: Pooled, pooling: Pooling, grids: list[Grid], s
 class TestRows:
     """What a pooled tower returns."""
 
-    @pytest.mark.parametrize(
-        ("graphs", "packed"),
-        [
-            pytest.param(False, False, id="off-alone"),
-            pytest.param(False, True, id="off-packed", marks=pytest.mark.matrix),
-            pytest.param(True, False, id="simulated-alone", marks=pytest.mark.matrix),
-            pytest.param(True, True, id="simulated-packed"),
-        ],
-    )
+    @graphs_and_packing
     def test_float32_equals_transformers(
         self,
         model_type: str,
@@ -188,7 +180,7 @@ def test_a_checkpoint_without_a_head_does_not_offer_attention(
 ) -> None:
     field = "vision_use_head" if model_type == "siglip_vision_model" else "vision_config__vision_use_head"
     folder = copied(checkpoints(model_type), tmp_path)
-    edit("config.json", **{field: False})(folder)
+    config(**{field: False})(folder)
     assert open_checkpoint(str(folder)).poolings == (Pooling.NONE, Pooling.MEAN)
 
 
@@ -196,7 +188,7 @@ def test_a_clip_tower_without_the_projection_pools_the_class_token_alone(
     checkpoints: Checkpoints, tmp_path: Path, references: References
 ) -> None:
     folder = copied(checkpoints("clip_vision_model"), tmp_path)
-    edit("config.json", architectures=["CLIPVisionModel"])(folder)
+    config(architectures=["CLIPVisionModel"])(folder)
     rig = Rig.of(folder, torch.float32, CPU, sizes=(), pooling=Pooling.CLS)
     grid = Grid(2, 1, 1)
     with torch.inference_mode():
@@ -207,7 +199,7 @@ def test_a_clip_tower_without_the_projection_pools_the_class_token_alone(
 
 def test_a_missing_projection_is_named(checkpoints: Checkpoints, tmp_path: Path) -> None:
     folder = copied(checkpoints("mlcd"), tmp_path)
-    edit("config.json", model_type="clip_vision_model", architectures=["CLIPVisionModelWithProjection"])(folder)
+    config(model_type="clip_vision_model", architectures=["CLIPVisionModelWithProjection"])(folder)
     with pytest.raises(CheckpointError, match="holds no vision projection: no weight is named visual_projection"):
         load_tower(
             open_checkpoint(str(folder)).pooled(Pooling.CLS), dtype=torch.float32, device=CPU, track=lambda x, *_: x
@@ -232,13 +224,13 @@ def test_a_checkpoint_says_whether_vectors_may_be_cut(
     fields: dict[str, object], lengths: tuple[int, ...] | None, checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(checkpoints("clip"), tmp_path / "clip")
-    edit("config.json", **fields)(folder)
+    config(**fields)(folder)
     assert open_checkpoint(str(folder)).matryoshka == lengths
 
 
 @pytest.mark.parametrize("lengths", [[0], ["16"], [True], 16, {"16": 1}])
 def test_malformed_lengths_of_vectors_are_refused(lengths: object, checkpoints: Checkpoints, tmp_path: Path) -> None:
     folder = shutil.copytree(checkpoints("clip"), tmp_path / "clip")
-    edit("config.json", matryoshka_dimensions=lengths)(folder)
+    config(matryoshka_dimensions=lengths)(folder)
     with pytest.raises(CheckpointError, match="matryoshka_dimensions must be a list of positive integers"):
         open_checkpoint(str(folder))

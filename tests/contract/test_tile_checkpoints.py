@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from broken import Break, edit, load, write
+from broken import Break, config, edit, load, write
 from checkpoints import Checkpoints
 from client_models import client_model
 from raster_reference import RASTER
@@ -26,33 +26,29 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
 @pytest.mark.parametrize(
     ("model_type", "harm", "message"),
     [
-        ("internvl", edit(CONFIG, vision_feature_layer=-2), "vision_feature_layer -2"),
-        ("internvl", edit(CONFIG, downsample_ratio=0.25), "do not fit the vision projector"),
-        ("internvl", edit(CONFIG, vision_config__image_size=[112, 56]), "not square|not a square"),
+        ("internvl", config(vision_feature_layer=-2), "vision_feature_layer -2"),
+        ("internvl", config(downsample_ratio=0.25), "do not fit the vision projector"),
+        ("internvl", config(vision_config__image_size=[112, 56]), "not square|not a square"),
         ("internvl", edit(PROCESSOR, image_std=[0.5, 0.0, 0.5]), "must be finite"),
         ("internvl", edit(PROCESSOR, image_mean=[0.5]), "3 channels"),
         ("internvl", edit(PROCESSOR, max_patches=0), "cannot be cut"),
         ("internvl", edit(PROCESSOR, min_patches=9), "cannot be cut"),
         ("internvl", edit(PROCESSOR, resample=77), "not a filter"),
-        ("internvl_chat", edit(CONFIG, ps_version="v1"), "ps_version is 'v1'"),
-        ("internvl_chat", edit(CONFIG, force_image_size=224), "force_image_size is 224"),
-        ("internvl_chat", edit(CONFIG, select_layer=-4), "vision_feature_layer -4"),
-        ("internvl_chat", edit(CONFIG, llm_config={}), "hidden_size"),
-        ("internvl_chat", edit(CONFIG, vision_config__num_hidden_layers=9), "holds weights of 3 layers"),
+        ("internvl_chat", config(ps_version="v1"), "ps_version is 'v1'"),
+        ("internvl_chat", config(force_image_size=224), "force_image_size is 224"),
+        ("internvl_chat", config(select_layer=-4), "vision_feature_layer -4"),
+        ("internvl_chat", config(llm_config={}), "hidden_size"),
+        ("internvl_chat", config(vision_config__num_hidden_layers=9), "holds weights of 3 layers"),
         ("llava_onevision", edit(PROCESSOR, image_grid_pinpoints=[[56, 57]]), "multiples of 56"),
-        (
-            "llava_onevision",
-            edit(CONFIG, vision_config=CLIP),
-            "vision_config.model_type is 'clip_vision_model', but must",
-        ),
-        ("gemma3", edit(CONFIG, mm_tokens_per_image=10), "mm_tokens_per_image is 10, but must be a square"),
-        ("llama4", edit(CONFIG, vision_config__pixel_shuffle_ratio=0.75), "pixel_shuffle_ratio is 0.75, but must be 1"),
-        ("llama4", edit(CONFIG, vision_config__pixel_shuffle_ratio=0.0), "pixel_shuffle_ratio is 0.0, but must be 1"),
-        ("internvl", edit(CONFIG, downsample_ratio=0.75), "downsample_ratio is 0.75, but must be 1"),
-        ("internvl", edit(CONFIG, vision_feature_select_strategy="full"), "strategy is 'full', but must be 'default'"),
+        ("llava_onevision", config(vision_config=CLIP), "vision_config.model_type is 'clip_vision_model', but must"),
+        ("gemma3", config(mm_tokens_per_image=10), "mm_tokens_per_image is 10, but must be a square"),
+        ("llama4", config(vision_config__pixel_shuffle_ratio=0.75), "pixel_shuffle_ratio is 0.75, but must be 1"),
+        ("llama4", config(vision_config__pixel_shuffle_ratio=0.0), "pixel_shuffle_ratio is 0.0, but must be 1"),
+        ("internvl", config(downsample_ratio=0.75), "downsample_ratio is 0.75, but must be 1"),
+        ("internvl", config(vision_feature_select_strategy="full"), "strategy is 'full', but must be 'default'"),
         (
             "ovis2",
-            edit(CONFIG, vision_config__tokenize_function="gumbel_argmax"),
+            config(vision_config__tokenize_function="gumbel_argmax"),
             "vision_config.tokenize_function is 'gumbel_argmax', but must be 'softmax'",
         ),
         (
@@ -60,25 +56,25 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
             edit(PROCESSOR, max_image_size=980),
             "max_image_size is 980, but must be vision_config.image_size, 490",
         ),
-        ("florence2", edit(CONFIG, vision_config={"model_type": "davit"}), "depths"),
+        ("florence2", config(vision_config={"model_type": "davit"}), "depths"),
         (
             "florence2",
-            edit(CONFIG, vision_config={"model_type": "davit", "image_feature_source": ["last_frame"]}),
+            config(vision_config={"model_type": "davit", "image_feature_source": ["last_frame"]}),
             "image_feature_source is \\['last_frame'\\], but must be",
         ),
         ("florence2", edit(PROCESSOR, size={"height": 288, "width": 288}), "9 rows of patches are more than"),
         ("florence2", edit(PROCESSOR, do_center_crop=True), "unsupported do_center_crop"),
         ("aria", edit(PROCESSOR, split_image=True), "split_image"),
-        ("aria", edit(CONFIG, projector_patch_to_query_dict={"25": 8}), "projector_patch_to_query_dict is {25: 8}"),
+        ("aria", config(projector_patch_to_query_dict={"25": 8}), "projector_patch_to_query_dict is {25: 8}"),
         (
             "ovis",
-            edit(CONFIG, visual_tokenizer_config__backbone_config__model_type="siglip_vision_model"),
+            config(visual_tokenizer_config__backbone_config__model_type="siglip_vision_model"),
             "backbone_config.model_type is 'siglip_vision_model', but must be 'aimv2'",
         ),
-        ("ovis2", edit(CONFIG, vision_config__hidden_stride=3), "hidden_stride is 3, but must be a divisor"),
+        ("ovis2", config(vision_config__hidden_stride=3), "hidden_stride is 3, but must be a divisor"),
         (
             "llava-pixtral",
-            edit(CONFIG, vision_feature_select_strategy="default"),
+            config(vision_feature_select_strategy="default"),
             "strategy is 'default', but must be 'full'",
         ),
         (
@@ -94,10 +90,10 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
             ),
             "more than 4 tiles",
         ),
-        ("phi4_multimodal", edit(CONFIG, vision_config__crop_size=224), "image_size is 112, but must be crop_size"),
+        ("phi4_multimodal", config(vision_config__crop_size=224), "image_size is 112, but must be crop_size"),
         (
             "phi4mm",
-            edit(CONFIG, embd_layer__image_embd_layer__hd_transform_order="glb_sub"),
+            config(embd_layer__image_embd_layer__hd_transform_order="glb_sub"),
             "embd_layer.image_embd_layer.hd_transform_order is 'glb_sub', but must be 'sub_glb'",
         ),
         ("llama4", edit(PROCESSOR, resize_to_max_canvas=True), "resize_to_max_canvas"),
@@ -118,13 +114,9 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ),
         ("deepseek_ocr2", edit(PROCESSOR, tile_size=80), "does not become 144 tokens"),
         ("deepseek_ocr2", edit(PROCESSOR, crop_to_patches=False), "crop_to_patches"),
-        (
-            "llava",
-            edit(CONFIG, vision_config={"model_type": "dinov2"}),
-            "model_type is 'dinov2', but must be 'clip_vis",
-        ),
-        ("mistral3", edit(CONFIG, vision_config=CLIP), "'clip_vision_model', but must be 'pixtral'"),
-        ("llava", edit(CONFIG, vision_feature_layer=-5), "unsupported vision_feature_layer -5: the tower has 3"),
+        ("llava", config(vision_config={"model_type": "dinov2"}), "model_type is 'dinov2', but must be 'clip_vis"),
+        ("mistral3", config(vision_config=CLIP), "'clip_vision_model', but must be 'pixtral'"),
+        ("llava", config(vision_feature_layer=-5), "unsupported vision_feature_layer -5: the tower has 3"),
         (
             "llava_next",
             edit(PROCESSOR, crop_size={"height": 28, "width": 28}),
@@ -137,8 +129,8 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ),
         ("llava", edit(PROCESSOR, do_center_crop=False), "does not make one tile of an image"),
         ("mistral3", edit(PROCESSOR, size={"longest_edge": 20}), "less than one token"),
-        ("gemma4", edit(CONFIG, vision_config__num_key_value_heads=2), "grouped queries"),
-        ("idefics2", edit(CONFIG, perceiver_config__resampler_n_latents=5), "do not fit the vision connector"),
+        ("gemma4", config(vision_config__num_key_value_heads=2), "grouped queries"),
+        ("idefics2", config(perceiver_config__resampler_n_latents=5), "do not fit the vision connector"),
         ("granite_docling", edit(PROCESSOR, fine_route=True), "unsupported fine_route; supported: the coarse path"),
         ("granite_docling", edit(PROCESSOR, size=56), "size is 56, but must be the tower's image_size, 112"),
         (
@@ -148,24 +140,24 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ),
         ("idefics3", edit(PROCESSOR, size={"height": 56, "width": 56}), "size.longest_edge is None, but must be"),
         ("smolvlm", edit(PROCESSOR, size={"longest_edge": 5000}), "size.longest_edge is 5000, but must be"),
-        ("siglip2", edit(CONFIG, vision_config__num_patches=60), "not square|not a square"),
-        ("lfm2_vl", edit(CONFIG, vision_config__num_patches=60), "not square|not a square"),
-        ("minicpmv", edit(CONFIG, version=2.5), r"version is 2\.5, but must be 2\.6 or 4\.0 or 4\.5"),
-        ("minicpmv", edit(CONFIG, version=None), "version is None, but must be"),
-        ("minicpmv", edit(CONFIG, query_num=0), "query_num is 0, but must be from 1 to 4095"),
-        ("minicpmv", edit(CONFIG, query_num=64), "do not fit the vision resampler"),
-        ("minicpmv", edit(CONFIG, drop_vision_last_layer=True), "unexpected keys"),
-        ("deepseek_vl_v2", edit(CONFIG, vision_config__model_name="deeplip_b_l"), "model_name is 'deeplip_b_l'"),
-        ("deepseek_vl_v2", edit(CONFIG, projector_config__projector_type="linear"), "projector_type is 'linear'"),
+        ("siglip2", config(vision_config__num_patches=60), "not square|not a square"),
+        ("lfm2_vl", config(vision_config__num_patches=60), "not square|not a square"),
+        ("minicpmv", config(version=2.5), r"version is 2\.5, but must be 2\.6 or 4\.0 or 4\.5"),
+        ("minicpmv", config(version=None), "version is None, but must be"),
+        ("minicpmv", config(query_num=0), "query_num is 0, but must be from 1 to 4095"),
+        ("minicpmv", config(query_num=64), "do not fit the vision resampler"),
+        ("minicpmv", config(drop_vision_last_layer=True), "unexpected keys"),
+        ("deepseek_vl_v2", config(vision_config__model_name="deeplip_b_l"), "model_name is 'deeplip_b_l'"),
+        ("deepseek_vl_v2", config(projector_config__projector_type="linear"), "projector_type is 'linear'"),
         (
             "deepseek_vl_v2",
             edit("processor_config.json", candidate_resolutions=[[76, 80]]),
             r"candidate_resolutions \[76, 80\] are not multiples of 76",
         ),
-        ("eagle_2_5_vl", edit(CONFIG, select_layer=-4), "vision_feature_layer -4"),
-        ("eagle_2_5_vl", edit(CONFIG, vision_config=CLIP), "vision_config.model_type is 'clip_vision_model'"),
+        ("eagle_2_5_vl", config(select_layer=-4), "vision_feature_layer -4"),
+        ("eagle_2_5_vl", config(vision_config=CLIP), "vision_config.model_type is 'clip_vision_model'"),
         ("eagle_2_5_vl", edit(PROCESSOR, pad_during_tiling=True), "unsupported pad_during_tiling"),
-        ("NVLM_D", edit(CONFIG, llm_config__intermediate_size=80), "do not fit the vision projector"),
+        ("NVLM_D", config(llm_config__intermediate_size=80), "do not fit the vision projector"),
     ],
 )
 def test_what_is_not_served_is_named(
@@ -187,7 +179,7 @@ def test_a_pooling_head_is_left_out(model_type: str, checkpoints: Checkpoints, t
     save_file({**weights, f"{stem}head.probe": torch.zeros(1, 1, 64)}, tmp_path / "model.safetensors")
     for name in (CONFIG, PROCESSOR):
         shutil.copy(source / name, tmp_path)
-    edit(CONFIG, vision_config__vision_use_head=True)(tmp_path)
+    config(vision_config__vision_use_head=True)(tmp_path)
     assert load(tmp_path).fingerprint == load(source).fingerprint
 
 
@@ -196,7 +188,7 @@ def test_features_are_normalised_where_the_language_model_predicts_ahead(
 ) -> None:
     folder = Path(shutil.copytree(checkpoints("nemotron_h_omni"), tmp_path / "copy"))
     plain = Rig.of(folder, torch.float32, torch.device("cpu"), sizes=())
-    edit(CONFIG, text_config__num_nextn_predict_layers=1)(folder)
+    config(text_config__num_nextn_predict_layers=1)(folder)
     rig, grid = Rig.of(folder, torch.float32, torch.device("cpu"), sizes=()), Grid(1, 8, 6)
     (rows,), (before,) = rig.run(rig.items([grid])), plain.run(plain.items([grid]))
     assert error(rows, RASTER["nemotron_h_omni"](folder).item(grid, rig.pixels(grid, 0))) <= TOLERANCE
@@ -205,7 +197,7 @@ def test_features_are_normalised_where_the_language_model_predicts_ahead(
 
 def test_a_strategy_that_leaves_out_the_first_row_of_a_tile(checkpoints: Checkpoints, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(checkpoints("llava_onevision"), tmp_path / "copy"))
-    edit(CONFIG, vision_feature_select_strategy="default")(folder)
+    config(vision_feature_select_strategy="default")(folder)
     rig, reference = Rig.of(folder, torch.float32, torch.device("cpu"), sizes=()), TileReference(folder)
     grid = Grid(3, 1, 2)
     expected = reference.item(grid, rig.pixels(grid, 0))

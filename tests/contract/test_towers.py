@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints import ROWS, Checkpoints
+from checkpoints import ROWS, Checkpoints, graphs_and_packing
 from host_tensors import NoHostTensors
 from reference import TOLERANCE, Array, Reference, error, norm_error
 from rigs import BUDGETS, Rig, draw_grids, takes
@@ -59,15 +59,7 @@ def rigs(checkpoints: Checkpoints) -> Rigs:
 class TestParity:
     """Images and clips of random grids, alone and with others, against plain transformers."""
 
-    @pytest.mark.parametrize(
-        ("graphs", "packed"),
-        [
-            pytest.param(False, False, id="off-alone"),
-            pytest.param(False, True, id="off-packed", marks=pytest.mark.matrix),
-            pytest.param(True, False, id="simulated-alone", marks=pytest.mark.matrix),
-            pytest.param(True, True, id="simulated-packed"),
-        ],
-    )
+    @graphs_and_packing
     def test_float32_equals_transformers(
         self, model_type: str, graphs: bool, packed: bool, rigs: Rigs, references: References
     ) -> None:

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import os
 import re
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from checkpoints import Checkpoints
 from plain_reference import PlainReference
 from reference import TOLERANCE, error
-from servers import ServerProcess, serving
+from servers import ServerProcess, serving, shell
 from vitwire import Client, InvalidItem, Item, NotCached
 from vitwire_gateway.images.encoding import content_id_of
 from vitwire_gateway.images.image_files import ImageFile
@@ -140,18 +139,7 @@ def test_the_line_of_the_document(server: ServerProcess, client: Client, tmp_pat
     (script,) = re.findall(r"```sh\n(grpcurl .*?)```", OPERATIONS.read_text(encoding="utf-8"), re.DOTALL)
     with Image.open(PHOTOGRAPH) as opened:
         opened.save(tmp_path / "photo.jpg")
-    bin_folder = Path(sys.executable).parent
-    ran = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script.replace(TARGET, server.target)],
-        cwd=tmp_path,
-        env=os.environ | {"PATH": f"{bin_folder}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (ran.returncode, ran.stderr) == (0, "")
-    answer = json.loads(ran.stdout)
+    answer = json.loads(shell(script.replace(TARGET, server.target), tmp_path))
     assert [int(side) for side in answer["chunk"]["shape"]] == [1, 48]
     row = np.frombuffer(base64.b64decode(answer["chunk"]["data"]), "<f4")
     (own,) = client.encode_images([tmp_path / "photo.jpg"])

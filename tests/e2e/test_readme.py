@@ -2,7 +2,6 @@
 
 import base64
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 import skimage
 
 from checkpoints import Checkpoints
-from servers import ServerProcess, serving
+from servers import ServerProcess, serving, shell
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -26,21 +25,6 @@ PHOTO = Path(skimage.__file__).parent / "data" / "rocket.jpg"
 def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
     with serving(checkpoints("qwen3_vl"), "--graphs", "simulated", "--max-budget-tokens", "1024") as running:
         yield running
-
-
-def shell(script: str, server: ServerProcess, folder: Path) -> str:
-    """What the lines print, run against `server` with the tools of this environment."""
-    ran = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script.replace(TARGET, server.target)],
-        cwd=folder,
-        env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (ran.returncode, ran.stderr) == (0, "")
-    return ran.stdout
 
 
 def block(language: str) -> str:
@@ -72,7 +56,7 @@ def calls() -> list[str]:
 
 @pytest.mark.parametrize("line", calls())
 def test_grpcurl_and_buf_call_the_server(server: ServerProcess, line: str, tmp_path: Path) -> None:
-    answer = json.loads(shell(line, server, tmp_path))
+    answer = json.loads(shell(line.replace(TARGET, server.target), tmp_path))
     if "Health" in line:
         assert answer == {"status": "SERVING"}
     else:
@@ -83,7 +67,7 @@ def test_a_line_shows_graph_hits_and_fallbacks(server: ServerProcess, tmp_path: 
     (line,) = (
         line for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("curl -s localhost:9464")
     )
-    shown = shell(line.replace("localhost:9464", f"127.0.0.1:{server.metrics_port}"), server, tmp_path)
+    shown = shell(line.replace("localhost:9464", f"127.0.0.1:{server.metrics_port}"), tmp_path)
     assert "vitwire_graph_hits_total" in shown
     assert "vitwire_eager_fallbacks_total" in shown
 
@@ -102,7 +86,7 @@ def recipes() -> list[str]:
 @pytest.mark.parametrize(("recipe", "tokens"), [(0, 260), (1, 1)], ids=["photograph", "pixels"])
 def test_grpcurl_encodes(server: ServerProcess, recipe: int, tokens: int, tmp_path: Path) -> None:
     shutil.copy(PHOTO, tmp_path / "photo.jpg")
-    answer = json.loads(shell(recipes()[recipe], server, tmp_path))
+    answer = json.loads(shell(recipes()[recipe].replace(TARGET, server.target), tmp_path))
     assert answer["report"]["tokens"] == tokens
     rows, columns = map(int, answer["chunk"]["shape"])
     assert (rows, len(base64.b64decode(answer["chunk"]["data"]))) == (tokens, tokens * columns * 2)

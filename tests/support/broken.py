@@ -29,6 +29,11 @@ def edit(name: str, **changes: Any) -> Break:
     return change
 
 
+def config(**changes: Any) -> Break:
+    """Set keys of `config.json`, as `edit` does."""
+    return edit("config.json", **changes)
+
+
 def write(name: str, content: str) -> Break:
     """Put a file of this content there."""
     return lambda folder: (folder / name).write_text(content)

@@ -52,3 +52,13 @@ def sampled(names: Iterable[str]) -> list[Any]:
 ROWS = sampled(FAMILIES)
 Checkpoints = Callable[[str], Path]
 """From a model_type to the directory of its tiny checkpoint."""
+graphs_and_packing = pytest.mark.parametrize(
+    ("graphs", "packed"),
+    [
+        pytest.param(False, False, id="off-alone"),
+        pytest.param(False, True, id="off-packed", marks=pytest.mark.matrix),
+        pytest.param(True, False, id="simulated-alone", marks=pytest.mark.matrix),
+        pytest.param(True, True, id="simulated-packed"),
+    ],
+)
+"""Without graphs and with simulated ones; each item alone, and packed with others."""

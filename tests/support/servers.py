@@ -124,6 +124,15 @@ def finished(*words: str | Path, program: Sequence[str] = SERVER) -> subprocess.
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
+def shell(script: str, folder: Path) -> str:
+    """What lines of a document print, run in `folder` with the tools of this environment."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    return ran.stdout
+
+
 @contextmanager
 def serving(
     model: Path,

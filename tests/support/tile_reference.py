@@ -1,7 +1,8 @@
 """What transformers, or the layout's authors, make of tiles."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from inspect import signature
 from math import prod
 from pathlib import Path
@@ -79,46 +80,39 @@ def _unbroken(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     return torch.cat([*rows, inner.view_separator[None]])
 
 
-def _onevision(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
-    """As its `get_image_features` does before it packs: `pack_image_features` replaced by one that does nothing."""
-    del crops
-    inner = model.model
+@contextmanager
+def _unpacked(inner: Any) -> Iterator[list[Tensor]]:
+    """What `get_image_features` would pack, with a `pack_image_features` that only keeps it."""
     given: list[Tensor] = []
 
-    def unpacked(features: list[Tensor], *_: Any, **__: Any) -> tuple[None, None]:
+    def keep(features: list[Tensor], *_: Any, **__: Any) -> tuple[None, None]:
         given.extend(features)
         return None, None
 
-    inner.pack_image_features = unpacked
+    inner.pack_image_features = keep
     try:
-        size = model.config.vision_config.image_size
-        inner.get_image_features(
-            pixels,
-            image_sizes=torch.tensor([[size, size]] * len(pixels)),
-            batch_num_images=[len(pixels) + 1] * len(pixels),
-        )
+        yield given
     finally:
         del inner.pack_image_features
+
+
+def _onevision(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
+    """As its `get_image_features` does before it packs."""
+    del crops
+    size = model.config.vision_config.image_size
+    with _unpacked(model.model) as given:
+        sizes = torch.tensor([[size, size]] * len(pixels))
+        model.model.get_image_features(pixels, image_sizes=sizes, batch_num_images=[len(pixels) + 1] * len(pixels))
     return torch.cat(given)
 
 
 def rows_of_tiles(model: Any, pixels: Tensor, crops: Tensor | None) -> Tensor:
     """Of LLaVA-NeXT, as `_onevision`; each tile stands for an image that is cut in the fewest."""
     del crops
-    inner = model.model
-    given: list[Tensor] = []
-
-    def unpacked(features: list[Tensor], *_: Any, **__: Any) -> tuple[None, None]:
-        given.extend(features)
-        return None, None
-
-    inner.pack_image_features = unpacked
-    try:
-        smallest = min(model.config.image_grid_pinpoints, key=prod)
-        count = 1 + prod(smallest) // model.config.vision_config.image_size**2
-        inner.get_image_features(pixels.repeat_interleave(count, dim=0), torch.tensor([smallest] * len(pixels)))
-    finally:
-        del inner.pack_image_features
+    smallest = min(model.config.image_grid_pinpoints, key=prod)
+    count = 1 + prod(smallest) // model.config.vision_config.image_size**2
+    with _unpacked(model.model) as given:
+        model.model.get_image_features(pixels.repeat_interleave(count, dim=0), torch.tensor([smallest] * len(pixels)))
     return torch.stack(given)[:, 0]
 
 

@@ -4,14 +4,14 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from bench.engine import vllm_engine
+import vllm
 from bench.engine.loads import Size
 from bench.engine.requests import image_tokens
+from bench.engine.serving import ENVIRONMENT
 from bench.engine.towers.answering import Row, Tower, answering
 from PIL import Image
 from torch import Tensor
@@ -30,6 +30,19 @@ from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 
 Items = list[tuple[str, Any]]
+_ARGUMENTS: dict[str, Any] = {
+    "mm_encoder_only": True,
+    "dtype": "bfloat16",
+    "max_model_len": 8192,
+    "max_num_batched_tokens": 8192,
+    "max_num_seqs": 64,
+    "gpu_memory_utilization": 0.5,
+    "enable_prefix_caching": False,
+    "mm_processor_cache_gb": 0,
+    "skip_mm_profiling": True,
+    "compilation_config": {"cudagraph_mm_encoder": True},
+}
+"""Nothing is reused between calls."""
 
 
 class Graphs(EncoderCudaGraphManager):  # type: ignore[misc]  # vLLM is not installed where types are checked
@@ -52,9 +65,8 @@ class VllmTower(Tower):
     def __init__(self, job: Row) -> None:
         sizes = [Size(*each) for each in job["sizes"]]
         most, clips = max(size.images for size in sizes), any(size.frames > 1 for size in sizes)
-        chosen = vllm_engine.arguments(Path(job["model"]), "", images=max(4, most)) | {"mm_encoder_only": True}
-        chosen["limit_mm_per_prompt"]["video"] = int(clips)
-        config = EngineArgs(**chosen).create_engine_config()
+        limits = {"image": max(4, most), "video": int(clips)}
+        config = EngineArgs(job["model"], limit_mm_per_prompt=limits, **_ARGUMENTS).create_engine_config()
         self.device = torch.device("cuda:0" if current_platform.is_cuda() else "cpu")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -73,7 +85,9 @@ class VllmTower(Tower):
         visual = self._model.visual
         default = self._runners["vllm_graph"].cudagraph_manager
         flash = getattr(visual.blocks[0].attn.attn, "_fa_version", None)
-        return vllm_engine.described() | {
+        return {
+            "engine": f"vLLM {vllm.__version__}",
+            "device": current_platform.get_device_name(),
             "vllm_attention": f"{visual.attn_backend}" + (f" {flash}" if flash else ""),
             "vllm_budgets": default.token_budgets if default else [],
         }
@@ -161,5 +175,5 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
-    os.environ.update({name: value for name, value in vllm_engine.ENVIRONMENT.items() if name not in os.environ})
+    os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
     answering(VllmTower)

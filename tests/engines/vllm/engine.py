@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
-from vllm.v1.worker.gpu.ec_connector import ActiveECConnector
+from vllm.v1.worker.gpu.ec_connector import get_ec_connector
 from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 
@@ -70,7 +70,7 @@ class Engine:
             ec_transfer_state.ensure_ec_transfer_initialized(config)
             self.scheduler = kind(config, caches, StructuredOutputManager(config), BLOCK, log_stats=True)
         self.cache = EncoderCache()
-        self.worker = ActiveECConnector(config, self.cache.encoder_outputs)
+        self.worker = get_ec_connector(config, self.cache)
         hidden = config.model_config.get_inputs_embeds_size()
         self.runner = EncoderRunner(None, 4096, hidden, self.cache, torch.bfloat16, torch.device("cpu"))
         self.tokens: dict[str, list[int]] = {}
@@ -94,7 +94,8 @@ class Engine:
             return
         self._open = False
         ec_transfer_state.ensure_ec_transfer_shutdown()
-        self.scheduler.ec_connector.shutdown()
+        if self.scheduler.ec_connector:
+            self.scheduler.ec_connector.shutdown()
 
     def request(self, name: str) -> Request:
         return self._requests[name]

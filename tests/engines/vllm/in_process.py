@@ -65,6 +65,9 @@ class CoreClient:
         for name in names:
             self.engine.abort(name)
 
+    async def reset_mm_cache_async(self) -> None:
+        """There is none."""
+
     async def get_output_async(self) -> Any:
         if isinstance(outputs := await self.engine.outputs.get(), Exception):
             raise EngineDeadError from outputs

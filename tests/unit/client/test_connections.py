@@ -2,8 +2,6 @@
 
 import asyncio
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +13,7 @@ import pytest
 
 from both_clients import Call, both, large
 from fake_service import Fake, Running, item, running, serving
+from servers import finished
 from vitwire import AsyncClient, Client
 from vitwire._transport.calls import Timers
 from vitwire._transport.channel import HEALTH_OPTIONS, OPTIONS, ChannelOptions
@@ -171,9 +170,7 @@ client.encode([item])
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_a_forked_process_needs_its_own_client(running: Running) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FORKING, running.target], capture_output=True, text=True, check=False, timeout=120
-    )
+    done = finished(running.target, program=("-c", FORKING))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "the client was used before this process was forked; make a client in each process"
 

@@ -16,6 +16,7 @@ import pytest
 
 from both_clients import Call, InThread, both
 from fake_service import Fake, Running, abort, expected, item, retry_info, running, serving
+from servers import finished
 from vitwire import (
     AsyncClient,
     Client,
@@ -371,9 +372,7 @@ with Client(sys.argv[1], timeout=60) as client:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_closing_in_a_forked_process_leaves_the_connections_of_the_other(running: Running) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FORKING, running.target], capture_output=True, text=True, check=False, timeout=120
-    )
+    done = finished(running.target, program=("-c", FORKING))
     assert done.returncode == 0, done.stderr
     assert done.stdout == "closed"
 
