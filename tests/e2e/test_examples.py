@@ -1,11 +1,9 @@
 """The programs of examples/python, each in a process of its own against a real server."""
 
 import hashlib
-import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from transformers import AutoConfig, AutoImageProcessor, LlavaProcessor, PreTrai
 from checkpoints import Checkpoints
 from engine import WORDS
 from routers import engine, router
-from servers import ServerProcess, serving
+from servers import ServerProcess, finished, serving
 from vitwire import Client, Item
 from vlms import language_model
 
@@ -35,9 +33,7 @@ TEMPLATE = "{% for part in messages[0].content %}{{ part.text if part.type == 't
 def ran(program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """A run of an example."""
     assert program in PROGRAMS
-    command = [sys.executable, str(FOLDER / program), *map(str, arguments)]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return finished(*arguments, program=(str(FOLDER / program),))
 
 
 def printed(program: str, *arguments: str | Path) -> list[str]:

@@ -33,7 +33,7 @@ def test_a_pipe_in_place_of_tokens_and_certificates_changes_nothing(
     authority, tokens = Authority(tmp_path / "pki").issue(), tmp_path / "tokens"
     tokens.write_text(f"{ALICE} alice\n")
     files = ("--tls-cert", authority.cert, "--tls-key", authority.key, "--auth-tokens-file", tokens)
-    with serving(checkpoints("qwen2_vl"), "--rpc-processes", processes, *map(str, files)) as server:
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, "--rpc-processes", processes, *map(str, files)) as server:
         for file in (tokens, authority.cert):
             os.mkfifo(tmp_path / "pipe")
             (tmp_path / "pipe").replace(file)
@@ -84,7 +84,7 @@ def test_a_default_state_directory_that_cannot_be_made_is_a_warning(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
     learning = ("--graphs", "simulated", "--budgets", "learn", "--max-budget-tokens", "64", *PIXELS_ONLY)
-    with serving(checkpoints("qwen2_vl"), *learning) as server:
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, *learning) as server:
         server.wait_for("learned budgets will not be kept over a restart unless --state-dir is set: .*Not a directory")
 
 

@@ -104,7 +104,7 @@ async def test_waiting_for_a_server_that_is_not_there_yet(
     call = asyncio.create_task(encode())
     await asyncio.sleep(3)
     assert not call.done(), "longer than retries take"
-    with serving(checkpoints("qwen2_vl"), "--port", str(port)):
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, "--port", str(port)):
         await call
     await asyncio.to_thread(client.close) if isinstance(client, Client) else await client.close()
 
@@ -116,7 +116,7 @@ async def test_a_timeout_says_that_the_server_is_loading(
     fault = tmp_path / "fault"
     fault.write_text("hang")  # in the forward that warms the engine up
     program = (str(Path(__file__).parents[1] / "support" / "faulty_server.py"), str(fault))
-    with serving(checkpoints("qwen2_vl"), wait=False, program=program) as server:
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, wait=False, program=program) as server:
         client = kind(server.target, timeout=8, wait_for_ready=True)
         with pytest.raises(Unavailable, match="still loading"):
             await (asyncio.to_thread(client.encode, [SMALL]) if isinstance(client, Client) else client.encode([SMALL]))

@@ -129,7 +129,7 @@ def test_not_ready_while_loading_and_exit_on_sigterm(checkpoints: Checkpoints) -
         "l.load_tower = lambda *a, **k: (time.sleep(60), load(*a, **k))[1]\n"
         "from vitwire_server.__main__ import main; main()"
     )
-    with serving(checkpoints("qwen2_vl"), wait=False, program=("-c", slow)) as process:
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, wait=False, program=("-c", slow)) as process:
         with grpc.insecure_channel(process.target) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             ready = health_pb2.HealthCheckRequest(service=SERVICE)
@@ -147,7 +147,7 @@ def test_not_ready_while_loading_and_exit_on_sigterm(checkpoints: Checkpoints) -
 def test_sigterm_drains_without_losing_what_is_in_flight(checkpoints: Checkpoints) -> None:
     columns = 3 * 2 * 14 * 14
     items = [Item(np.ones((1024, columns), np.float32), (1, 32, 32))] * 8
-    with serving(checkpoints("qwen2_vl"), "--lame-duck-seconds", "1", "--drain-seconds", "60") as process:
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, "--lame-duck-seconds", "1", "--drain-seconds", "60") as process:
 
         def begun() -> float:
             ended = process.metric("vitwire_requests_total", method="EncodeStream")
@@ -169,7 +169,7 @@ def test_sigterm_drains_without_losing_what_is_in_flight(checkpoints: Checkpoint
 
 
 def test_second_signal_ends_at_once(checkpoints: Checkpoints) -> None:
-    with serving(checkpoints("qwen2_vl"), "--lame-duck-seconds", "60") as process:
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, "--lame-duck-seconds", "60") as process:
         process.process.terminate()
         process.wait_for("draining")
         time.sleep(0.7)
@@ -183,7 +183,9 @@ def test_second_signal_ends_at_once(checkpoints: Checkpoints) -> None:
 def test_a_signal_that_comes_twice_is_one(checkpoints: Checkpoints, flags: tuple[str, ...]) -> None:
     """GNU timeout signals its child, and then the group that the child is in."""
     wrapped = ("timeout", "120")
-    with serving(checkpoints("qwen2_vl"), *flags, "--lame-duck-seconds", "1", wait=False, wrapper=wrapped) as process:
+    with serving(
+        checkpoints("qwen2_vl"), *PIXELS_ONLY, *flags, "--lame-duck-seconds", "1", wait=False, wrapper=wrapped
+    ) as process:
         process.wait_for("ready: ")
         (inside,) = psutil.Process(process.process.pid).children()
         process.process.terminate()
@@ -272,7 +274,7 @@ class TestExit:
 
 def test_unix_socket(checkpoints: Checkpoints, tmp_path: Path) -> None:
     path = tmp_path / "vitwire.sock"
-    with serving(checkpoints("qwen2_vl"), "--unix-socket", str(path)), Client(f"unix:{path}") as client:
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, "--unix-socket", str(path)), Client(f"unix:{path}") as client:
         assert client.health() == "SERVING"
         flags = ("--port", "0", "--metrics-port", "0", "--unix-socket", str(path))
         code, error = run("serve", "--model", str(checkpoints("qwen2_vl")), *flags)
@@ -280,7 +282,7 @@ def test_unix_socket(checkpoints: Checkpoints, tmp_path: Path) -> None:
         assert client.health() == "SERVING"
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(str(path))
-    with serving(checkpoints("qwen2_vl"), "--unix-socket", str(path)), Client(f"unix:{path}") as client:
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, "--unix-socket", str(path)), Client(f"unix:{path}") as client:
         assert client.health() == "SERVING", "nobody listened there"
 
 

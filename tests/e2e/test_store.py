@@ -18,7 +18,7 @@ import torch
 import faulty_server
 from checkpoints import Checkpoints
 from reference import Array, Reference
-from servers import ServerProcess, serving
+from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import (
     Accepted,
     AsyncClient,
@@ -273,7 +273,7 @@ def test_without_pixels_it_is_asked_whether_rows_are_cached(server: ServerProces
 
 
 def test_a_server_without_a_cache_says_so(checkpoints: Checkpoints) -> None:
-    with serving(checkpoints("qwen3_vl")) as process, Client(process.target) as client:
+    with serving(checkpoints("qwen3_vl"), *PIXELS_ONLY) as process, Client(process.target) as client:
         assert client.model().limits.cached_bytes == 0
         with pytest.raises(InvalidItem, match="--cache-bytes"):
             client.store([image(1, "one")])
@@ -282,7 +282,7 @@ def test_a_server_without_a_cache_says_so(checkpoints: Checkpoints) -> None:
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_lookups_that_wait_are_answered_when_the_server_stops(checkpoints: Checkpoints, processes: str) -> None:
     flags = (*CACHE, "--rpc-processes", processes, "--drain-seconds", "1")
-    with serving(checkpoints("qwen3_vl"), *flags) as server, Upload(server, "never", 13) as upload:
+    with serving(checkpoints("qwen3_vl"), *PIXELS_ONLY, *flags) as server, Upload(server, "never", 13) as upload:
         next(upload.responses)
         with Client(server.target, timeout=60, max_retries=0) as client, ThreadPoolExecutor(1) as threads:
             waiting = threads.submit(client.encode, [ask("never")])

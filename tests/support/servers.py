@@ -111,7 +111,7 @@ def end(process: subprocess.Popen[bytes], seconds: float = _STOP_SECONDS) -> Non
 
 def finished(*words: str | Path, program: Sequence[str] = SERVER) -> subprocess.CompletedProcess[str]:
     """What a program, a server unless another is given, wrote until it ended."""
-    arguments, environment = [str(word) for word in words], dict(os.environ)
+    arguments, environment = [str(word) for word in words], os.environ | {"HF_HUB_OFFLINE": "1"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process: subprocess.Popen[str] = forked(program, arguments, environment, **pipes) or subprocess.Popen(
         [PYTHON, *program, *arguments], env=environment, **pipes
