@@ -2,7 +2,7 @@
 
 Rate and times are of one window: for a closed loop it begins once as many requests have ended as are in flight, for
 arrivals with a twentieth of them; it ends when the last request is sent. Times are of the requests sent in it, the
-rate is of those that ended in it.
+rate counts the requests that ended in it.
 """
 
 from collections.abc import Mapping, Sequence

@@ -14,7 +14,7 @@ from bench.engine.photos import Prompts
 from servers import PYTHON
 
 _SOON = 0.3
-"""Seconds until all processes have been told to start."""
+"""Seconds that all processes have to receive the command."""
 _DRAIN = 130.0
 """Seconds in which a request ends, more than `client_process.SECONDS`."""
 

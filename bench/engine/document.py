@@ -91,7 +91,7 @@ def _ratios(row: Row, base: Row) -> Row:
 
 
 def _loaded(path: Path) -> Row:
-    """Raises Unlike for a file that is no document of this benchmark."""
+    """Raises Unlike if the file is not a document of this benchmark."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

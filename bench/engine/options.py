@@ -70,12 +70,12 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     add("--server-flags", default=flags, help=f"flags of vitwire-server serve in one argument; default: {flags}")
     add("--server-pythonpath", default="", help="PYTHONPATH of server and router, if they cannot share vLLM's")
     add("--engine", default=SERVE, help="command of vllm serve; flags follow unless {port} is in it")
-    add("--clients", type=int, default=2, help="client processes, each with a core of its own")
+    add("--clients", type=int, default=2, help="client processes, each on a separate core")
     add("--tiny", action="store_true", help="a small model, and everything on the CPU")
     add("--time-limit", type=float, default=540, help="seconds for everything; then print what was measured")
     add("--start-seconds", type=float, default=100, help="start no setup if fewer are left, beside its first stream")
     add("--out", type=Path, help="write the document here after each row; continue one that is there")
-    add("--merge", type=Path, nargs="+", help="measure nothing: one document of those of several sittings")
+    add("--merge", type=Path, nargs="+", help="measure nothing: merge documents of several sittings into one")
     return parser
 
 

@@ -23,15 +23,15 @@ MODEL = "bench"
 MIX = "mix"
 _SHAPES = [(224, 224), (448, 448), (768, 576), (1024, 768), (1024, 1024), (1280, 960)]
 _SHARES = [0.10, 0.25, 0.25, 0.15, 0.15, 0.10]
-"""Of each shape (W, H) in the mix. Its quartiles of 196, 432 and 1024 tokens resemble those of a production service
+"""How often the mix has each shape (W, H). Quartiles of 196, 432 and 1024 tokens resemble a production service's
 (ServeGen, Xiang et al., arXiv 2505.09999: 209, 432, 999)."""
 _TEXT_SHARE = 0.5
-"""Of the mix: requests without images."""
+"""Share of the mix that has no image."""
 _NAMES = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg", "motorcycle_left.png", "retina.jpg")
 _VARIANTS = 8
 """Crops of each shape."""
 _BITS = (1.0, 2.5)
-"""Of a pixel in a file; aimed at by the quality, 40 to 98."""
+"""Bits a pixel of a file; the JPEG quality, 40 to 98, is chosen to come close."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class Prompts:
     seed: int
     """Differs between streams whose images may not be equal."""
     text: int
-    """Letters, of which each is a token of the benchmark's tokenizer."""
+    """Tokens of text; the benchmark's tokenizer makes one of each letter."""
     tokens: int
-    """To generate."""
+    """Tokens to generate."""
     repeats: float = 0.0
-    """Share of requests whose images are those of the request before."""
+    """Share of requests that repeat the images of the request before."""
 
     def shapes(self, number: int) -> list[tuple[int, int]]:
         """Width and height of each image of a request."""

@@ -37,7 +37,7 @@ def swept(
     """The best settings so far, and whether all were tried.
 
     probe: figures of a short stream, with `error` if the engine does not start. done: rows of an earlier run of the
-    same sweep. note: told each new row, and the best settings with it.
+    same sweep. note: is called with each new row and the best settings.
     """
     earlier = {(row["axis"], row["tried"]): row for row in done}
 
