@@ -17,8 +17,8 @@ from servers import serving
 from vitwire import Client, Item, VitwireError
 
 ROOT = Path(__file__).parents[2]
-FIRST = "d9cfdff"
-"""Stands for the last release until there is a tag. Before it, clients prepared; nothing was released."""
+FIRST = "1b641acf"
+"""Stands for the last release until there is a tag: older servers need packages that are no longer installed."""
 PROGRAM = """
 import json, sys
 import numpy as np
