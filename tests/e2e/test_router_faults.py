@@ -356,6 +356,7 @@ def test_keys(encoder: Running, stand_in: EngineProcess, tmp_path: Path) -> None
 
 def test_urls_of_an_allowed_host(encoder: Running, stand_in: EngineProcess, tmp_path: Path) -> None:
     """The engine's echo route serves as the site."""
+    stand_in.requests()
     flags = (f"--allow-image-host=127.0.0.1:{stand_in.port}", "--allow-image-network=127.0.0.1/32")
     with router(encoder.target, stand_in.url, *flags) as proxy, client_of(proxy) as llm:
         with pytest.raises(openai.BadRequestError) as caught:
