@@ -39,7 +39,7 @@ def alternated(
     clients: Mapping[str, ClientProcess], servers: Mapping[str, Sequence[int]], in_flight: int, options: Options
 ) -> dict[str, PathTimes]:
     """Run the clients one after the other, again and again, so that a slow phase of the machine slows all of them."""
-    count = {name: max(in_flight, calls_within(client, in_flight, options)) for name, client in clients.items()}
+    count = {name: max(in_flight, _calls_within(client, in_flight, options)) for name, client in clients.items()}
     samples: dict[str, list[float]] = {name: [] for name in clients}
     server_cpu, client_cpu = dict.fromkeys(clients, 0.0), dict.fromkeys(clients, 0.0)
     errors = dict.fromkeys(clients, 0)
@@ -57,7 +57,7 @@ def alternated(
     }
 
 
-def calls_within(client: ClientProcess, in_flight: int, options: Options) -> int:
+def _calls_within(client: ClientProcess, in_flight: int, options: Options) -> int:
     """Calls that take about a turn's time; those that count it also warm up."""
     client.ask(run={"in_flight": in_flight, "calls": 2 * in_flight})
     took = _span(client.ask(run={"in_flight": in_flight, "calls": 2 * in_flight}))
@@ -68,9 +68,3 @@ def _span(answer: Row) -> float:
     """Seconds from the start of the first call to the end of the last."""
     starts = (at - took for at, took in zip(answer["at"], answer["seconds"], strict=True))
     return float(max(answer["at"]) - min(starts))
-
-
-def steady(client: ClientProcess, in_flight: int, calls: int) -> float:
-    """Seconds a call, between the ends of the first and the last one, so that neither end of the load counts."""
-    ends = sorted(client.ask(run={"in_flight": in_flight, "calls": 1 + calls})["at"])
-    return float((ends[-1] - ends[0]) / (len(ends) - 1))

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from select import select
@@ -30,9 +30,9 @@ class ClientProcess:
 
     program = (sys.executable, "-m", "bench.load_process")
 
-    def __init__(self, kind: str, environment: Mapping[str, str] | None = None, **settings: Any) -> None:
+    def __init__(self, kind: str, **settings: Any) -> None:
         command = [*self.program, json.dumps({"kind": kind, **settings})]
-        variables = {"GRPC_VERBOSITY": "NONE", "OMP_WAIT_POLICY": "PASSIVE", **os.environ, **(environment or {})}
+        variables = {"GRPC_VERBOSITY": "NONE", "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
         )

@@ -8,8 +8,10 @@ which all processes of a machine share. `bench/client_processes.py` is the other
 import json
 import sys
 import time
+from functools import partial
 
 from bench.callers import AsyncioClient, Caller, Health, Raw, Row, SyncClient, Work
+from bench.commands import answer_commands
 
 from vitwire.shared import allocator
 from vitwire_cli.bench.load import Pace
@@ -42,12 +44,7 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     allocator.tune()  # as docs/client.md recommends for a process of many calls; for the bare client as well
     caller = _caller(settings.pop("kind"), settings)
-    for line in sys.stdin:
-        try:
-            answer = _answered(caller, json.loads(line))
-        except Exception as error:  # noqa: BLE001 - the parent process reports it
-            answer = {"failed": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
+    answer_commands(partial(_answered, caller))
     caller.close()
 
 

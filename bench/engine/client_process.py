@@ -8,7 +8,6 @@ request: a client library would take more time for an event than the servers do.
 import asyncio
 import gc
 import json
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlsplit
 
+from bench.commands import answer_commands
 from bench.engine.answers import Answer
 from bench.engine.loads import Load, arrivals
 from bench.engine.photos import Prompts
@@ -150,23 +150,20 @@ def _run(stream: Stream, command: Row) -> list[Row]:
     return [asdict(answer) for answer in answers]
 
 
-def main() -> None:
-    """Until stdin is closed."""
+class Streams:
+    """Answers commands; one stream at a time is prepared."""
+
     stream: Stream | None = None
-    for line in sys.stdin:
-        command = json.loads(line)
-        answer: Row = {}
-        try:
-            if "prepare" in command:
-                stream = None  # its bodies would be there twice
-                stream = Stream(Prompts(**command["prepare"].pop("prompts")), **command["prepare"])
-            else:
-                assert stream, "a stream is prepared first"
-                answer = {"answers": _run(stream, command["run"])}
-        except Exception as error:  # noqa: BLE001 - the parent process reports it
-            answer = {"failed": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
+
+    def answer(self, command: Row) -> Row:
+        if "run" in command:
+            assert self.stream, "a stream is prepared first"
+            return {"answers": _run(self.stream, command["run"])}
+        self.stream = None  # its bodies would be there twice
+        prompts = Prompts(**command["prepare"].pop("prompts"))
+        self.stream = Stream(prompts, **command["prepare"])
+        return {}
 
 
 if __name__ == "__main__":
-    main()
+    answer_commands(Streams().answer)

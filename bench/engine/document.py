@@ -1,4 +1,4 @@
-"""Documents of `make engine-bench`: continued by a later run, merged with those of other sittings, compared."""
+"""Documents of `make engine-bench`: continued by a later run, merged with other sittings, compared."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ class Unlike(ValueError):
 
 
 def read(path: Path, settings: Mapping[str, Any]) -> dict[str, list[Row]]:
-    """The rows of an earlier run, by section; none if there is no file. Raises Unlike if its settings are others."""
+    """The rows of an earlier run, by section; none without a file. Raises Unlike if its settings differ."""
     if not path.exists():
         return {}
     document = _loaded(path)

@@ -35,7 +35,7 @@ def _faults(options: argparse.Namespace) -> list[str]:
     if not re.fullmatch(r"([1-9])@\1", options.setup):
         faults.append(f"--setup is N@N, N engines and N encoders on the same N devices; got {options.setup!r}")
     if options.out and not options.out.absolute().parent.is_dir():
-        faults.append(f"--out: there is no folder {options.out.parent}")
+        faults.append(f"--out: the folder {options.out.parent} does not exist")
     if not 0.1 <= options.memory <= 0.95:
         faults.append("--memory must be from 0.1 to 0.95")
     if not 0 <= options.mps <= 100:

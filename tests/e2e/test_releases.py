@@ -18,7 +18,7 @@ from vitwire import Client, Item, VitwireError
 
 ROOT = Path(__file__).parents[2]
 FIRST = "1b641acf"
-"""Stands for the last release until there is a tag: older servers need packages that are no longer installed."""
+"""Stands for the last release until there is a tag: older servers need packages that this one removed."""
 PROGRAM = """
 import json, sys
 import numpy as np

@@ -354,15 +354,14 @@ def test_keys(encoder: Running, stand_in: EngineProcess, tmp_path: Path) -> None
     assert {each["headers"]["authorization"] for each in stand_in.requests()} == {"Bearer sk-engine"}
 
 
-def test_urls_of_an_allowed_host(encoder: Running, stand_in: EngineProcess, tmp_path: Path) -> None:
+def test_urls_of_an_allowed_host(encoder: Running, received: EngineProcess, tmp_path: Path) -> None:
     """The engine's echo route serves as the site."""
-    stand_in.requests()
-    flags = (f"--allow-image-host=127.0.0.1:{stand_in.port}", "--allow-image-network=127.0.0.1/32")
-    with router(encoder.target, stand_in.url, *flags) as proxy, client_of(proxy) as llm:
+    flags = (f"--allow-image-host=127.0.0.1:{received.port}", "--allow-image-network=127.0.0.1/32")
+    with router(encoder.target, received.url, *flags) as proxy, client_of(proxy) as llm:
         with pytest.raises(openai.BadRequestError) as caught:
-            llm.chat.completions.create(model="tiny", messages=user(f"{stand_in.url}/not-an-image"))
+            llm.chat.completions.create(model="tiny", messages=user(f"{received.url}/not-an-image"))
         assert caught.value.code == "invalid_image"
-        (fetched,) = stand_in.requests()
+        (fetched,) = received.requests()
         assert fetched["path"] == "/not-an-image"
         assert "authorization" not in fetched["headers"]
         with pytest.raises(openai.BadRequestError) as caught:

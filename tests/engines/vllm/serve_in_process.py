@@ -1,4 +1,4 @@
-"""`vllm serve` whose engine is that of `in_process.py`, as a program: vLLM's own command line, front end and HTTP."""
+"""`vllm serve` with the engine of `in_process.py`, as a program: vLLM's own command line, front end and HTTP."""
 
 import sys
 from typing import Any

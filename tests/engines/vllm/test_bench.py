@@ -33,7 +33,7 @@ def words(model: Path, *flags: str) -> list[str]:
 
 
 def test_bench(model: Path, tmp_path: Path) -> None:
-    """Both setups answer all requests, and `beside` fetches each image once; a run that goes on starts none again."""
+    """Both setups answer all requests, and `beside` fetches each image once; a continued run starts neither again."""
     out = tmp_path / "engine.json"
     flags = ("--order", "local,beside", "--loads", "c4", "--requests", "120", "--out", str(out))
     document = last_line(*words(model, *flags))
