@@ -58,7 +58,7 @@ class Failed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What an engine is started with beyond the settings of all: flags with their values, and variables."""
+    """What an engine is started with beyond the settings of all: flags (a switch's value is empty) and variables."""
 
     flags: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -142,7 +142,7 @@ def engine(command: str, model: Path, settings: Settings, device: int | None) ->
     words = command.replace("{port}", str(port)).split()
     if "{port}" not in command:
         flags = {**_FLAGS, "--port": str(port), **settings.flags}
-        words += [str(model), *_SWITCHES, *(word for each in flags.items() for word in each)]
+        words += [str(model), *_SWITCHES, *(word for each in flags.items() for word in each if word)]
     variables = {**ENVIRONMENT, **os.environ, **settings.environment}
     variables |= {"CUDA_VISIBLE_DEVICES": str(device)} if device is not None else {}
     with NamedTemporaryFile(prefix="engine-", suffix=".log") as log:

@@ -1,15 +1,12 @@
 """Files of images and clips to embeddings: as many at a time as the limit allows, and each caller its share."""
 
 import asyncio
-import hashlib
-import hmac
 import secrets
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import replace
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from vitwire import (
     Accepted,
@@ -24,15 +21,15 @@ from vitwire import (
     Unauthenticated,
     VitwireError,
 )
+from vitwire.shared.content_ids import content_id
 from vitwire.shared.fairness.places import Places
+from vitwire.shared.recent import Recent
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.callers import Caller
 from vitwire_gateway.images.batching import Batches
 from vitwire_gateway.images.image_files import Header, ImageFile, clip_kind, header_of
 from vitwire_gateway.spans import stage
 from vitwire_gateway.workers import Workers
-
-T = TypeVar("T")
 
 _MODEL_SECONDS = 2.0
 """Less than a server takes to restart, so that its new weights never get content ids of the old ones."""
@@ -57,24 +54,6 @@ class Referenced(NamedTuple):
     model: Model
     times: Accepted | Report
     """Has the times of a clip's frames."""
-
-
-class Recent(Generic[T]):
-    """The result of a call, which is made again when it is older than `seconds`."""
-
-    def __init__(self, call: Callable[[], Awaitable[T]], seconds: float) -> None:
-        self._call = call
-        self._seconds = seconds
-        self._until = 0.0
-        self._lock = asyncio.Lock()
-
-    async def get(self) -> T:
-        """Raises as the call."""
-        async with self._lock:
-            if time.monotonic() >= self._until:
-                self._found = await self._call()
-                self._until = time.monotonic() + self._seconds
-            return self._found
 
 
 class Encoder:
@@ -262,11 +241,5 @@ def _times(image: ImageFile, answer: Accepted | Stored) -> Accepted | Report | N
 
 
 def content_id_of(image: ImageFile, model: Model, key: bytes) -> str:
-    """An id that equal files have under equal weights, preparation and key, and no others.
-
-    Only who has the key can compute it: with another's id, a caller could name rows that the other would get.
-    """
-    options = ""  # requests with options of images are refused
-    recipe = (model.weights_fingerprint, model.dtype, model.preparation_fingerprint, image.modality, options)
-    digests = [hashlib.sha256(each.encode()).digest() for each in recipe]
-    return hmac.digest(key, b"".join((*digests, image.digest)), "sha256").hex()
+    """The id of a file's content."""
+    return content_id(image.digest, image.modality, model, key)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
+from vitwire.shared.content_ids import read_content_key
 from vitwire.shared.fairness.budgets import Budget, Holding
 from vitwire.shared.fairness.hosts import host_name
 from vitwire.shared.named_files import naming
@@ -116,10 +117,8 @@ def content_key_of(settings: RouterSettings) -> bytes:
             raise ValueError(f"WEB_CONCURRENCY={count}: {text}")
         logger.info("ids of images are made with a random key: several routers need one --content-key-file")
         return b""
-    with naming("--content-key-file", file), open(file, "rb", opener=opened_regular) as opened:  # as above
-        if len(key := opened.read(_MAX_KEY_BYTES)) < 32:
-            raise ValueError(f"the key has {len(key)} bytes, expected 32 or more (openssl rand -hex 32)")
-        return key
+    with naming("--content-key-file", file):
+        return read_content_key(file)
 
 
 def _digest(key: str) -> bytes:

@@ -5,8 +5,9 @@ import logging
 from contextlib import suppress
 
 from vitwire import VitwireError
+from vitwire.shared.recent import Recent
 from vitwire_gateway.gateway_settings import RouterSettings
-from vitwire_gateway.images.encoding import Encoder, Recent
+from vitwire_gateway.images.encoding import Encoder
 from vitwire_gateway.router.llm_engine import Engine
 
 logger = logging.getLogger("vitwire.router")

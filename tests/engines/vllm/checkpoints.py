@@ -9,6 +9,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from servers import PYTHON
 
 MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl")
+_INTERNVL_TOKENS = 16
+"""Of a tile of the tiny InternVL."""
 _WRITE = """
 import sys
 from pathlib import Path
@@ -41,6 +43,8 @@ def write_checkpoints(folder: Path) -> dict[str, Path]:
     subprocess.run([PYTHON, "-c", _WRITE, str(folder), *MODEL_TYPES], check=True, capture_output=True)
     for each in folders.values():
         _write_tokenizer(each)
+    tokens = {"processor_class": "InternVLProcessor", "image_seq_length": _INTERNVL_TOKENS}
+    (folders["internvl"] / "processor_config.json").write_text(json.dumps(tokens))
     return folders
 
 

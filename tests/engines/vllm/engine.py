@@ -12,6 +12,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.ec_transfer import ec_transfer_state
 from vllm.engine.arg_utils import EngineArgs
+from vllm.multimodal.cache import engine_receiver_cache_from_config
 from vllm.renderers import ChatParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -38,7 +39,7 @@ def vllm_config(model: Path, target: str, extra: dict[str, Any] | None = None, *
         "ec_connector": "VitwireECConnector",
         "ec_connector_module_path": "vitwire.integrations.vllm",
         "ec_role": "ec_consumer",
-        "ec_connector_extra_config": {"target": target} | (extra or {}),
+        "ec_connector_extra_config": {"target": target, "allow_caller_embeds": True} | (extra or {}),
     }
     defaults: dict[str, Any] = {
         "max_model_len": 1024,
@@ -79,6 +80,7 @@ class Engine:
         self.stats: dict[str, float] = {}
         self.longest_schedule = 0.0
         self.preemptions = 0
+        self._received = engine_receiver_cache_from_config(config)
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self._open = True
@@ -111,6 +113,8 @@ class Engine:
 
     def queue(self, core: Any) -> str:
         """Queue what the front end made of a request; returns its id."""
+        if self._received is not None and core.mm_features:
+            core.mm_features = self._received.get_and_update_features(core.mm_features)
         request = self._requests[core.request_id] = Request.from_engine_core_request(core, None)
         self.scheduler.add_request(request)
         return str(core.request_id)

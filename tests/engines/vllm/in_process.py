@@ -15,8 +15,8 @@ from vllm.v1.engine.input_processor import InputProcessor
 class WithTower(Engine):
     """Keeps the outputs of its steps for the front end."""
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config, InputProcessor(config))
+    def __init__(self, config: Any, blocks: int = 256) -> None:
+        super().__init__(config, InputProcessor(config), blocks)
         self.outputs: asyncio.Queue[Any] = asyncio.Queue()
         self.encoded: list[str] = []
         """Images that the engine's tower encoded."""

@@ -9,9 +9,11 @@ asked directly: the output of a step comes after its forward, and with asynchron
 import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
 from vllm.distributed.ec_transfer.ec_connector.base import (
@@ -21,10 +23,12 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorWorkerMetadata,
 )
 from vllm.platforms import current_platform
+from vllm.tokenizers.registry import tokenizer_args_from_config
 
+from vitwire.integrations.vllm.plugin import VERSIONS, is_registered
 from vitwire.integrations.vllm.settings import Settings
 from vitwire.integrations.vllm.stats import VitwireECPromMetrics, VitwireECStats
-from vitwire.integrations.vllm.table import Content, Outcome, Step, Table
+from vitwire.integrations.vllm.table import FILE, Content, Order, Outcome, Step, Table
 from vitwire.integrations.vllm.worker import Expected, Fetcher
 from vitwire.items import Modality
 
@@ -35,6 +39,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _NEEDED = ("ensure_cache_available", "take_unavailable_requests", "build_connector_worker_meta")
+_STEP_WAIT_SECONDS = 0.004
+"""For all requests of one call of the scheduler; a step of a language model of 2B takes about as long."""
+_UNKNOWN = (0, 0, 0)
 _MODALITIES: tuple[Modality, ...] = ("image", "video")
 
 
@@ -75,6 +82,7 @@ class VitwireECConnector(ECConnectorBase):  # type: ignore[misc]  # as above
             workers=_reporting_workers(vllm_config),
             seconds=2 * (settings.timeout + settings.wait),
         )
+        self._wait_left = _STEP_WAIT_SECONDS
         self._fetcher = Fetcher(settings, _expected(vllm_config)) if role is ECConnectorRole.WORKER else None
 
     def shutdown(self) -> None:
@@ -96,16 +104,22 @@ class VitwireECConnector(ECConnectorBase):  # type: ignore[misc]  # as above
         outcomes = self.take_outcomes()
         return VitwireECWorkerMetadata(outcomes) if outcomes else None
 
-    def take_outcomes(self) -> dict[int, list[Outcome]]:
-        """Fetches that ended since the last call."""
+    def begin(self, fetches: list[Order]) -> None:
+        """Begin to fetch, for a scheduler in this process."""
         assert self._fetcher is not None
-        return self._fetcher.take_outcomes()
+        self._fetcher.begin(fetches)
+
+    def take_outcomes(self, wait: float = 0.0) -> dict[int, list[Outcome]]:
+        """Fetches that ended since the last call. wait: seconds for the first one, if there is none."""
+        assert self._fetcher is not None
+        return self._fetcher.take_outcomes(wait)
 
     # -- scheduler ---------------------------------------------------------------------------------
 
     def ensure_cache_available(self, request: "Request", num_computed_tokens: int) -> bool:
-        if has_ec_transfer() and isinstance(worker := get_ec_transfer(), VitwireECConnector):
-            self._report(worker.take_outcomes())  # vLLM calls scheduler and worker in one thread then
+        worker = _worker_of_this_process()
+        if worker is not None:
+            self._report(worker.take_outcomes())
         contents = _contents(request)
         needed, passed = [], []
         for index, feature in enumerate(request.mm_features):
@@ -115,7 +129,25 @@ class VitwireECConnector(ECConnectorBase):  # type: ignore[misc]  # as above
                 needed.append(contents[index])
         still = {content.identifier for content in needed}
         self._table.release(request.request_id, (each for each in passed if each not in still))
-        return self._table.ensure(request.request_id, needed, time.monotonic(), urgent=num_computed_tokens > 0)
+        ensure = partial(self._table.ensure, request.request_id, needed, urgent=num_computed_tokens > 0)
+        if ensure(time.monotonic()):
+            return True
+        return worker is not None and self._awaits(worker, needed) and ensure(time.monotonic())
+
+    def _awaits(self, worker: "VitwireECConnector", contents: list[Content]) -> bool:
+        """Begin the fetches in this thread, and wait for those that usually end before the step's time for it does.
+
+        The device works on the previous step meanwhile. Returns whether none of them is being fetched any more.
+        """
+        worker.begin(self._table.take_fetches())
+        start = time.monotonic()
+        end = start + self._wait_left
+        now = start
+        while (remaining := self._table.remaining(contents, now)) is not None and now + remaining < end:
+            self._report(worker.take_outcomes(end - now))
+            now = time.monotonic()
+        self._wait_left -= now - start
+        return remaining is None
 
     def has_cache_item(self, identifier: str) -> bool:
         return self._table.has(identifier)
@@ -124,6 +156,7 @@ class VitwireECConnector(ECConnectorBase):  # type: ignore[misc]  # as above
         self._table.allocated(request.mm_features[index].identifier)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> VitwireECMetadata:
+        self._wait_left = _STEP_WAIT_SECONDS
         return VitwireECMetadata(self._table.take_step(scheduler_output.free_encoder_mm_hashes))
 
     def update_connector_output(self, connector_output: "ECConnectorOutput") -> None:
@@ -158,6 +191,12 @@ class VitwireECConnector(ECConnectorBase):  # type: ignore[misc]  # as above
         return VitwireECPromMetrics(*arguments, **named)
 
 
+def _worker_of_this_process() -> VitwireECConnector | None:
+    """The worker's connector, whose methods vLLM calls in the scheduler's thread; None if workers are processes."""
+    worker = get_ec_transfer() if has_ec_transfer() else None
+    return worker if isinstance(worker, VitwireECConnector) else None
+
+
 def _check(vllm_config: VllmConfig) -> None:
     """Raises ValueError for a version or features of vLLM that the connector cannot work with."""
     if missing := [name for name in _NEEDED if not hasattr(ECConnectorBase, name)]:
@@ -171,6 +210,8 @@ def _check(vllm_config: VllmConfig) -> None:
             "VitwireECConnector needs vLLM's model runner V2, as V1 does not call connectors in steps without tokens: "
             "set VLLM_USE_V2_MODEL_RUNNER=1"
         )
+    if not Settings.of(vllm_config.ec_transfer_config.ec_connector_extra_config).allow_caller_embeds:
+        _check_front_end(vllm_config)
     multimodal = vllm_config.model_config.multimodal_config
     if multimodal is None:
         raise ValueError(f"VitwireECConnector: {vllm_config.model_config.model} takes no images")
@@ -183,6 +224,25 @@ def _check(vllm_config: VllmConfig) -> None:
         raise ValueError("VitwireECConnector: --video-pruning-rate changes embeddings in the worker; turn it off")
     if vllm_config.lora_config and getattr(vllm_config.lora_config, "enable_tower_connector_lora", False):
         raise ValueError("VitwireECConnector: vLLM would apply tower LoRAs that Vitwire does not; turn them off")
+
+
+def _check_front_end(vllm_config: VllmConfig) -> None:
+    """Raises ValueError if vLLM's front end would pass on embeddings of callers to the engine."""
+    reason = ""
+    if envs.VLLM_USE_RUST_FRONTEND:
+        reason = "the Rust front end loads no plugins: unset VLLM_USE_RUST_FRONTEND"
+    elif not is_registered():
+        reason = (
+            f"vLLM's front end is not hooked: install Vitwire as a package, leave `vitwire` in VLLM_PLUGINS, and use "
+            f"vLLM {' or '.join(VERSIONS)}"
+        )
+    elif (mode := tokenizer_args_from_config(vllm_config.model_config)[0]) != "hf":
+        reason = f"vLLM's front end for {mode!r} models is not hooked"
+    if reason:
+        raise ValueError(
+            f"VitwireECConnector: {reason}. If no stranger reaches vLLM's port, such as behind `vitwire router`, set "
+            "ec_connector_extra_config.allow_caller_embeds to true instead"
+        )
 
 
 def _reporting_workers(vllm_config: VllmConfig) -> int:
@@ -201,11 +261,15 @@ def _levels(vllm_config: VllmConfig) -> int:
     return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 
+def expected_width(vllm_config: VllmConfig) -> int:
+    """Columns of an embedding that the language model takes, deepstack levels included."""
+    return int(vllm_config.model_config.get_inputs_embeds_size()) * (1 + _levels(vllm_config))
+
+
 def _expected(vllm_config: VllmConfig) -> Expected:
-    model, levels = vllm_config.model_config, _levels(vllm_config)
     kind = current_platform.device_type or "cpu"
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    return Expected(model.get_inputs_embeds_size() * (1 + levels), model.dtype, device)
+    return Expected(expected_width(vllm_config), vllm_config.model_config.dtype, device)
 
 
 def _contents(request: "Request") -> dict[int, Content]:
@@ -215,12 +279,16 @@ def _contents(request: "Request") -> dict[int, Content]:
     repeats them in `ec_transfer_params`: `{"content_ids": [...]}`, in order. They belong to its last references: those
     of earlier turns, which vLLM keeps, come first.
     """
+    contents = {}
     grids = {index: grid for index, each in enumerate(request.mm_features) if (grid := _grid(each))}
+    for index, each in enumerate(request.mm_features):
+        if each.data and FILE in each.data:  # of vLLM's front end, which made the id
+            grid, rows = grids.pop(index, _UNKNOWN), request.get_num_encoder_embeds(index)
+            contents[index] = Content(each.identifier, str(each.mm_hash), "image", grid, rows, each.data[FILE].data)
     params = request.ec_transfer_params
     ids = params.get("content_ids") if isinstance(params, dict) else None
     if not isinstance(ids, list) or len(ids) > len(grids) or not all(isinstance(each, str) for each in ids):
         ids = []
-    contents = {}
     for number, (index, grid) in enumerate(grids.items(), len(ids) - len(grids)):
         feature = request.mm_features[index]
         own = str(feature.mm_hash or feature.identifier)

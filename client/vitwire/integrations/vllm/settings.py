@@ -1,15 +1,20 @@
 """Settings of the EC connector: `ec_connector_extra_config` of vLLM's `--ec-transfer-config`."""
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import grpc
 
 from vitwire._delivery.nixl import DELIVERIES, POOL_BYTES, Delivery
 from vitwire._transport.channel import checked_target
+from vitwire.aio import AsyncClient
 from vitwire.client import Client
 from vitwire.embeddings import OUTPUT_TYPES, DType
+from vitwire.shared.content_ids import read_content_key
+from vitwire.shared.named_files import naming
 
 _WHERE = "ec_connector_extra_config"
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -26,7 +31,11 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "output_type": (str,),
     "held_tokens": (int,),
     "threads": (int,),
+    "content_key_file": (str,),
+    "accept_seconds": (int, float),
+    "allow_caller_embeds": (bool,),
 }
+_LEAST = {"timeout": 1e-3, "accept_seconds": 1e-3, "wait": 0, "delivery_bytes": 1, "held_tokens": 0, "threads": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,12 @@ class Settings:
     """Rows that are fetched ahead, per worker; default: the size of vLLM's encoder cache."""
     threads: int = 32
     """Simultaneous fetches per worker."""
+    content_key_file: str = ""
+    """File with the secret of the front end's content ids, 32 bytes or more; default: random in each process."""
+    accept_seconds: float = 1.0
+    """Seconds in which the server accepts an image of the front end; later, the engine's tower encodes it."""
+    allow_caller_embeds: bool = False
+    """Whether requests may bring embeddings, references and uuids: only if no stranger reaches vLLM's port."""
 
     @classmethod
     def of(cls, extra: Mapping[str, object]) -> "Settings":
@@ -74,7 +89,7 @@ class Settings:
 
     def _check(self) -> None:
         checked_target(self.target)
-        for name, least in (("timeout", 1e-3), ("wait", 0), ("delivery_bytes", 1), ("held_tokens", 0), ("threads", 1)):
+        for name, least in _LEAST.items():
             if (value := getattr(self, name)) < least:
                 raise ValueError(f"{_WHERE}.{name}: must be at least {least}, got {value}")
         if self.delivery not in DELIVERIES:
@@ -85,22 +100,36 @@ class Settings:
             raise ValueError(f"{_WHERE}: set token or token_file, not both")
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ValueError(f"{_WHERE}: tls_cert and tls_key must be set together")
-        for name in ("token_file", "tls_cert", "tls_key"):
+        for name in ("token_file", "tls_cert", "tls_key", "content_key_file"):
             if (path := getattr(self, name)) and not Path(path).is_file():
                 raise ValueError(f"{_WHERE}.{name}: {path!r} is not a file")
 
     def client(self, device: str | None) -> Client:
         """A client that delivers to this device if NIXL is used. Raises ValueError and OSError."""
         return Client(
-            self.target,
-            tls=self._credentials(),
-            token=self.token or (Path(self.token_file).read_text("utf-8").strip() if self.token_file else None),
+            **self._connection(),
             timeout=self.timeout,
-            affinity=True,  # rows are fetched from the replica that the router had them cached by
             delivery=self.delivery,
             device=None if self.delivery == "stream" else device,
             delivery_bytes=self.delivery_bytes,
         )
+
+    def uploading_client(self) -> AsyncClient:
+        """A client that gives up at once, as the engine can encode an image itself. Raises ValueError and OSError."""
+        return AsyncClient(**self._connection(), timeout=self.timeout, max_retries=0)
+
+    def content_key(self) -> bytes:
+        """The secret of content ids; a random one without a file. Raises ValueError."""
+        if not self.content_key_file:
+            return secrets.token_bytes(32)
+        file = Path(self.content_key_file)
+        with naming(f"{_WHERE}.content_key_file", file):
+            return read_content_key(file)
+
+    def _connection(self) -> dict[str, Any]:
+        token = Path(self.token_file).read_text("utf-8").strip() if self.token_file else None
+        # Rows are fetched from the replica that has them: the one to which an upload with this content id goes.
+        return {"target": self.target, "tls": self._credentials(), "token": self.token or token, "affinity": True}
 
     def _credentials(self) -> bool | str | grpc.ChannelCredentials:
         if not self.tls_cert:

@@ -11,6 +11,10 @@ _COUNTERS = {
     "fetched": ("vllm:vitwire_ec_fetched_items", "Embeddings that all workers fetched from Vitwire."),
     "missing": ("vllm:vitwire_ec_missing_items", "Embeddings that Vitwire did not have cached; their requests failed."),
     "failed": ("vllm:vitwire_ec_failed_items", "Embeddings that could not be fetched; their requests failed."),
+    "resent": (
+        "vllm:vitwire_ec_resent_items",
+        "Files of images that Vitwire had lost, and got again from each worker.",
+    ),
     "seconds": ("vllm:vitwire_ec_fetch_seconds", "Seconds of all fetches, of each worker."),
     "streamed_bytes": ("vllm:vitwire_ec_streamed_bytes", "Bytes of embeddings that came in gRPC responses."),
     "nixl_bytes": ("vllm:vitwire_ec_nixl_bytes", "Bytes of embeddings that NIXL wrote into device memory."),

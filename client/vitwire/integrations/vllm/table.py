@@ -2,15 +2,22 @@
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vitwire.items import Modality
 
+if TYPE_CHECKING:
+    import torch
+
+FILE = "vitwire_file"
+"""Field of an image's data with its file: bytes in a tensor."""
 _log = logging.getLogger("vitwire.vllm")
-COUNTED = ("fetched", "missing", "failed", "seconds", "streamed_bytes", "nixl_bytes")
+COUNTED = ("fetched", "missing", "failed", "resent", "seconds", "streamed_bytes", "nixl_bytes")
 """Items, and sums over the outcomes of all workers."""
+_SHARE_OF_LAST = 0.2
+"""Weight of the last fetch in the mean of their times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +32,8 @@ class Content:
     grid: tuple[int, int, int]
     rows: int
     """Embeddings that the prompt has places for."""
+    file: "torch.Tensor | None" = field(default=None, repr=False, compare=False)
+    """To be sent again if the server has lost it; bytes."""
 
 
 class Order(NamedTuple):
@@ -44,6 +53,8 @@ class Outcome:
     seconds: float = 0.0
     streamed_bytes: int = 0
     nixl_bytes: int = 0
+    resent: int = 0
+    """Files that were sent again, as the server had lost them."""
 
 
 class _State(Enum):
@@ -58,7 +69,7 @@ class _State(Enum):
 class _Record:
     number: int
     content: Content
-    deadline: float
+    begun: float
     waiters: set[str]
     reports: int = 0
     state: _State = _State.FETCHING
@@ -97,6 +108,8 @@ class Table:
         self._step = Step()
         self._failed: set[str] = set()
         self._counts: dict[str, float] = dict.fromkeys(COUNTED, 0)
+        self._usual_seconds = 0.0
+        """Of a fetch, by those that ended lately."""
 
     def ensure(self, request: str, contents: Sequence[Content], now: float, *, urgent: bool) -> bool:
         """Order fetches of missing contents; True if all contents can be loaded.
@@ -115,10 +128,21 @@ class Table:
             record.waiters.add(request)
             if record.state is _State.FETCHING:
                 ready = False
-                if now > record.deadline:
+                if now > record.begun + self._seconds:
                     self._fail(record, Outcome(error=f"no worker reported it within {self._seconds:g} s"))
                     return False
         return ready
+
+    def remaining(self, contents: Iterable[Content], now: float) -> float | None:
+        """Seconds in which these will be there, as fetches usually are; None if none of them is being fetched."""
+        records = [self._records[each.identifier] for each in contents if each.identifier in self._records]
+        fetching = [record.begun for record in records if record.state is _State.FETCHING]
+        return max(0.0, max(fetching) + self._usual_seconds - now) if fetching else None
+
+    def take_fetches(self) -> list[Order]:
+        """Fetches that a worker of this process begins now, before the step's other orders."""
+        fetches, self._step.fetches = self._step.fetches, []
+        return fetches
 
     def has(self, identifier: str) -> bool:
         """Whether the workers can load it."""
@@ -130,7 +154,7 @@ class Table:
         record = self._records.get(identifier)
         if record is not None and record.state is not _State.FETCHING:
             record.state = _State.RESIDENT
-            self._step.loads.append(Order(record.number, record.content))
+            self._step.loads.append(Order(record.number, replace(record.content, file=None)))
 
     def finished(self, request: str, identifiers: Iterable[str]) -> None:
         """The request is over."""
@@ -151,8 +175,9 @@ class Table:
         """Outcomes of a fetch on some of the workers."""
         record = self._by_number.get(number)
         for outcome in outcomes:
-            for name in ("seconds", "streamed_bytes", "nixl_bytes"):
+            for name in ("resent", "seconds", "streamed_bytes", "nixl_bytes"):
                 self._counts[name] += getattr(outcome, name)
+            self._usual_seconds += _SHARE_OF_LAST * (outcome.seconds - self._usual_seconds)
         if record is None or record.state is not _State.FETCHING:
             return
         record.reports += len(outcomes)
@@ -189,7 +214,7 @@ class Table:
 
     def _fetch(self, content: Content, now: float) -> None:
         self._last_number += 1
-        record = _Record(self._last_number, content, now + self._seconds, set())
+        record = _Record(self._last_number, content, now, set())
         self._records[content.identifier] = self._by_number[record.number] = record
         self._step.fetches.append(Order(record.number, content))
 

@@ -3,8 +3,9 @@
 import logging
 import queue
 import time
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -46,8 +47,7 @@ class Fetcher:
 
     def follow(self, step: Step, encoder_cache: MutableMapping[str, torch.Tensor]) -> None:
         """Carry out the orders of a step. Raises RuntimeError if an embedding that must be loaded cannot be had."""
-        for order in step.fetches:
-            self._held[order.number] = self._threads.submit(self._fetch, order)
+        self.begin(step.fetches)
         for order in step.loads:
             if order.content.identifier not in encoder_cache:
                 encoder_cache[order.content.identifier] = self._load(order)
@@ -55,9 +55,18 @@ class Fetcher:
         for number in step.drops:
             self._release(number)
 
-    def take_outcomes(self) -> dict[int, list[Outcome]]:
-        """Fetches that ended since the last call."""
+    def begin(self, fetches: Iterable[Order]) -> None:
+        """Begin to fetch."""
+        for order in fetches:
+            self._held[order.number] = self._threads.submit(self._fetch, order)
+
+    def take_outcomes(self, wait: float = 0.0) -> dict[int, list[Outcome]]:
+        """Fetches that ended since the last call. wait: seconds for the first one, if there is none."""
         outcomes: dict[int, list[Outcome]] = {}
+        if wait > 0:
+            with suppress(queue.Empty):
+                number, outcome = self._ended.get(timeout=wait)
+                outcomes[number] = [outcome]
         while not self._ended.empty():
             number, outcome = self._ended.get()
             outcomes.setdefault(number, []).append(outcome)
@@ -83,35 +92,45 @@ class Fetcher:
 
     def _fetch(self, order: Order) -> torch.Tensor:
         """The rows; how it ended is reported in any case, as requests wait for it."""
-        start = time.monotonic()
+        start, content, resent = time.monotonic(), order.content, 0
         try:
-            rows = self._rows(order.content)
+            try:
+                rows = self._rows(content)
+            except NotCached:
+                if content.file is None:
+                    raise
+                resent = 1  # once: a server that loses it again has no room for it
+                item = Item(encoded=content.file.numpy().data, modality=content.modality, content_id=content.content_id)
+                rows = self._encoded(item, content)
         except Exception as error:
             seconds, missing = time.monotonic() - start, isinstance(error, NotCached)
             text = str(error) if missing else f"{type(error).__name__}: {error}"
-            self._ended.put((order.number, Outcome(text, missing, seconds)))
+            self._ended.put((order.number, Outcome(text, missing, seconds, resent=resent)))
             raise
         nbytes, streamed = rows.nbytes, rows.device.type == "cpu"
         seconds = time.monotonic() - start
-        outcome = Outcome(seconds=seconds, streamed_bytes=nbytes * streamed, nixl_bytes=nbytes * (not streamed))
+        outcome = Outcome("", False, seconds, nbytes * streamed, nbytes * (not streamed), resent)
         self._ended.put((order.number, outcome))
         return rows
 
     def _rows(self, content: Content) -> torch.Tensor:
-        """The rows as they were delivered; on the host in pinned memory, so that loading them does not wait."""
+        """The rows as they were delivered."""
         item = Item(None, content.grid, content.modality, content.content_id)
         end = time.monotonic() + self._settings.wait
         while True:
             try:
-                (embedding,) = self._client.encode([item], output_type=self._settings.output_type)
+                return self._encoded(item, content)
             except NotCached:
-                if time.monotonic() >= end:
+                if time.monotonic() >= end or content.file is not None:
                     raise
                 time.sleep(_PAUSE_SECONDS)
-            else:
-                return self._checked(embedding, content)
+
+    def _encoded(self, item: Item, content: Content) -> torch.Tensor:
+        (embedding,) = self._client.encode([item], output_type=self._settings.output_type)
+        return self._checked(embedding, content)
 
     def _checked(self, embedding: Embedding, content: Content) -> torch.Tensor:
+        """On the host they are in pinned memory, so that loading them does not wait. Raises ValueError."""
         shape, wanted = embedding.shape, (content.rows, self._expected.width)
         if shape != wanted:
             raise ValueError(

@@ -1,0 +1,190 @@
+"""vLLM's front end with images for Vitwire: they are uploaded while the prompt is tokenised, and referred to in it.
+
+The renderer makes the input of every request that vLLM's HTTP server or `LLM` renders: chat completions, responses,
+messages, pooling. It is also the guard: an engine with our connector accepts embeddings and names of cached ones, which
+callers may not send.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from copy import copy
+from functools import cache
+from typing import Any, NoReturn
+
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+from vllm.entrypoints.scale_out.token_in_token_out import serving as token_serving
+from vllm.exceptions import RetryableRequestError, VLLMValidationError
+from vllm.multimodal.media.connector import MEDIA_CONNECTOR_REGISTRY, global_thread_pool
+from vllm.renderers import ChatParams
+from vllm.renderers.hf import HfRenderer
+
+from vitwire.integrations.vllm.connector import VitwireECConnector, expected_width
+from vitwire.integrations.vllm.files import FileConnector, ImageFile
+from vitwire.integrations.vllm.references import References
+from vitwire.integrations.vllm.settings import Settings
+from vitwire.integrations.vllm.sizes import MODELS, may_encode, sized
+from vitwire.integrations.vllm.uploads import Declined, Uploads
+
+_log = logging.getLogger("vitwire.vllm")
+_only_counts: ContextVar[bool] = ContextVar("only_counts", default=False)
+"""Whether a request asks for tokens of a prompt alone: nothing is uploaded."""
+_NOT_ALLOWED = (
+    "{}: this server takes images as files and URLs, not embeddings, references or uuids of callers "
+    "(allow_caller_embeds in --ec-transfer-config)"
+)
+
+
+def renderer_of(config: VllmConfig, tokenizer: object) -> HfRenderer:
+    """The renderer of a front end: ours if its engine has our connector, else vLLM's."""
+    transfer = config.ec_transfer_config
+    if transfer is None or not transfer.ec_connector:
+        return HfRenderer(config, tokenizer)
+    if not issubclass(ECConnectorFactory.get_connector_class(transfer), VitwireECConnector):
+        return HfRenderer(config, tokenizer)
+    return VitwireRenderer(config, tokenizer)
+
+
+class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type information
+    """Gives images to the encoder; what it does not take, vLLM prepares for its own tower. Raises ValueError."""
+
+    _uploads: Uploads | None = None
+
+    def __init__(self, config: VllmConfig, tokenizer: object) -> None:
+        settings = Settings.of(config.ec_transfer_config.ec_connector_extra_config)
+        if config.parallel_config._api_process_count > 1 and not settings.content_key_file:  # noqa: SLF001  # no other
+            raise ValueError(
+                "ec_connector_extra_config.content_key_file: several API servers need one secret for the ids of "
+                "images: openssl rand -hex 32 > FILE"
+            )
+        super().__init__(config if settings.allow_caller_embeds else _without_embeds(config), tokenizer)
+        self._allows_uuids = settings.allow_caller_embeds
+        _hook(allow_features=settings.allow_caller_embeds)
+        processor = self.mm_processor
+        if processor and config.model_config.hf_config.model_type in MODELS:
+            processor._cached_apply_hf_processor = References(processor).apply  # noqa: SLF001  # it has no other hook
+            self._uploads = Uploads(settings, expected_width(config))
+
+    # -- messages to prompts: uploads begin ----------------------------------------------------------
+
+    def render_chat(self, *arguments: object, skip_mm_cache: bool = False, **named: object) -> object:
+        with _counting(skip_mm_cache):
+            return super().render_chat(*arguments, skip_mm_cache=skip_mm_cache, **named)
+
+    async def render_chat_async(self, *arguments: object, skip_mm_cache: bool = False, **named: object) -> object:
+        with _counting(skip_mm_cache):
+            return await super().render_chat_async(*arguments, skip_mm_cache=skip_mm_cache, **named)
+
+    def render_messages(self, messages: list[Any], params: ChatParams) -> tuple[list[Any], dict[str, Any]]:
+        conversation, prompt = super().render_messages(messages, params)
+        self._begin(prompt, params.mm_processor_kwargs)
+        return conversation, prompt
+
+    async def render_messages_async(self, messages: list[Any], params: ChatParams) -> tuple[list[Any], dict[str, Any]]:
+        conversation, prompt = await super().render_messages_async(messages, params)
+        self._begin(prompt, params.mm_processor_kwargs)
+        return conversation, prompt
+
+    def _begin(self, prompt: Mapping[str, Any], options: Mapping[str, object] | None) -> None:
+        """Begin to upload the images of a prompt, which is tokenised meanwhile."""
+        if self._uploads is None or _only_counts.get():
+            return
+        info, options = self.mm_processor.info, options or {}
+        may = may_encode(info, options)
+        for file in (each for _, _, each in _files(prompt) if each.upload is None):
+            uploads, content = self._uploads, file.original_bytes
+            file.upload = uploads.begin(content, sized(info, file.size, options)) if may else uploads.decline("options")
+
+    # -- prompts to inputs of the engine: images become references, or are decoded --------------------
+
+    def _process_tokens(self, prompt: dict[str, Any], *, skip_mm_cache: bool = False) -> object:
+        self._check(prompt, skip_mm_cache=skip_mm_cache)
+        for images, index, file in _files(prompt):
+            with suppress(Declined):
+                file.reference = file.upload.result() if file.upload else None
+            if file.reference is None:
+                images[index] = file.decoded()
+        return super()._process_tokens(prompt, skip_mm_cache=skip_mm_cache)
+
+    async def _process_tokens_async(self, prompt: dict[str, Any], *, skip_mm_cache: bool = False) -> object:
+        self._check(prompt, skip_mm_cache=skip_mm_cache)
+        await asyncio.gather(*(_settled(images, index, file) for images, index, file in _files(prompt)))
+        return await super()._process_tokens_async(prompt, skip_mm_cache=skip_mm_cache)
+
+    def _check(self, prompt: dict[str, Any], *, skip_mm_cache: bool) -> None:
+        """Begin uploads that no message began. Raises VLLMValidationError for an image that is named and not there."""
+        if not self._allows_uuids and prompt.pop("multi_modal_uuids", None):
+            for modality, items in (prompt.get("multi_modal_data") or {}).items():
+                if items is None or (isinstance(items, Sequence) and any(each is None for each in items)):
+                    raise VLLMValidationError(_NOT_ALLOWED.format(modality), parameter="uuid")
+        if not skip_mm_cache:
+            self._begin(prompt, prompt.get("mm_processor_kwargs"))
+
+
+async def _settled(images: list[Any], index: int, file: ImageFile) -> None:
+    with suppress(Declined):
+        file.reference = await asyncio.wrap_future(file.upload) if file.upload else None
+    if file.reference is None:
+        images[index] = await asyncio.get_running_loop().run_in_executor(global_thread_pool, file.decoded)
+
+
+def _files(prompt: Mapping[str, Any]) -> Iterator[tuple[list[Any], int, ImageFile]]:
+    """The images of a prompt that came as files, each with the list that it is in, and its place."""
+    images = (prompt.get("multi_modal_data") or {}).get("image")
+    if isinstance(images, list):
+        yield from [(images, index, each) for index, each in enumerate(images) if isinstance(each, ImageFile)]
+
+
+@contextmanager
+def _counting(only_counts: bool) -> Iterator[None]:
+    """A block that uploads nothing if a request asks only for the tokens of its prompt."""
+    token = _only_counts.set(only_counts or _only_counts.get())
+    try:
+        yield
+    finally:
+        _only_counts.reset(token)
+
+
+def _without_embeds(config: VllmConfig) -> VllmConfig:
+    """The configuration of a front end that accepts no embeddings; that of the engine stays."""
+    found = copy(config)
+    found.model_config = copy(config.model_config)
+    if config.model_config.multimodal_config is not None:
+        multimodal = copy(config.model_config.multimodal_config)
+        multimodal.enable_mm_embeds = multimodal.allow_missing_mm_embeddings = False
+        found.model_config.multimodal_config = multimodal
+    return found
+
+
+@cache
+def _hook(*, allow_features: bool) -> None:
+    """Replace what vLLM's HTTP server has no other place for, once in a process."""
+    if envs.VLLM_MEDIA_CONNECTOR == "http":
+        MEDIA_CONNECTOR_REGISTRY.name2class["http"] = FileConnector
+    if not allow_features:
+        token_serving.mm_kwargs_from_features = _refuse_features
+    GenerateBaseServing._raise_if_error = _raise_if_error  # noqa: SLF001  # the only place that names its error
+    counted = AnthropicServingMessages.count_tokens
+
+    async def count_tokens(*arguments: object, **named: object) -> object:
+        with _counting(True):
+            return await counted(*arguments, **named)
+
+    AnthropicServingMessages.count_tokens = count_tokens
+
+
+def _refuse_features(_: object) -> NoReturn:
+    raise VLLMValidationError(_NOT_ALLOWED.format("features"), parameter="features")
+
+
+def _raise_if_error(_: object, finish_reason: str | None, request_id: str) -> None:
+    """As vLLM's, with a status that says that the request may be sent again."""
+    if finish_reason == "error":
+        _log.error("request %s failed in the engine", request_id)
+        raise RetryableRequestError("the engine could not get an image of the request, or failed; please retry")

@@ -1,0 +1,171 @@
+"""Uploads of a front end's images to the Vitwire server, from a thread with an event loop of its own."""
+
+import asyncio
+import hashlib
+import logging
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import aclosing
+from typing import TypeVar
+
+import torch
+
+from vitwire._delivery.answers import Accepted, Stored
+from vitwire.errors import NotCached, VitwireError
+from vitwire.integrations.vllm.files import IMAGES, Reference
+from vitwire.integrations.vllm.settings import Settings
+from vitwire.integrations.vllm.sizes import Sized
+from vitwire.integrations.vllm.table import FILE
+from vitwire.items import Item
+from vitwire.model import Model
+from vitwire.shared.content_ids import content_id
+from vitwire.shared.recent import Recent
+
+T = TypeVar("T")
+_log = logging.getLogger("vitwire.vllm")
+_MODEL_SECONDS = 2.0
+"""Less than a server takes to restart, so that its new weights never get content ids of the old ones."""
+_PAUSE_SECONDS = 1.0
+"""For which no upload is tried once the server could not be reached."""
+_KNOWN = 4096
+"""Content ids and digests that are remembered."""
+
+
+class Declined(Exception):
+    """The engine encodes the image itself; the message is the reason, as the metric has it."""
+
+
+class Uploads:
+    """Has the server accept images; each is then fetched by the engine's workers, under its content id.
+
+    width: columns of an embedding, deepstack levels included, as the language model takes it.
+    """
+
+    def __init__(self, settings: Settings, width: int) -> None:
+        self._settings = settings
+        self._width = width
+        self._key = settings.content_key()
+        self._known: dict[str, None] = {}
+        """Content ids that were accepted lately, oldest first."""
+        self._refused: dict[bytes, None] = {}
+        """Digests of files that the server refused after it had accepted them, oldest first."""
+        self._pause_until = 0.0
+        self._loop = asyncio.new_event_loop()
+        self._running: set[asyncio.Task[Reference]] = set()
+        threading.Thread(target=self._loop.run_forever, name="vitwire-uploads", daemon=True).start()
+        self._client = settings.uploading_client()
+        self._model = Recent(lambda: self._client.model(refresh=True), _MODEL_SECONDS)
+
+    def begin(self, content: bytes, sized: Sized) -> "Future[Reference | None]":
+        """Begin to upload the file of an image. The future raises Declined."""
+        return asyncio.run_coroutine_threadsafe(self._counted(content, sized), self._loop)
+
+    def decline(self, reason: str) -> "Future[Reference | None]":
+        """A future that raises Declined."""
+        IMAGES.labels(reason).inc()
+        found: Future[Reference | None] = Future()
+        found.set_exception(Declined(reason))
+        return found
+
+    async def _counted(self, content: bytes, sized: Sized) -> Reference | None:
+        try:
+            found = await self._bounded(content, sized)
+        except Declined as reason:
+            IMAGES.labels(str(reason)).inc()
+            raise
+        IMAGES.labels("accepted").inc()
+        return found
+
+    async def _bounded(self, content: bytes, sized: Sized) -> Reference:
+        """Raises Declined, in time. Cancelled before the server has accepted it, the upload ends."""
+        if time.monotonic() < self._pause_until:
+            raise Declined("unavailable")
+        accepted: asyncio.Future[Reference] = self._loop.create_future()
+        task = self._loop.create_task(self._upload(content, sized, accepted))
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        try:
+            async with asyncio.timeout(self._settings.accept_seconds):
+                await asyncio.wait((task, accepted), return_when=asyncio.FIRST_COMPLETED)
+            return accepted.result() if accepted.done() else await task
+        except TimeoutError:
+            raise Declined("slow") from None
+        finally:
+            if not accepted.done():
+                task.cancel()
+
+    def _ended(self, task: "asyncio.Task[Reference]") -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # nobody else may ask for it
+
+    async def _upload(self, content: bytes, sized: Sized, accepted: "asyncio.Future[Reference]") -> Reference:
+        """Runs until the rows are stored; `accepted` is set before. Raises Declined."""
+        digest = hashlib.sha256(content).digest()
+        if digest in self._refused:
+            raise Declined("refused")
+        try:
+            model = await self._model.get()
+            self._check(model)
+            name = content_id(digest, "image", model, self._key)
+            file = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            found = Reference(name, {**sized.fields, FILE: file})
+            if name in self._known and await self._is_cached(name):
+                return found
+            async with aclosing(self._client.iter_store([Item(encoded=content, content_id=name)])) as answers:
+                async for _, answer in answers:
+                    if isinstance(answer, VitwireError):
+                        raise answer from None
+                    _match(answer, sized)
+                    _remember(self._known, name)
+                    if not accepted.done():
+                        accepted.set_result(found)
+        except VitwireError as error:
+            raise self._declined(error, digest, was_accepted=accepted.done()) from error
+        return found
+
+    def _check(self, model: Model) -> None:
+        """Raises Declined for a server that cannot encode for this engine."""
+        if not model.limits.cached_bytes or "image" not in model.prepared or model.embedding_width != self._width:
+            _log.error(
+                "the engine's tower encodes images: the server at %s must serve the engine's model (width %d, it has "
+                "%d), with --cache-bytes and --decode-processes above 0",
+                self._settings.target,
+                self._width,
+                model.embedding_width,
+            )
+            self._pause_until = time.monotonic() + _PAUSE_SECONDS
+            raise Declined("model")
+
+    async def _is_cached(self, name: str) -> bool:
+        try:
+            await self._client.store([Item(content_id=name)])
+        except NotCached:
+            return False
+        return True
+
+    def _declined(self, error: VitwireError, digest: bytes, *, was_accepted: bool) -> Declined:
+        reason = "refused" if error.item is not None else "unavailable"
+        if reason == "unavailable":
+            self._pause_until = time.monotonic() + _PAUSE_SECONDS
+        elif was_accepted:  # its request fails; the next one with this file gets vLLM's own answer
+            _remember(self._refused, digest)
+        _log.warning("the engine's tower encodes an image, as it was %s: %s", reason, error)
+        return Declined(reason)
+
+
+def _match(answer: Accepted | Stored, sized: Sized) -> None:
+    """Raises Declined unless the embedding fits the places in the prompt."""
+    rows = answer.tokens if isinstance(answer, Accepted) else answer.shape[0]
+    grid = tuple(sized.fields["image_grid_thw"].tolist()) if "image_grid_thw" in sized.fields else answer.grid
+    if (rows, answer.grid) != (sized.tokens, grid):
+        text = "the engine's tower encodes an image: the server's grid of it is %s (%d tokens), vLLM's %s (%d)"
+        _log.warning(text, answer.grid, rows, grid, sized.tokens)
+        raise Declined("grid")
+
+
+def _remember(recent: dict[T, None], name: T) -> None:
+    recent[name] = None
+    if len(recent) > _KNOWN:
+        del recent[next(iter(recent))]
