@@ -1,11 +1,12 @@
-"""The overlay with encoder, engine and router: its parts find each other."""
+"""The overlay with encoder and engine: its parts find each other."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from manifests import STACK, UID, Document, documents_of, found_under, quantity
-from vitwire_gateway.gateway_settings import RouterSettings
+from vitwire.integrations.vllm.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +24,9 @@ def pod_of(stack: dict[tuple[str, str], Document], name: str) -> Document:
     return spec
 
 
-def test_it_is_gpu_and_router_and_vllm(stack: dict[tuple[str, str], Document]) -> None:
-    assert {name for kind, name in stack if kind == "Deployment"} == {"vitwire", "vllm", "vitwire-router"}
-    parts = [each for target in ("overlays/gpu", "router", "vllm") for each in documents_of(target)]
+def test_it_is_gpu_and_vllm(stack: dict[tuple[str, str], Document]) -> None:
+    assert {name for kind, name in stack if kind == "Deployment"} == {"vitwire", "vllm"}
+    parts = [each for target in ("overlays/gpu", "vllm") for each in documents_of(target)]
     assert len(stack) == len(parts)
 
 
@@ -36,8 +37,7 @@ def test_engine_and_encoder_load_the_same_model(stack: dict[tuple[str, str], Doc
         assert engine[name] == encoder[name]
 
 
-def test_connector_and_router_ask_the_encoder(stack: dict[tuple[str, str], Document]) -> None:
-    """Both need the same target: a content id leads to one replica."""
+def test_plugin_and_connector_ask_the_encoder(stack: dict[tuple[str, str], Document]) -> None:
     arguments = dict(word.split("=", 1) for word in pod_of(stack, "vllm")["containers"][0]["args"])
     transfer = json.loads(arguments["--ec-transfer-config"])
     assert transfer["ec_role"] == "ec_consumer"
@@ -47,14 +47,13 @@ def test_connector_and_router_ask_the_encoder(stack: dict[tuple[str, str], Docum
     )
     service = stack["Service", "vitwire"]
     target = f"dns:///vitwire:{service['spec']['ports'][0]['port']}"
-    router = {
-        name.removeprefix("VITWIRE_ROUTER_").lower(): value
-        for name, value in stack["ConfigMap", "vitwire-router"]["data"].items()
-    }
-    assert transfer["ec_connector_extra_config"]["target"] == router["target"] == target
-    assert router["mode"] == "reference"
-    assert "mode" in RouterSettings.__dataclass_fields__
-    assert router["engine_url"] == f"http://vllm:{stack['Service', 'vllm']['spec']['ports'][0]['port']}"
+    settings = Settings.of(transfer["ec_connector_extra_config"] | {"content_key_file": ""})
+    assert (settings.target, settings.allow_caller_embeds) == (target, False)
+    folder, _, name = transfer["ec_connector_extra_config"]["content_key_file"].rpartition("/")
+    spec = pod_of(stack, "vllm")
+    (volume,) = [each["name"] for each in spec["containers"][0]["volumeMounts"] if each["mountPath"] == folder]
+    (secret,) = [each["secret"]["secretName"] for each in spec["volumes"] if each["name"] == volume]
+    assert f"kubectl create secret generic {secret} --from-literal={name}=" in Path("deploy/README.md").read_text()
     assert int(stack["ConfigMap", "vitwire"]["data"]["VITWIRE_CACHE_BYTES"]) > 0
 
 
@@ -62,19 +61,18 @@ def test_the_client_comes_from_the_servers_image(stack: dict[tuple[str, str], Do
     (copying,) = pod_of(stack, "vllm")["initContainers"]
     assert copying["image"] == pod_of(stack, "vitwire")["containers"][0]["image"]
     (mount,) = copying["volumeMounts"]
-    assert f"/site-packages/vitwire {mount['mountPath']}/" in copying["args"][0]
+    assert copying["args"][0].endswith(f"/site-packages && cp -r vitwire vitwire-*.dist-info {mount['mountPath']}/")
     (container,) = pod_of(stack, "vllm")["containers"]
     assert {"name": "PYTHONPATH", "value": mount["mountPath"]} in container["env"]
     assert mount["mountPath"] in {each["mountPath"] for each in container["volumeMounts"]}
 
 
-def test_the_engine_is_open_to_the_router_only(stack: dict[tuple[str, str], Document]) -> None:
+def test_the_engine_is_open_to_its_namespace(stack: dict[tuple[str, str], Document]) -> None:
     policy = stack["NetworkPolicy", "vllm"]["spec"]
     (rule,) = policy["ingress"]
-    router = stack["Deployment", "vitwire-router"]["spec"]["template"]["metadata"]["labels"]
-    selected, monitoring = (next(found_under(source, "matchLabels")) for source in rule["from"])
-    assert selected.items() <= router.items()
-    assert monitoring == {"kubernetes.io/metadata.name": "monitoring"}
+    neighbours, monitoring = rule["from"]
+    assert neighbours == {"podSelector": {}}
+    assert next(found_under(monitoring, "matchLabels")) == {"kubernetes.io/metadata.name": "monitoring"}
     encoder = stack["Deployment", "vitwire"]["spec"]["template"]["metadata"]["labels"]
     assert next(found_under(policy["egress"][0], "matchLabels")).items() <= encoder.items()
     labels = stack["Deployment", "vllm"]["spec"]["template"]["metadata"]["labels"]

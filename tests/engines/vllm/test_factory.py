@@ -139,7 +139,7 @@ def test_statistics_are_logged_and_exported(config: Any) -> None:
     for _ in range(2):
         logging.observe(seen)
     logging.log(lambda text, *values: lines.append(text % values))
-    sums = "fetched=4, missing=2, failed=0, streamed_bytes=8192, nixl_bytes=0, mean_milliseconds=100.0"
+    sums = "fetched=4, missing=2, failed=0, resent=0, streamed_bytes=8192, nixl_bytes=0, mean_milliseconds=100.0"
     assert lines == [f"EC Transfer metrics: {sums}"]
     registry = CollectorRegistry()
     prom = type("Prom", (ECConnectorProm,), {"_counter_cls": lambda *_, **named: Counter(**named, registry=registry)})

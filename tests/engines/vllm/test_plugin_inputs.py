@@ -17,7 +17,7 @@ from tests.engines.vllm.conftest import SERVER_FLAGS
 from tests.engines.vllm.engine import vllm_config
 from tests.engines.vllm.image_site import data_url, picture
 from tests.engines.vllm.in_process import WithTower
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import RetryableRequestError, VLLMValidationError
 from vllm.renderers import ChatParams
 from vllm.renderers.registry import RENDERER_REGISTRY
 from vllm.sampling_params import SamplingParams
@@ -208,6 +208,24 @@ def test_a_small_cache_loses_nothing(engines: Callable[..., WithTower], checkpoi
         assert not vllm.errors
         assert vllm.stats["resent"] > 0
         assert vllm.encoded == []
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_5"])
+def test_an_engine_without_a_tower(kind: str, engines: Callable[..., WithTower], checkpoints: dict[str, Path]) -> None:
+    """Takes the images that the encoder takes; for others there is an error, which says whether to try again."""
+    files = [picture(64, 64), picture(96, 64)]
+    with serving(checkpoints[kind], *SERVER_FLAGS) as server, Client(server.target) as client:
+        vllm = engines(server.target, kind, limit_mm_per_prompt={"image": 0, "video": 0})
+        name = vllm.add([part(file) for file in files])
+        vllm.run(name)
+        assert not vllm.errors
+        assert all(map(torch.equal, vllm.gathered[name], [each.torch() for each in client.encode_images(files)]))
+        with pytest.raises(VLLMValidationError, match="no tower; it decodes JPEG"):
+            vllm.add([part(saved(Image.new("RGB", (64, 64)), "TIFF"))])
+        with pytest.raises(VLLMValidationError, match=r"no tower \(options\)"):
+            vllm.add([part(picture(64, 64))], chat={"mm_processor_kwargs": {"resample": 0}})
+    with pytest.raises(RetryableRequestError, match="the encoder is unavailable, and this engine has no tower"):
+        vllm.add([part(picture(64, 64))])
 
 
 def test_callers_bring_no_embeddings(engines: Callable[..., WithTower], server: ServerProcess) -> None:

@@ -79,9 +79,10 @@ class VitwireECConnector(ECConnectorBase):  # type: ignore[misc]  # as above
         self._settings = settings = Settings.of(config.ec_connector_extra_config)
         self._table = Table(
             held_tokens=settings.held_tokens or vllm_config.scheduler_config.encoder_cache_size,
-            workers=_reporting_workers(vllm_config),
+            workers=(workers := _reporting_workers(vllm_config)),
             seconds=2 * (settings.timeout + settings.wait),
         )
+        self._is_single = workers == 1
         self._wait_left = _STEP_WAIT_SECONDS
         self._fetcher = Fetcher(settings, _expected(vllm_config)) if role is ECConnectorRole.WORKER else None
 
@@ -117,7 +118,7 @@ class VitwireECConnector(ECConnectorBase):  # type: ignore[misc]  # as above
     # -- scheduler ---------------------------------------------------------------------------------
 
     def ensure_cache_available(self, request: "Request", num_computed_tokens: int) -> bool:
-        worker = _worker_of_this_process()
+        worker = _worker_of_this_process() if self._is_single else None
         if worker is not None:
             self._report(worker.take_outcomes())
         contents = _contents(request)

@@ -8,7 +8,7 @@ callers may not send.
 import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy
 from functools import cache
@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.config.multimodal import ImageDummyOptions, MultiModalDummyOptions
 from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
@@ -35,6 +36,9 @@ from vitwire.integrations.vllm.uploads import Declined, Uploads
 _log = logging.getLogger("vitwire.vllm")
 _only_counts: ContextVar[bool] = ContextVar("only_counts", default=False)
 """Whether a request asks for tokens of a prompt alone: nothing is uploaded."""
+_NO_TOWER = "the encoder does not take an image of this request, and this engine has no tower"
+_MANY = 999
+"""vLLM's default for images of a prompt."""
 _NOT_ALLOWED = (
     "{}: this server takes images as files and URLs, not embeddings, references or uuids of callers "
     "(allow_caller_embeds in --ec-transfer-config)"
@@ -63,8 +67,9 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
                 "ec_connector_extra_config.content_key_file: several API servers need one secret for the ids of "
                 "images: openssl rand -hex 32 > FILE"
             )
-        super().__init__(config if settings.allow_caller_embeds else _without_embeds(config), tokenizer)
+        super().__init__(_for_front_end(config, takes_embeds=settings.allow_caller_embeds), tokenizer)
         self._allows_uuids = settings.allow_caller_embeds
+        self._has_tower = config.model_config.multimodal_config.get_limit_per_prompt("image") > 0
         _hook(allow_features=settings.allow_caller_embeds)
         processor = self.mm_processor
         if processor and config.model_config.hf_config.model_type in MODELS:
@@ -106,7 +111,7 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
     def _process_tokens(self, prompt: dict[str, Any], *, skip_mm_cache: bool = False) -> object:
         self._check(prompt, skip_mm_cache=skip_mm_cache)
         for images, index, file in _files(prompt):
-            with suppress(Declined):
+            with self._declining():
                 file.reference = file.upload.result() if file.upload else None
             if file.reference is None:
                 images[index] = file.decoded()
@@ -114,7 +119,7 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
 
     async def _process_tokens_async(self, prompt: dict[str, Any], *, skip_mm_cache: bool = False) -> object:
         self._check(prompt, skip_mm_cache=skip_mm_cache)
-        await asyncio.gather(*(_settled(images, index, file) for images, index, file in _files(prompt)))
+        await asyncio.gather(*(self._settled(images, index, file) for images, index, file in _files(prompt)))
         return await super()._process_tokens_async(prompt, skip_mm_cache=skip_mm_cache)
 
     def _check(self, prompt: dict[str, Any], *, skip_mm_cache: bool) -> None:
@@ -123,22 +128,41 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
             for modality, items in (prompt.get("multi_modal_data") or {}).items():
                 if items is None or (isinstance(items, Sequence) and any(each is None for each in items)):
                     raise VLLMValidationError(_NOT_ALLOWED.format(modality), parameter="uuid")
-        if not skip_mm_cache:
-            self._begin(prompt, prompt.get("mm_processor_kwargs"))
+        if skip_mm_cache:
+            return
+        self._begin(prompt, prompt.get("mm_processor_kwargs"))
+        if not self._has_tower and len(list(_files(prompt))) < len(_images(prompt)):
+            raise VLLMValidationError(f"{_NO_TOWER}; it decodes JPEG, PNG, WebP, GIF and BMP", parameter="image")
+
+    async def _settled(self, images: list[Any], index: int, file: ImageFile) -> None:
+        with self._declining():
+            file.reference = await asyncio.wrap_future(file.upload) if file.upload else None
+        if file.reference is None:
+            images[index] = await asyncio.get_running_loop().run_in_executor(global_thread_pool, file.decoded)
+
+    @contextmanager
+    def _declining(self) -> Iterator[None]:
+        """What the encoder does not take is the tower's. Without one, raises RetryableRequestError and ValueError."""
+        try:
+            yield
+        except Declined as reason:
+            if self._has_tower:
+                return
+            if str(reason) in Declined.PASSING:
+                raise RetryableRequestError(f"the encoder is {reason}, and this engine has no tower; retry") from None
+            raise VLLMValidationError(f"{_NO_TOWER} ({reason})", parameter="image") from None
 
 
-async def _settled(images: list[Any], index: int, file: ImageFile) -> None:
-    with suppress(Declined):
-        file.reference = await asyncio.wrap_future(file.upload) if file.upload else None
-    if file.reference is None:
-        images[index] = await asyncio.get_running_loop().run_in_executor(global_thread_pool, file.decoded)
+def _images(prompt: Mapping[str, Any]) -> list[Any]:
+    """The images of a prompt, in the list in which they can be replaced."""
+    images = (prompt.get("multi_modal_data") or {}).get("image")
+    return images if isinstance(images, list) else []
 
 
 def _files(prompt: Mapping[str, Any]) -> Iterator[tuple[list[Any], int, ImageFile]]:
-    """The images of a prompt that came as files, each with the list that it is in, and its place."""
-    images = (prompt.get("multi_modal_data") or {}).get("image")
-    if isinstance(images, list):
-        yield from [(images, index, each) for index, each in enumerate(images) if isinstance(each, ImageFile)]
+    """The images that came as files, each with the list that it is in, and its place."""
+    images = _images(prompt)
+    yield from [(images, index, each) for index, each in enumerate(images) if isinstance(each, ImageFile)]
 
 
 @contextmanager
@@ -151,14 +175,16 @@ def _counting(only_counts: bool) -> Iterator[None]:
         _only_counts.reset(token)
 
 
-def _without_embeds(config: VllmConfig) -> VllmConfig:
-    """The configuration of a front end that accepts no embeddings; that of the engine stays."""
+def _for_front_end(config: VllmConfig, *, takes_embeds: bool) -> VllmConfig:
+    """The configuration of a front end, which takes images also for an engine without a tower; the engine's stays."""
     found = copy(config)
     found.model_config = copy(config.model_config)
-    if config.model_config.multimodal_config is not None:
-        multimodal = copy(config.model_config.multimodal_config)
-        multimodal.enable_mm_embeds = multimodal.allow_missing_mm_embeddings = False
-        found.model_config.multimodal_config = multimodal
+    found.model_config.multimodal_config = multimodal = copy(config.model_config.multimodal_config)
+    multimodal.enable_mm_embeds = multimodal.allow_missing_mm_embeddings = takes_embeds
+    if multimodal.get_limit_per_prompt("image") == 0 and config.model_config.hf_config.model_type in MODELS:
+        multimodal.language_model_only = False
+        limits = {**multimodal.limit_per_prompt, "image": ImageDummyOptions(count=_MANY)}
+        multimodal.limit_per_prompt = MultiModalDummyOptions(limits)
     return found
 
 

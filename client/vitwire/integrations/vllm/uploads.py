@@ -35,6 +35,9 @@ _KNOWN = 4096
 class Declined(Exception):
     """The engine encodes the image itself; the message is the reason, as the metric has it."""
 
+    PASSING = ("unavailable", "slow")
+    """Reasons that end by themselves."""
+
 
 class Uploads:
     """Has the server accept images; each is then fetched by the engine's workers, under its content id.
