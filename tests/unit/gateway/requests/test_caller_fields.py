@@ -8,7 +8,7 @@ import pytest
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.requests.caller_fields import clean_body
 from vitwire_gateway.requests.image_sources import Limits
-from vitwire_gateway.requests.request_reading import RequestForm, cut_request
+from vitwire_gateway.requests.request_reading import cut_request
 
 Json = dict[str, Any]
 LIMITS, ALLOWING = Limits(8, 100), Limits(8, 100, allow_embeds=True)
@@ -178,8 +178,7 @@ def test_forms_are_read_like_json() -> None:
     part = {"type": "audio_url", "audio_url": None, "uuid": UUID}
     content = json.dumps({"messages": [{"content": [part]}]})
     form = f'--B\r\nContent-Disposition: form-data; name="request"\r\n\r\n{content}\r\n--B--\r\n'.encode()
-    api = RequestForm(lambda _: [])
-    (sent,) = cut_request(form, "multipart/form-data; boundary=B", LIMITS, api, "part").pieces
+    (sent,) = cut_request(form, "multipart/form-data; boundary=B", LIMITS, "part", with_clips=False).pieces
     assert json.loads(bytes(sent)) == {"messages": [{"content": [{"type": "audio_url", "audio_url": None}]}]}
 
 
