@@ -21,7 +21,7 @@ class Metrics:
         gauge = partial(Gauge, registry=self.registry)
         self.requests = counter(
             "vitwire_router_requests",
-            "requests by route (chat, responses, messages, embeddings, proxied) and status, 0 if the caller left",
+            "requests by route (chat, embeddings, proxied) and status, 0 if the caller left",
             ["route", "code"],
         )
         self.seconds = Histogram(

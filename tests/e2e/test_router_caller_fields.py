@@ -44,10 +44,6 @@ def in_batch(*parts: Json) -> Json:
     return {"model": "tiny", "messages": [in_chat(*parts)["messages"]] * 2}
 
 
-def in_input(*parts: Json) -> Json:
-    return {"model": "tiny", "input": [{"role": "user", "content": list(parts)}]}
-
-
 def in_score(*parts: Json) -> Json:
     return {"model": "tiny", "queries": "q", "documents": [{"content": list(parts)}]}
 
@@ -56,11 +52,6 @@ PATHS = {
     CHAT: in_chat,
     f"{CHAT}/batch": in_batch,
     f"{CHAT}/render": in_chat,
-    "/v1/responses": in_input,
-    "/v1/responses/render": in_input,
-    "/v1/messages": in_chat,
-    "/v1/messages/count_tokens": in_chat,
-    "/v1/messages/render": in_chat,
     "/v1/embeddings": in_chat,
     "/v1/completions": in_chat,
     "/v1/anything/new": in_chat,
@@ -137,6 +128,23 @@ def test_allowed_embeddings_have_no_ids(stand_in: EngineProcess, received: Engin
 def test_paths_around_the_renderer_are_not_passed_on(proxy: RouterProcess, received: EngineProcess, path: str) -> None:
     url = httpx2.URL(proxy.url).copy_with(raw_path=path.encode())
     assert HTTP.post(url, json={"features": {"mm_hashes": {"image": [UUID]}}}).status_code == 404
+    assert received.requests() == []
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_messages_and_responses_are_not_passed_on(
+    stand_in: EngineProcess, received: EngineProcess, engine: str
+) -> None:
+    """Their images would reach the engine, and its caches."""
+    with router(NOBODY, stand_in.url, "--engine", engine) as proxy:
+        for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/%72esponses", "/v1%2Fmessages"):
+            url = httpx2.URL(proxy.url).copy_with(raw_path=path.encode())
+            for method in ("POST", "GET", "DELETE"):
+                answer = HTTP.request(method, url, json=in_chat(IMAGE), headers={"content-type": "application/json"})
+                error = answer.json()["error"]
+                assert (answer.status_code, error["code"], error["param"]) == (404, "unsupported_api", None)
+                assert "own servers take messages and responses" in error["message"]
+        assert proxy.metric("vitwire_router_requests_total", route="proxied", code="404") == 15
     assert received.requests() == []
 
 

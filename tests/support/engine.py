@@ -1,19 +1,17 @@
 """A stand-in for the HTTP server of an LLM engine, run as a process: it records requests and answers as they ask it to.
 
-/v1/responses and /v1/messages are answered in their forms. The answer to a chat completion is chosen by its model:
-`tool` calls a tool; `slow` sends its first event, and the others once the test posts
+The answer to a chat completion is chosen by its model: `slow` sends its first event, and the others once the test posts
 to /test/continue; `status-429` and the like fail; `broken` and `broken-stream` cut the connection; `silent` sends
-nothing, `flood` without end; `many-values` are in one answer. A stream is `compressed`, or `measured` by its length.
+nothing, `flood` without end.
 `rows-from-HOST:PORT` fetches the embeddings of references from a Vitwire server, as the
 EC connector does, and fails without them: with status 500, or with an event. `late-rows-from-` asks for the others once
 the last one is there.
 """
 
 import asyncio
-import gzip
 import json
 import sys
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import uvicorn
@@ -29,7 +27,6 @@ _FETCH_SECONDS = 10.0
 _EMBEDS = ("image_embeds", "video_embeds")
 WORDS = ["Two", " cats", " on", " a", " sofa"]
 USAGE = {"prompt_tokens": 20, "completion_tokens": 5, "total_tokens": 25}
-CALL = {"id": "call-1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sofa"}'}}
 
 
 class Engine:
@@ -52,19 +49,17 @@ class Engine:
             status = int(model.removeprefix("status-"))
             error = {"message": f"the engine says {status}", "type": "engine", "param": None, "code": status}
             return JSONResponse({"error": error}, status, headers={"retry-after": "7"})
-        if odd := await self._odd(model, fetched):
+        if odd := self._odd(model):
             return odd
         if model == "silent":
             await self._until_cancelled()
         if body.get("stream"):
             return StreamingResponse(self._events(model, fetched), media_type="text/event-stream")
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(WORDS)}
-        if model == "tool":
-            message = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+        message = {"role": "assistant", "content": "".join(WORDS)}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         return JSONResponse(_completion("chat.completion", choice), headers={"x-engine": "stand-in"})
 
-    async def _odd(self, model: str, fetched: asyncio.Task[bool]) -> Response | None:
+    def _odd(self, model: str) -> Response | None:
         """An answer in another form than usual."""
         if model == "broken":
             return _Broken(b'{"id": "chatcmpl-1", "choi', "application/json")
@@ -72,58 +67,7 @@ class Engine:
             return _Broken(_event({"choices": [], "id": "chatcmpl-1", "model": "tiny"}), "text/event-stream")
         if model == "flood":
             return StreamingResponse(self._flood(), media_type="application/octet-stream")
-        if model == "many-values":
-            return Response(b'{"x": [' + b"[]," * 5_000_000 + b"[]]}", media_type="application/json")
-        if model in ("compressed", "measured"):
-            content = b"".join([each async for each in self._events(model, fetched)])
-            content = gzip.compress(content) if model == "compressed" else content
-            encoding = {"content-encoding": "gzip"} if model == "compressed" else {}
-            return Response(content, media_type="text/event-stream", headers=encoding)
         return None
-
-    async def responses(self, request: Request) -> Response:
-        """A response, or a stream of one."""
-        body = await self._recorded(request)
-        text = {"type": "output_text", "text": "".join(WORDS), "annotations": []}
-        item = {"id": "msg-1", "type": "message", "role": "assistant", "status": "completed", "content": [text]}
-        whole = {
-            "id": "resp-1", "object": "response", "created_at": 1, "model": "tiny", "status": "completed",
-            "output": [item], "parallel_tool_calls": True, "tool_choice": "auto", "tools": [],
-        }  # fmt: skip
-        if not body.get("stream"):
-            return JSONResponse(whole)
-        place = {"item_id": "msg-1", "output_index": 0, "content_index": 0, "logprobs": []}
-        events: list[dict[str, Any]] = [
-            {"type": "response.created", "response": whole | {"status": "in_progress", "output": []}},
-            {"type": "response.output_item.added", "output_index": 0, "item": item | {"content": []}},
-            {"type": "response.content_part.added", "part": text | {"text": ""}, **place},
-            *({"type": "response.output_text.delta", "delta": word, **place} for word in WORDS),
-            {"type": "response.completed", "response": whole},
-        ]
-        return _stream(each | {"sequence_number": number} for number, each in enumerate(events))
-
-    async def messages(self, request: Request) -> Response:
-        """A message, or a stream of one."""
-        body = await self._recorded(request)
-        whole: dict[str, Any] = {
-            "id": "msg-1", "type": "message", "role": "assistant", "model": "tiny", "stop_sequence": None,
-            "content": [{"type": "text", "text": "".join(WORDS)}], "stop_reason": "end_turn",
-            "usage": {"input_tokens": 20, "output_tokens": 5},
-        }  # fmt: skip
-        if body.get("model") == "broken-stream":
-            return _Broken(_event({"type": "message_start", "message": whole | {"content": []}}), "text/event-stream")
-        if not body.get("stream"):
-            return JSONResponse(whole)
-        deltas = ({"type": "text_delta", "text": word} for word in WORDS)
-        events: list[dict[str, Any]] = [
-            {"type": "message_start", "message": whole | {"content": [], "stop_reason": None}},
-            {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
-            *({"type": "content_block_delta", "index": 0, "delta": delta} for delta in deltas),
-            {"type": "content_block_stop", "index": 0},
-            {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 5}},
-            {"type": "message_stop"},
-        ]
-        return _stream(events)
 
     async def other(self, request: Request) -> Response:
         body = await request.body()
@@ -147,13 +91,6 @@ class Engine:
                 return JSONResponse(seen)
         return JSONResponse({"cancelled": self.cancelled})
 
-    async def _recorded(self, request: Request) -> dict[str, Any]:
-        raw = await request.body()
-        body: dict[str, Any] = json.loads(raw)
-        self._record(request, body)
-        self.requests[-1]["raw"] = raw.decode()
-        return body
-
     def _record(self, request: Request, body: object) -> None:
         url = request.url
         self.requests.append(
@@ -176,9 +113,6 @@ class Engine:
                 await self._until_cancelled(self.proceed)
                 self.proceed.clear()
             yield _event(_completion("chat.completion.chunk", {"index": 0, "delta": {"content": word}}))
-        if model == "tool":
-            delta = {"tool_calls": [CALL | {"index": 0}]}
-            yield _event(_completion("chat.completion.chunk", {"index": 0, "delta": delta}))
         yield b"data: [DONE]\n\n"
 
     async def _flood(self) -> AsyncGenerator[bytes, None]:
@@ -234,12 +168,7 @@ def _item(content_id: str, metadata: dict[str, Any]) -> Item:
 
 
 def _event(value: dict[str, Any]) -> bytes:
-    name = f"event: {value['type']}\n" if "type" in value else ""
-    return f"{name}data: {json.dumps(value)}\n\n".encode()
-
-
-def _stream(events: Iterable[dict[str, Any]]) -> Response:
-    return StreamingResponse(map(_event, events), media_type="text/event-stream")
+    return f"data: {json.dumps(value)}\n\n".encode()
 
 
 def _completion(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
@@ -252,8 +181,6 @@ def main(port: int) -> None:
     everything = ["GET", "POST", "PUT", "DELETE"]
     routes = [
         Route("/v1/chat/completions", engine.chat, methods=["POST"]),
-        Route("/v1/responses", engine.responses, methods=["POST"]),
-        Route("/v1/messages", engine.messages, methods=["POST"]),
         Route("/health", engine.health),
         Route("/test/{what}", engine.test, methods=["GET", "POST"]),
         Route("/{path:path}", engine.other, methods=everything),

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Self
 
 from vitwire_gateway.api_errors import ApiError, invalid
 from vitwire_gateway.bodies import Json, parse
-from vitwire_gateway.openai.chat import images_of
+from vitwire_gateway.requests.chat import images_of
 from vitwire_gateway.requests.image_refs import ImageRef, Path, param_of
 from vitwire_gateway.requests.image_sources import Limits, RequestImages, images_in
 from vitwire_gateway.requests.multipart_forms import opened

@@ -60,6 +60,4 @@ def _objects(request: Json) -> Iterator[Json]:
             waiting += value
         elif isinstance(value, dict):
             yield value
-            # A call of a tool has an object as its input, a request a list.
-            names = (name for name in value if name not in _OF_CALLERS)
-            waiting += (value[name] for name in names if name != "input" or isinstance(value[name], list))
+            waiting += (value[name] for name in value if name not in _OF_CALLERS)

@@ -2,7 +2,7 @@
 
 from base64 import b64encode
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from anyio.to_thread import run_sync
 
@@ -12,8 +12,6 @@ from vitwire_gateway.images.image_files import ImageFile
 from vitwire_gateway.requests.filling import Hole
 
 Part = dict[str, Any]
-Api = Literal["chat", "responses", "messages"]
-"""APIs whose requests may have images."""
 
 
 async def _file(encoder: Encoder, image: ImageFile) -> Part:
@@ -22,19 +20,10 @@ async def _file(encoder: Encoder, image: ImageFile) -> Part:
     return {"url": await run_sync(lambda: f"data:{kind};base64,{b64encode(image.content).decode()}")}
 
 
-async def _whole(encoder: Encoder, image: ImageFile) -> Part:
+async def whole_part(encoder: Encoder, image: ImageFile) -> Part:
+    """The part with the file itself, for the engine to encode."""
     field = "image_url" if image.modality == "image" else "video_url"
     return {"type": field, field: await _file(encoder, image)}
-
-
-async def _input_image(encoder: Encoder, image: ImageFile) -> Part:
-    return {"image_url": (await _file(encoder, image))["url"]}
-
-
-async def _source(encoder: Encoder, image: ImageFile) -> Part:
-    kind = await encoder.media_type(image)
-    content = await run_sync(lambda: b64encode(image.content).decode())
-    return {"type": "base64", "media_type": kind, "data": content}
 
 
 MakePart = Callable[[Encoder, ImageFile], Awaitable[Part]]
@@ -46,8 +35,6 @@ class Dialect(NamedTuple):
 
     hole: Hole
     part: MakePart
-    unchanged: MakePart = _whole
-    """The file itself, for the engine to encode."""
     has_ids: bool = False
     """The request repeats the uuids of its parts, which vLLM replaces if it has options of media."""
 
@@ -57,23 +44,15 @@ def mode_of(settings: RouterSettings) -> Mode:
     return settings.mode or ("reference" if settings.engine == "sglang" else "inline")
 
 
-def dialect_of(settings: RouterSettings, api: Api = "chat") -> Dialect:
-    """The dialect of `--engine` and `--mode`. Raises ValueError for a mode that the engine does not have.
-
-    vLLM gets requests for messages as chat requests.
-    """
+def dialect_of(settings: RouterSettings) -> Dialect:
+    """The dialect of `--engine` and `--mode`. Raises ValueError for a mode that the engine does not have."""
     mode = mode_of(settings)
     if settings.engine == "sglang":  # which requests embeddings by SGLang's protocol
         if mode == "inline":
             raise ValueError("--mode inline: SGLang's chat API takes no embeddings; use --mode reference with SGLang")
         if settings.on_encoder_failure == "engine":
             raise ValueError("--on-encoder-failure engine: SGLang requests embeddings itself; leave it out with SGLang")
-        taken: dict[Api, Dialect] = {
-            "chat": Dialect("image", _file),
-            "responses": Dialect("input_image", _input_image),
-            "messages": Dialect("source", _source),
-        }
-        return taken[api]
+        return Dialect("url", _file)
     from vitwire.integrations.vllm import parts  # noqa: PLC0415  # only for this engine
 
     async def inline(encoder: Encoder, image: ImageFile) -> Part:
@@ -93,12 +72,4 @@ def dialect_of(settings: RouterSettings, api: Api = "chat") -> Dialect:
             grid, model, content_id, modality=kind, timestamps=seconds, second_per_grid=interval
         )
 
-    part = inline if mode == "inline" else reference
-    if api != "responses":
-        return Dialect("part", part, has_ids=mode == "reference")
-
-    async def input_image(encoder: Encoder, image: ImageFile) -> Part:
-        """vLLM keeps these fields, and reads an image without `image_url` but with `uuid` by them."""
-        return {name: value for name, value in (await part(encoder, image)).items() if name != "type"}
-
-    return Dialect("input_image", input_image, _input_image, mode == "reference")
+    return Dialect("part", reference, has_ids=True) if mode == "reference" else Dialect("part", inline)

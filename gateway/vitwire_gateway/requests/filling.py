@@ -11,8 +11,8 @@ from vitwire_gateway.api_errors import invalid
 from vitwire_gateway.bodies import Json
 from vitwire_gateway.requests.image_refs import ImageRef
 
-Hole = Literal["part", "image", "input_image", "source"]
-"""The engine gets another part in the place of an image or clip, or the part with another URL or source."""
+Hole = Literal["part", "url"]
+"""The engine gets another part in the place of an image or clip, or the part with another URL."""
 
 _REPLACED = frozenset(
     {"type", "detail", "uuid", "image_url", "image_embeds", "image_pil", "video_url", "video_embeds", "audio_embeds"}
@@ -61,10 +61,6 @@ def _opened(part: Json, field: str, hole: Hole, mark: str) -> Json:
     kept = {name: value for name, value in part.items() if name not in _REPLACED}
     if hole == "part":
         return kept | {mark: 0}
-    if hole == "input_image":
-        return kept | {"type": hole, "detail": part.get("detail", "auto"), mark: 0}
-    if hole == "source":
-        return kept | {"type": "image", hole: {mark: 0}}
     source = part[field]
     others = {name: value for name, value in source.items() if name != "url"} if isinstance(source, dict) else {}
     return kept | {"type": field, field: others | {mark: 0}}

@@ -1,6 +1,5 @@
 """Places of images and clips in a request. Pure functions."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from vitwire.items import Modality
@@ -10,11 +9,6 @@ from vitwire_gateway.bodies import Json
 Path = tuple[str | int, ...]
 """Keys and indices that lead to a value in a request."""
 
-IMAGE_TYPES = ("image_url", "input_image")
-_INNER = ("content", "output", "source")
-"""Fields of parts that may have parts in them."""
-_DEEPEST = 16
-"""Keys on the way to a part; no engine reads deeper ones."""
 _OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields of a request by which engines prepare its images and clips."""
 _CLIP_OPTIONS = (*_OPTIONS, "video_config", "use_audio_in_video")
@@ -27,8 +21,6 @@ class ImageRef(NamedTuple):
     path: Path
     """To the field of its part that has it."""
     url: str
-    is_base64: bool = False
-    """The URL is the file itself, in base64."""
 
     @property
     def param(self) -> str:
@@ -44,23 +36,6 @@ class ImageRef(NamedTuple):
 def param_of(path: Path) -> str:
     """The name of a field in errors, such as `messages[1].content[2].image_url`."""
     return "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in path)[1:]
-
-
-def image_parts(value: object, path: Path) -> Iterator[tuple[Path, Json]]:
-    """All parts in a value that are images by their type or fields, in order, with their paths."""
-    waiting = [(path, value)]
-    while waiting:
-        path, value = waiting.pop()
-        inner: list[tuple[str | int, object]] = []
-        if isinstance(value, list):
-            inner = list(enumerate(value))
-        elif isinstance(value, dict):
-            if value.get("type") in (*IMAGE_TYPES, "image") or "image_url" in value:
-                yield path, value
-                continue
-            inner = [(name, value[name]) for name in _INNER if name in value]
-        if len(path) < _DEEPEST:
-            waiting += (((*path, key), each) for key, each in reversed(inner) if isinstance(each, dict | list))
 
 
 def check_options(request: Json, source: object, ref: ImageRef) -> None:

@@ -69,7 +69,7 @@ def images_in(request: Json, refs: Sequence[ImageRef], files: Mapping[str, bytes
     numbers: dict[tuple[object, ...], int] = {}
     places, sources = list[Place](), list[Source]()
     for ref in refs:
-        key = ref.url, ref.modality, ref.is_base64
+        key = ref.url, ref.modality
         if key not in numbers:
             numbers[key] = len(sources)
             sources.append(_source(ref, files, limits.max_image_bytes))
@@ -79,17 +79,14 @@ def images_in(request: Json, refs: Sequence[ImageRef], files: Mapping[str, bytes
 
 def _source(ref: ImageRef, files: Mapping[str, bytes], max_bytes: int) -> Source:
     url, param = ref.url, ref.param
-    scheme = "data" if ref.is_base64 else url[:8].partition(":")[0].lower()
+    scheme = url[:8].partition(":")[0].lower()
     kind: Kind = "data" if scheme == "data" else "upload" if scheme == UPLOAD_SCHEME[:-1] else "url"
     try:
         if kind == "url":
             if len(json.dumps(url)) > _MAX_URL:
                 raise invalid(f"the URL exceeds the limit of {_MAX_URL} characters", param, "invalid_image_url")
             return Source(kind, url, ref.modality)
-        if kind == "upload":
-            file = upload(url, files, param)
-        else:
-            file = (decode_base64 if ref.is_base64 else decode_data_uri)(url, max_bytes, param)
+        file = upload(url, files, param) if kind == "upload" else decode_data_uri(url, max_bytes, param)
         if len(file) > max_bytes:
             raise too_large(max_bytes, param)
     except ApiError as error:
@@ -110,11 +107,6 @@ def decode_data_uri(url: str, max_bytes: int, param: str) -> bytes:
     head, comma, payload = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise invalid("expected data:...;base64,...", param, "invalid_image_url")
-    return decode_base64(payload, max_bytes, param)
-
-
-def decode_base64(payload: str, max_bytes: int, param: str) -> bytes:
-    """The bytes of a text in base64. Raises ApiError."""
     if len(payload) // 4 * 3 > max_bytes + 2:
         raise too_large(max_bytes, param)
     try:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 from vitwire.wire import Buffer
-from vitwire_gateway.bodies import Json, is_small
+from vitwire_gateway.bodies import is_small
 from vitwire_gateway.callers import Caller
 from vitwire_gateway.requests.caller_fields import cleaned
+from vitwire_gateway.requests.chat import images_of
 from vitwire_gateway.requests.filling import Hole, cut, serialised
-from vitwire_gateway.requests.image_refs import ImageRef, image_parts
 from vitwire_gateway.requests.image_sources import Limits, RequestImages, images_in
 from vitwire_gateway.requests.multipart_forms import opened
 from vitwire_gateway.workers import Workers
@@ -19,15 +19,6 @@ from vitwire_gateway.workers import Workers
 _LONGER_BYTES = 32 << 20
 """JSON in ASCII takes three times the bytes of UTF-8 at most, JSON in its strings a little more, and numbers are
 written out: 1e15 has 18 characters."""
-
-
-class RequestForm(NamedTuple):
-    """An API's requests."""
-
-    images_of: Callable[[Json], list[ImageRef]]
-    """Raises ApiError for a malformed image, and for one in a place where the engine takes none."""
-    as_chat: Callable[[Json], Json] | None = None
-    """Translates a request with images; the URL of each is then its name in errors. Raises ApiError."""
 
 
 class CutRequest(NamedTuple):
@@ -57,18 +48,12 @@ async def read(
     return await workers.run(caller, job, body, 4 * len(body) + _LONGER_BYTES, form, limits)
 
 
-def cut_request(body: bytes, form: str | None, limits: Limits, api: RequestForm, hole: Hole) -> CutRequest:
-    """The request in a body; `form` is the type of a form. Raises ApiError."""
+def cut_request(body: bytes, form: str | None, limits: Limits, hole: Hole, *, with_clips: bool) -> CutRequest:
+    """The chat request in a body; `form` is the type of a form. Clips are perhaps the engine's. Raises ApiError."""
     content, files = opened(body, form, limits.max_images)
     request, is_new = cleaned(content, limits)
-    found = api.images_of(request)
+    found = images_of(request, with_clips=with_clips)
     images = images_in(request, found, files, limits)
     if not found:
         return CutRequest([serialised(request)] if form or is_new else [], images)
-    if api.as_chat:
-        places = {place.param: place for place in images.places}
-        request = api.as_chat(request)
-        parts = image_parts(request["messages"], ("messages",))
-        found = [ImageRef((*path, "image_url"), part["image_url"]["url"]) for path, part in parts]
-        images = images._replace(places=[places[each.url] for each in found])
     return CutRequest(cut(request, found, hole), images)

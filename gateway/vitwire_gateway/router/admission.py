@@ -15,7 +15,6 @@ from vitwire.shared.content_ids import read_content_key
 from vitwire.shared.fairness.budgets import Budget, Holding
 from vitwire.shared.fairness.hosts import host_name
 from vitwire.shared.named_files import naming
-from vitwire_gateway.anthropic.messages import is_anthropic
 from vitwire_gateway.api_errors import ApiError, overloaded
 from vitwire_gateway.callers import Caller
 from vitwire_gateway.gateway_settings import RouterSettings
@@ -25,7 +24,6 @@ from vitwire_gateway.metrics import Metrics
 logger = logging.getLogger("vitwire.router")
 
 _FLAG = "--api-keys-file"
-_BEARER = "Authorization: Bearer KEY"
 _MAX_KEY_BYTES = 16 << 20
 
 
@@ -41,18 +39,15 @@ class ApiKeys:
         with naming(_FLAG, file):
             self._refresh()
 
-    def check(self, authorization: str | None, expected: str = _BEARER) -> str:
-        """A name for the caller by its key, which it does not reveal. Raises ApiError for none of the keys.
-
-        expected: the header that the error asks for.
-        """
+    def check(self, authorization: str | None) -> str:
+        """A name for the caller by its key, which it does not reveal. Raises ApiError for none of the keys."""
         self._follow()
         scheme, _, key = (authorization or "").partition(" ")
         digest = _digest(key.strip())
         # All are compared, so that the time taken says nothing about which one was close.
         found = [hmac.compare_digest(digest, each) for each in self._digests]
         if scheme.lower() != "bearer" or not any(found):
-            message = f"the API key is missing or wrong: send {expected}"
+            message = "the API key is missing or wrong: send Authorization: Bearer KEY"
             raise ApiError(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
         return digest.hex()
 
@@ -125,15 +120,6 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _authorization(request: Request) -> tuple[str | None, str]:
-    """The arguments of `ApiKeys.check`; clients of Anthropic send their key in another header."""
-    given = request.headers.get("authorization")
-    if not is_anthropic(request.url.path):
-        return given, _BEARER
-    key = request.headers.get("x-api-key")
-    return f"Bearer {key}" if given is None and key else given, "x-api-key: KEY"
-
-
 class Ticket(NamedTuple):
     """A request that was let in."""
 
@@ -171,7 +157,7 @@ class Admission:
         Raises ApiError for a wrong key, and at once if there are too many in flight.
         """
         if self.keys:
-            name = self.keys.check(*_authorization(request))
+            name = self.keys.check(request.headers.get("authorization"))
         else:
             name = host_name(request.client.host) if request.client else ""
         self._requests.check(name)

@@ -8,8 +8,6 @@ _OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
-    "/v1/messages": "chat",
-    "/v1/responses": "chat",
     "/v2/embed": "embeddings",
 }
 """`gen_ai.operation.name` by route; requests to other routes are only requests."""

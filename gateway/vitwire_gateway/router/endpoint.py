@@ -14,14 +14,9 @@ import httpx2
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from vitwire_gateway.anthropic.chat_answers import encoded, error_message_of, event_of
-from vitwire_gateway.anthropic.message_events import MessageEvents
-from vitwire_gateway.anthropic.messages import is_anthropic
 from vitwire_gateway.api_errors import ApiError
-from vitwire_gateway.bodies import is_small
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.metrics import Metrics
-from vitwire_gateway.requests.dialects import Api
 from vitwire_gateway.router.admission import Admission, Ticket
 from vitwire_gateway.router.conventions import VITWIRE, attributes_of, error_of, name_of
 from vitwire_gateway.router.llm_engine import Headers, from_transport, is_of_events, returned
@@ -30,14 +25,10 @@ from vitwire_gateway.spans import SPAN, Ending, Spans, request_span
 logger = logging.getLogger("vitwire.router")
 
 Stage = Literal["receive", "images", "engine", "response"]
-Shorten = Callable[[bytes], Awaitable[bytes]]
-"""`message_events.shortened` in a worker."""
-RouteName = Literal[Api, "embeddings", "proxied"]
+RouteName = Literal["chat", "embeddings", "proxied"]
 
 _MAX_REQUEST_ID = 128
 _CHUNK_BYTES = 64 << 10
-_TRANSLATED_BYTES = 4 << 10
-"""Bytes of a stream that are translated at a time, which takes 2 ms at most."""
 _UPSTREAMS = ("encoder", "engine")
 """Codes of their errors begin with their names."""
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}(-[0-9a-f]{2,32}){3}")
@@ -52,8 +43,6 @@ class Exchange:
         self.stage: Stage = "receive"
         self.status = 0
         self.images = 0
-        self.translated_for: Ticket | None = None
-        """If set, the engine gets a chat request, and its answer is translated back."""
         self.model = ""
         """That the request names, for its span; empty if the router does not read it."""
         self.is_vitwires = False
@@ -103,10 +92,8 @@ class Exchange:
     async def refuse(self, error: ApiError) -> None:
         """Send an error. In a response that has begun, it becomes an event or, elsewhere, a broken connection."""
         if not self.status:
-            is_anthropic_error = is_anthropic(self.request.url.path)
-            body = encoded(error_message_of(error.status, error.message)) if is_anthropic_error else error.body
             headers = [(name.encode(), value.encode()) for name, value in error.headers.items()]
-            await self.respond(error.status, headers, body)
+            await self.respond(error.status, headers, error.body)
 
     async def respond(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a whole response in JSON."""
@@ -131,52 +118,22 @@ class Exchange:
                 await asyncio.sleep(0)  # whatever others wait for comes before the next chunk
             await self._write(bytes(chunk), more=more)
 
-    async def relay(
-        self, response: httpx2.Response, events: MessageEvents | None = None, shorten: Shorten | None = None
-    ) -> None:
-        """Send the engine's response as it arrives; a stream of events that breaks off ends in one with the error.
-
-        events: translates the stream. shorten: called with events that would take long to read.
-        """
+    async def relay(self, response: httpx2.Response) -> None:
+        """Send the engine's response as it arrives; a stream of events that breaks off ends in one with the error."""
         self.stage = "response"
-        headers = [(b"content-type", b"text/event-stream")] if events else []
-        await self._start(response.status_code, returned(response, with_content=not events) + headers)
+        await self._start(response.status_code, returned(response))
         is_stream = is_of_events(response)
         try:
             async for chunk in cast("httpx2.AsyncByteStream", response.stream):
                 if is_stream and self.first_event is None:
                     self.first_event = time.perf_counter()
-                if events and shorten:
-                    await self._translated(events, chunk, shorten)
-                else:
-                    await self._write(chunk, more=True)
-            if events:
-                await self._write(events.ended(), more=True)
-        except (httpx2.TransportError, ApiError) as error:
-            failure = error if isinstance(error, ApiError) else from_transport(error)
-            if not events and ("content-length" in response.headers or not is_stream):
+                await self._write(chunk, more=True)
+        except httpx2.TransportError as error:
+            failure = from_transport(error)
+            if "content-length" in response.headers or not is_stream:
                 raise failure from error
-            await self._write(b"\n\n" + self._event(failure, events), more=True)
+            await self._write(b"\n\ndata: " + failure.body + b"\n\n", more=True)
         await self._write(b"", more=False)
-
-    async def _translated(self, events: MessageEvents, chunk: bytes, shorten: Shorten) -> None:
-        """Send what follows from a chunk of the engine's stream; others run after every 4 KiB and large event."""
-        for start in range(0, len(chunk), _TRANSLATED_BYTES):
-            pieces = [
-                events.following(text if is_small(text) else await shorten(text))
-                for text in events.texts(chunk[start : start + _TRANSLATED_BYTES])
-            ]
-            if piece := b"".join(pieces):
-                await self._write(piece, more=True)
-            await asyncio.sleep(0)
-
-    def _event(self, error: ApiError, events: MessageEvents | None) -> bytes:
-        """The events for a stream that breaks off."""
-        if events:
-            return events.failed(error)
-        if is_anthropic(self.request.url.path):
-            return event_of(error_message_of(error.status, error.message))
-        return b"data: " + error.body + b"\n\n"
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.status = status

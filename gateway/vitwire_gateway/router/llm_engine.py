@@ -1,9 +1,8 @@
 """The engine's HTTP server. Requests and responses pass without cookies, redirects, decompression or buffering."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from typing import cast
 
 import httpx2
 
@@ -102,20 +101,6 @@ class Engine:
         await self._transport.aclose()
 
 
-async def whole(response: httpx2.Response, max_bytes: int, hold: Callable[[int], None]) -> bytes:
-    """The body of a response, whose bytes `hold` takes. Raises ApiError if it breaks off or is longer."""
-    body = bytearray()
-    try:
-        async for chunk in cast("httpx2.AsyncByteStream", response.stream):
-            hold(len(chunk))
-            body += chunk
-            if len(body) > max_bytes:
-                raise ApiError(502, f"the engine's answer exceeds the limit of {max_bytes} bytes", "engine_failed")
-    except httpx2.TransportError as error:
-        raise from_transport(error) from error
-    return bytes(body)
-
-
 async def _pieces(body: Filled) -> AsyncIterator[bytes]:
     """A request as it is sent; others run between pieces."""
     for piece in body:
@@ -129,14 +114,12 @@ def forwarded(headers: Iterable[tuple[bytes, bytes]], *, without: Iterable[bytes
     return [(name, value) for name, value in headers if name not in dropped]
 
 
-def returned(response: httpx2.Response, *, with_content: bool = True) -> Headers:
-    """The engine's headers as they go to the caller, with the headers of the content or without them."""
+def returned(response: httpx2.Response) -> Headers:
+    """The engine's headers as they go to the caller."""
     headers = [(name.lower(), value) for name, value in response.headers.raw]
     dropped = _HOP_BY_HOP | _named_by_connection(headers) | {b"date", b"x-request-id"}
     if any(name == b"transfer-encoding" for name, _ in headers):
         dropped |= {b"content-length"}  # HTTP ignores it then
-    if not with_content:
-        dropped |= {name for name, _ in headers if name.startswith(b"content-") or name == b"etag"}
     return [(name, value) for name, value in headers if name not in dropped]
 
 

@@ -29,10 +29,10 @@ from vitwire_gateway.images.fetching import Fetcher
 from vitwire_gateway.listening import configured, listening
 from vitwire_gateway.metrics import Metrics
 from vitwire_gateway.requests.content_parts import Images
-from vitwire_gateway.requests.dialects import mode_of
+from vitwire_gateway.requests.dialects import dialect_of, mode_of
 from vitwire_gateway.router.admission import Admission, Ticket, content_key_of, engine_key_of
+from vitwire_gateway.router.embedding_apis import embedding_apis
 from vitwire_gateway.router.endpoint import Endpoint, Exchange, RouteName
-from vitwire_gateway.router.image_apis import embedding_apis, image_apis
 from vitwire_gateway.router.llm_engine import Engine
 from vitwire_gateway.router.readiness import Readiness
 from vitwire_gateway.router.routing import Router
@@ -42,6 +42,7 @@ from vitwire_gateway.workers import Workers, memory_for
 
 logger = logging.getLogger("vitwire.router")
 
+_CHAT = "/v1/chat/completions"
 _END_SECONDS = 1.0
 """After the second signal, for requests to be cut off and connections to be closed."""
 _KEEP_ALIVE_SECONDS = 75
@@ -91,14 +92,14 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
     def endpoint(route: RouteName, answer: Callable[[Exchange, Ticket], Awaitable[None]]) -> Endpoint:
         return Endpoint(route, answer, settings, admission, metrics, spans)
 
-    in_engine = [] if settings.no_engine else image_apis(settings)
+    chat = [] if settings.no_engine else [Route(_CHAT, endpoint("chat", partial(router.chat, dialect_of(settings))))]
     embeddings = embedding_apis(has_engine=not settings.no_engine)
     routes = [
         Route("/health", health),
         Route("/healthz", health),
         Route("/livez", alive),
         Route("/metrics", page),
-        *(Route(api.path, endpoint(api.name, partial(router.with_images, api))) for api in in_engine),
+        *chat,
         *(Route(api.path, endpoint("embeddings", partial(router.embeddings, api))) for api in embeddings),
         Route("/{path:path}", endpoint("proxied", router.proxied)),
     ]

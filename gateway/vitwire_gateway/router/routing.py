@@ -8,46 +8,42 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import httpx2
 from anyio.to_thread import run_sync
 
 from vitwire.shared.fairness.places import Places
 from vitwire_gateway import spans
-from vitwire_gateway.anthropic.chat_answers import answer_of
-from vitwire_gateway.anthropic.message_events import MessageEvents, shortened
 from vitwire_gateway.api_errors import ApiError
-from vitwire_gateway.bodies import is_small, read_body
-from vitwire_gateway.callers import Caller
+from vitwire_gateway.bodies import read_body
 from vitwire_gateway.embeddings.embedding_answers import Answer, vectors_of
 from vitwire_gateway.embeddings.embedding_requests import EmbeddingRequest
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.metrics import FALLBACKS, Metrics
 from vitwire_gateway.requests.caller_fields import clean_body
 from vitwire_gateway.requests.content_parts import Images, size_of
-from vitwire_gateway.requests.dialects import Dialect, Part
+from vitwire_gateway.requests.dialects import Dialect, Part, whole_part
 from vitwire_gateway.requests.filling import Filled, filled
 from vitwire_gateway.requests.image_sources import Limits
 from vitwire_gateway.requests.request_reading import CutRequest, cut_request, read
 from vitwire_gateway.router.admission import Ticket
+from vitwire_gateway.router.embedding_apis import EmbeddingApi
 from vitwire_gateway.router.endpoint import Exchange
-from vitwire_gateway.router.image_apis import CHAT, EmbeddingApi, ImageApi
-from vitwire_gateway.router.llm_engine import Engine, forwarded, is_of_events, returned, whole
+from vitwire_gateway.router.llm_engine import Engine, forwarded, is_of_events
 
 logger = logging.getLogger("vitwire.router")
 
 _PROXIED = ("/v1", "/tokenize", "/detokenize", "/version", "/pooling", "/classify", "/score", "/rerank")
 """Paths that are passed on, with those under them: the engine's API, not its administration."""
+_ENGINES_ALONE = (["v1", "messages"], ["v1", "responses"])
+"""Paths that are refused, with those under them: an engine would encode the images of their requests itself."""
 _FORMS = "/v1/audio/"
 """Begins the paths whose forms are passed on unread: engines read no content parts there."""
-_MAX_EVENT = 1 << 20
-"""Bytes of an event that is translated, which takes about 10 ms if they are few values."""
 Check = Callable[[bool], Awaitable[None]]
 """Called before a response that may lack images is passed on; with whether it is an error. Raises ApiError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Answers requests of APIs with images, and passes others on."""
+    """Answers requests with images, and passes others on."""
 
     settings: RouterSettings
     metrics: Metrics
@@ -60,11 +56,11 @@ class Router:
     answering: Places = field(default_factory=lambda: Places(1))
     """To write vectors as JSON, which takes 2 ms for 64 KiB."""
 
-    async def with_images(self, api: ImageApi, exchange: Exchange, ticket: Ticket) -> None:
-        """A request of an API whose images become embeddings."""
+    async def chat(self, dialect: Dialect, exchange: Exchange, ticket: Ticket) -> None:
+        """A chat completion, whose images become embeddings."""
         _check_posted(exchange)
         body = await self._body(exchange, ticket)
-        await exchange.unless_disconnected(self._generated(api, exchange, ticket, body))
+        await exchange.unless_disconnected(self._completed(dialect, exchange, ticket, body))
 
     async def embeddings(self, api: EmbeddingApi, exchange: Exchange, ticket: Ticket) -> None:
         """Embeddings: of images, or the engine's."""
@@ -110,14 +106,13 @@ class Router:
         limits = Limits(settings.max_images, settings.max_image_bytes, settings.allow_caller_embeds)
         return await read(workers, ticket.caller, job, body, exchange.request.headers.get("content-type", ""), limits)
 
-    async def _generated(self, api: ImageApi, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
-        job = partial(cut_request, api=api.form, hole=api.dialect.hole)
+    async def _completed(self, dialect: Dialect, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
+        job = partial(cut_request, hole=dialect.hole, with_clips=self.settings.clips == "encode")
         request = CutRequest.of(await self._read(job, exchange, ticket, body))
         exchange.images, exchange.model = len(request.images.places), request.images.model
         if request.images.places:
-            exchange.translated_for = ticket if api.form.as_chat else None
             images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take)
-            await self._encoded(api.dialect, exchange, ticket, images, request)
+            await self._encoded(dialect, exchange, ticket, images, request)
             return
         if request.pieces:  # of a form, or cleaned
             body = b"".join(request.pieces)
@@ -177,7 +172,7 @@ class Router:
             logger.warning("request %s: the engine encodes the images: %s", exchange.request_id, error)
             self.metrics.fallbacks.labels(reason).inc()
         exchange.stage = "images"
-        await forward(await images.parts(loaded, dialect.unchanged))
+        await forward(await images.parts(loaded, whole_part))
 
     async def _forward(
         self,
@@ -194,53 +189,17 @@ class Router:
         changed: dict[bytes, bytes | None] = {b"x-request-id": exchange.request_id.encode()}
         kind = request.headers.get("content-type")  # of several, the one by which the body was read
         changed[b"content-type"] = b"application/json" if as_json else kind.encode("latin-1") if kind else None
-        if exchange.translated_for:
-            changed[b"accept-encoding"] = b"identity"
         if self.engine_key or self.drops_authorization:
-            changed[b"x-api-key"] = None
             changed[b"authorization"] = f"Bearer {self.engine_key}".encode() if self.engine_key else None
         headers = forwarded(request.headers.raw, without=changed)
         headers += [(name, value) for name, value in changed.items() if value is not None]
         began = time.perf_counter()
-        target = CHAT.encode() if exchange.translated_for else exchange.target
-        async with self.engine.send(request.method, target, headers, body) as response:
+        async with self.engine.send(request.method, exchange.target, headers, body) as response:
             has_failed = response.status_code >= 500
             if check and (has_failed or is_of_events(response)):
                 await check(has_failed)
             self.metrics.seconds.labels("engine").observe(time.perf_counter() - began)
-            if exchange.translated_for:
-                await self._translated(exchange, response, exchange.translated_for)
-            else:
-                await exchange.relay(response)
-
-    async def _translated(self, exchange: Exchange, response: httpx2.Response, ticket: Ticket) -> None:
-        """Send the engine's chat completion as a message."""
-        status = response.status_code
-        if response.headers.get("content-encoding", "identity") != "identity":
-            raise ApiError(502, "the engine compressed its answer, though it was asked not to", "engine_failed")
-        if status == 200 and is_of_events(response):
-            shorten = partial(self._in_worker, ticket.caller, shortened)
-            await exchange.relay(response, MessageEvents(_MAX_EVENT), shorten)
-            return
-        if status < 400 and status != 200:
-            raise ApiError(502, f"the engine answered a chat completion with status {status}", "engine_failed")
-        body = await whole(response, self.settings.max_body_bytes, ticket.bytes.take)
-        exchange.stage = "response"
-        if is_small(body):
-            answer = answer_of(body, status)
-        else:
-            answer = await self._in_worker(ticket.caller, answer_of, body, status)
-        await exchange.respond(status, returned(response, with_content=False), answer)
-
-    async def _in_worker(self, caller: Caller, job: Callable[..., bytes], body: bytes, *arguments: object) -> bytes:
-        """`job(body, *arguments)`, which reads what the engine sent. Raises ApiError."""
-        try:
-            most = 4 * len(body) + _MAX_EVENT
-            return bytes(await self.images.encoder.workers.run(caller, job, body, most, *arguments))
-        except ApiError as error:
-            if error.status != 400:
-                raise
-            raise ApiError(502, f"the engine's answer cannot be translated: {error}", "engine_failed") from error
+            await exchange.relay(response)
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
@@ -252,6 +211,12 @@ class Router:
 
 def refused_path(path: str, *, has_engine: bool) -> ApiError | None:
     """The error for a path that is not passed on to an engine."""
+    if [each for each in path.split("/") if each][:2] in _ENGINES_ALONE:
+        text = (
+            "the router serves chat completions and embeddings; vLLM's and SGLang's own servers take messages and "
+            "responses, with images for the encoder (docs/vllm.md, docs/sglang.md)"
+        )
+        return ApiError(404, text, "unsupported_api")
     first, second, *_ = parts = [*path[1:].split("/"), ""]
     is_doubled = first == "v1" and second in ("v1", "v2")
     is_engines = any(path == each or path.startswith(f"{each}/") for each in _PROXIED)

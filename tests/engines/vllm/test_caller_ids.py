@@ -19,10 +19,7 @@ from tests.engines.vllm.in_process import WithTower
 from vllm.entrypoints.common.cli_args import make_arg_parser
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.entrypoints.openai.responses.utils import construct_input_messages
 from vllm.exceptions import VLLMValidationError
-from vllm.renderers import ChatParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from routers import CHAT, EngineProcess, RouterProcess, engine, picture, router
@@ -56,10 +53,10 @@ def towers(checkpoint: Path, server: ServerProcess) -> Iterator[Callable[..., Wi
         each.close()
 
 
-def sent(proxy: RouterProcess, stand_in: EngineProcess, body: Json, path: str = CHAT) -> Json | None:
+def sent(proxy: RouterProcess, stand_in: EngineProcess, body: Json) -> Json | None:
     """What the engine gets of a request; None if the router refuses it."""
     stand_in.requests()
-    request = Request(proxy.url + path, json.dumps(body).encode(), {"content-type": "application/json"})
+    request = Request(proxy.url + CHAT, json.dumps(body).encode(), {"content-type": "application/json"})
     try:
         with urlopen(request, timeout=60):
             pass
@@ -175,28 +172,6 @@ def test_references_work_with_media_options_of_the_engine(
         vllm.run(name)
     assert not vllm.errors
     torch.testing.assert_close(torch.cat(vllm.gathered[name]), torch.cat([first, second, first]), rtol=0, atol=0.02)
-
-
-def test_responses_carry_content_ids(
-    towers: Callable[..., WithTower], stand_in: EngineProcess, server: ServerProcess, client: Client
-) -> None:
-    url = picture(64, 64, 8)
-    (expected,) = client.encode_images([url])
-    vllm = towers(media_io_kwargs=OPTIONS)
-    with router(server.target, stand_in.url, "--mode=reference") as proxy:
-        items = [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]
-        body = sent(proxy, stand_in, {"model": "tiny", "input": items}, "/v1/responses")
-        assert body
-        request = ResponsesRequest.model_validate(body)
-        messages = construct_input_messages(request_input=request.input)
-        (_,), (prompt,) = vllm.frontend.renderer.render_chat(
-            [messages], ChatParams().with_defaults(**media_options(vllm))
-        )
-        params = request.to_sampling_params(2, {})
-        name = vllm.queue(vllm.frontend.process_inputs("resp-1", prompt, params, ("generate",)))
-        vllm.run(name)
-    assert not vllm.errors
-    torch.testing.assert_close(torch.cat(vllm.gathered[name]), expected.torch(), rtol=0, atol=0.02)
 
 
 def test_content_ids_are_those_of_the_last_references(engine: Engine, cached: Cached, model: Model) -> None:

@@ -12,14 +12,13 @@ import pytest
 from vitwire.shared.fairness.hosts import host_name
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.callers import Caller
-from vitwire_gateway.openai import chat
 from vitwire_gateway.requests.image_sources import Limits
-from vitwire_gateway.requests.request_reading import CutRequest, RequestForm, cut_request, read
+from vitwire_gateway.requests.request_reading import CutRequest, cut_request, read
 from vitwire_gateway.workers import Workers
 
-LIMITS, FORM = Limits(4, 1 << 20), RequestForm(chat.images_of)
-ARGUMENTS = None, LIMITS, FORM, "part"
-JOB = partial(cut_request, api=FORM, hole="part")
+LIMITS = Limits(4, 1 << 20)
+JOB = partial(cut_request, hole="part", with_clips=False)
+ARGUMENTS = None, LIMITS
 NOTHING = [[], [[], [], ""]]
 
 
@@ -39,23 +38,23 @@ async def workers() -> AsyncGenerator[Workers, None]:
 async def test_a_worker_that_ends_is_replaced(workers: Workers) -> None:
     caller = Caller.of("a")
     body = b'{"messages":[]}'
-    assert await workers.run(caller, cut_request, body, 1000, *ARGUMENTS) == NOTHING
+    assert await workers.run(caller, JOB, body, 1000, *ARGUMENTS) == NOTHING
     (worker,) = workers._pool._idle
     os.kill(worker.process.pid, signal.SIGSTOP)
-    job = asyncio.create_task(workers.run(caller, cut_request, body, 1000, *ARGUMENTS))
+    job = asyncio.create_task(workers.run(caller, JOB, body, 1000, *ARGUMENTS))
     await asyncio.sleep(0.01)
     os.kill(worker.process.pid, signal.SIGKILL)
     with pytest.raises(ApiError) as caught:
         await job
     assert (caught.value.status, caught.value.code) == (503, "router_failed")
-    assert await workers.run(caller, cut_request, body, 1000, *ARGUMENTS) == NOTHING
+    assert await workers.run(caller, JOB, body, 1000, *ARGUMENTS) == NOTHING
 
 
 async def test_answers_carry_bytes_and_errors_within_a_limit(workers: Workers) -> None:
     caller = Caller.of("a")
     parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}} for text in ("QUJD", "%%%%")]
     body = json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
-    pieces, (places, sources, _) = await workers.run(caller, cut_request, body, 10_000, *ARGUMENTS)
+    pieces, (places, sources, _) = await workers.run(caller, JOB, body, 10_000, *ARGUMENTS)
     assert [bytes(each) for each in pieces[1:]] == [b"},{", b"}]}]}"]
     assert places == [[f"messages[0].content[{number}].image_url", number] for number in range(2)]
     assert sources[0] == ["data", b"ABC", "image"]
@@ -63,9 +62,9 @@ async def test_answers_carry_bytes_and_errors_within_a_limit(workers: Workers) -
     assert isinstance(refused, ApiError)
     assert (refused.status, refused.code, refused.param) == (400, "invalid_base64", places[1][0])
     with pytest.raises(ApiError) as caught:
-        await workers.run(caller, cut_request, body, 20, *ARGUMENTS)
+        await workers.run(caller, JOB, body, 20, *ARGUMENTS)
     assert (caught.value.status, caught.value.code) == (503, "router_failed")
-    assert await workers.run(caller, cut_request, b"{}", 20, *ARGUMENTS) == NOTHING
+    assert await workers.run(caller, JOB, b"{}", 20, *ARGUMENTS) == NOTHING
 
 
 async def test_small_bodies_of_many_values_are_read_in_a_worker(workers: Workers) -> None:
@@ -92,6 +91,6 @@ async def test_work_is_bounded(workers: Workers, monkeypatch: pytest.MonkeyPatch
     body = b'{"messages":[' + b",".join([b"{}"] * 450_000) + b"]}"
     for _ in range(2):
         with pytest.raises(ApiError, match="s of processor time") as caught:
-            await workers.run(caller, cut_request, body, 1000, *ARGUMENTS)
+            await workers.run(caller, JOB, body, 1000, *ARGUMENTS)
         assert (caught.value.status, caught.value.code) == (400, "too_costly")
     assert not workers._places._paces

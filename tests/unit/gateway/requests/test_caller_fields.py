@@ -8,7 +8,7 @@ import pytest
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.requests.caller_fields import clean_body
 from vitwire_gateway.requests.image_sources import Limits
-from vitwire_gateway.requests.request_reading import RequestForm, cut_request
+from vitwire_gateway.requests.request_reading import cut_request
 
 Json = dict[str, Any]
 LIMITS, ALLOWING = Limits(8, 100), Limits(8, 100, allow_embeds=True)
@@ -51,14 +51,11 @@ def _in_chat(part: Json) -> Json:
 PLACES = {
     "chat": _in_chat,
     "batch": lambda part: {"messages": [_in_chat(part)["messages"]]},
-    "responses": lambda part: {"input": [{"role": "user", "content": [part]}]},
-    "output": lambda part: {"input": [{"type": "function_call_output", "call_id": "c", "output": [part]}]},
+    "input": lambda part: {"input": {"content": [part]}},
     "score": lambda part: {"queries": {"content": [part]}, "documents": "d"},
     "rerank": lambda part: {"query": "q", "documents": [{"content": [part]}]},
     "data": lambda part: {"data_1": [part], "data_2": "t"},
-    "messages": lambda part: {
-        "messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [part]}]}]
-    },
+    "nested": lambda part: _in_chat({"type": "group", "content": [part]}),
 }
 
 
@@ -122,13 +119,10 @@ def test_what_is_the_callers_stays() -> None:
     request = {
         "tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}],
         "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
-        "text": {"format": {"type": "json_schema", "name": "cup", "schema": schema}},
-        "output_config": {"format": {"type": "json_schema", "schema": schema}},
         "metadata": {"uuid": UUID},
         "messages": [
             {"role": "user", "content": "my uuid, image_embeds and ec_transfer_params"},
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": order}}]},
-            {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": order}]},
             {"role": "user", "uuid": UUID, "content": [{"type": "text", "text": "t", "cache_control": {}}]},
         ],
     }
@@ -178,8 +172,7 @@ def test_forms_are_read_like_json() -> None:
     part = {"type": "audio_url", "audio_url": None, "uuid": UUID}
     content = json.dumps({"messages": [{"content": [part]}]})
     form = f'--B\r\nContent-Disposition: form-data; name="request"\r\n\r\n{content}\r\n--B--\r\n'.encode()
-    api = RequestForm(lambda _: [])
-    (sent,) = cut_request(form, "multipart/form-data; boundary=B", LIMITS, api, "part").pieces
+    (sent,) = cut_request(form, "multipart/form-data; boundary=B", LIMITS, "part", with_clips=False).pieces
     assert json.loads(bytes(sent)) == {"messages": [{"content": [{"type": "audio_url", "audio_url": None}]}]}
 
 

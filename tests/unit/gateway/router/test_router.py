@@ -97,6 +97,18 @@ def test_unknown_paths(path: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/messages", "/v1/messages/count_tokens", "/v1/responses/", "/v1/responses/r1/cancel", "//v1//messages"]
+)
+@pytest.mark.parametrize("has_engine", [False, True])
+def test_messages_and_responses_are_for_the_engine(path: str, has_engine: bool) -> None:
+    error = refused_path(path, has_engine=has_engine)
+    assert error
+    assert (error.status, error.code) == (404, "unsupported_api")
+    assert "chat completions and embeddings; vLLM's and SGLang's own servers take messages" in error.message
+    assert refused_path("/v1/messages2", has_engine=True) is None
+
+
 @pytest.mark.parametrize("path", ["/v1/embedding", "/v1/embed"])
 def test_misspelt_paths_of_embeddings(path: str) -> None:
     error = refused_path(path, has_engine=False)

@@ -1,7 +1,9 @@
 """OpenAI requests for chat completions: their images and clips. Pure functions."""
 
 from vitwire_gateway.bodies import Json
-from vitwire_gateway.requests.image_refs import IMAGE_TYPES, ImageRef, check_options, url_of
+from vitwire_gateway.requests.image_refs import ImageRef, check_options, url_of
+
+_IMAGE_TYPES = ("image_url", "input_image")
 
 
 def images_of(request: Json, *, with_clips: bool = False) -> list[ImageRef]:
@@ -26,6 +28,6 @@ def images_of(request: Json, *, with_clips: bool = False) -> list[ImageRef]:
 
 def _field(part: Json) -> str | None:
     """The field with the image or clip of a part."""
-    if "image_url" in part or part.get("type") in IMAGE_TYPES:
+    if "image_url" in part or part.get("type") in _IMAGE_TYPES:
         return "image_url"
     return "video_url" if "video_url" in part or part.get("type") == "video_url" else None

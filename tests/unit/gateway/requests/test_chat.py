@@ -2,7 +2,6 @@
 
 import json
 import re
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,21 +12,20 @@ from hypothesis import strategies as st
 from vitwire.integrations.vllm.tensors import TorchFile, torch_base64
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import parse
-from vitwire_gateway.openai.chat import images_of
+from vitwire_gateway.requests.chat import images_of
 from vitwire_gateway.requests.filling import Hole, cut, filled
 from vitwire_gateway.requests.image_sources import Limits
-from vitwire_gateway.requests.request_reading import CutRequest, RequestForm, cut_request
+from vitwire_gateway.requests.request_reading import CutRequest, cut_request
 
 LIMITS = Limits(8, 100)
-API, WITH_CLIPS = RequestForm(images_of), RequestForm(partial(images_of, with_clips=True))
 
 
 def chat(*parts: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": list(parts)}]}
 
 
-def read(request: Any, api: RequestForm = WITH_CLIPS, limits: Limits = LIMITS) -> CutRequest:
-    return cut_request(json.dumps(request).encode(), None, limits, api, "part")
+def read(request: Any, limits: Limits = LIMITS, *, with_clips: bool = True) -> CutRequest:
+    return cut_request(json.dumps(request).encode(), None, limits, "part", with_clips=with_clips)
 
 
 def image(url: Any) -> dict[str, Any]:
@@ -146,7 +144,7 @@ def test_options_of_clips_are_refused(options: dict[str, Any]) -> None:
         read(chat(clip) | options)
     assert (caught.value.code, caught.value.param) == ("unsupported_option", next(iter(options)))
     read(chat(image("data:image/png;base64,QUJD")) | options)
-    read(chat(clip) | options, API)
+    read(chat(clip) | options, with_clips=False)
     read(chat(clip) | {"mm_processor_kwargs": {}, "media_io_kwargs": None})
     clip["video_url"] |= {"detail": None, "fps": 2}
     with pytest.raises(ApiError) as caught:
@@ -196,7 +194,7 @@ def test_all_else_is_kept() -> None:
 
 def test_fields_of_the_image_stay_where_it_passes_on() -> None:
     request = chat(image({"url": "upload:a", "detail": "low"}))
-    changed = rewritten(request, {"url": "data:x"}, hole="image")
+    changed = rewritten(request, {"url": "data:x"}, hole="url")
     assert changed["messages"][1]["content"] == [image({"url": "data:x", "detail": "low"})]
 
 
