@@ -12,7 +12,8 @@ from bench.engine.loads import Load, Size
 from bench.engine.photos import MIX
 from bench.engine.serving import SERVE, Settings
 
-SETUPS = ("local", "beside", "again")
+SETUPS = ("local", "plugin", "beside", "again")
+_ORDER = "local,plugin,again"
 COMPARED = ("tokens", "text", "repeats", "language", "memory", "setup", "server_flags", "delivery", "mps", "tiny")
 """Options that must be equal in all runs of a document, as text or numbers."""
 DEFAULT = Settings()
@@ -52,7 +53,12 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     add("--language", choices=LANGUAGES, default="2b", help="the language model")
     add("--sizes", type=_list(_size), default=MIX, help="SIDExIMAGES of a request, or mix, ...")
     add("--loads", type=_list(Load.of), default="p10,p15,p20", help="cN: N in flight; pN: N requests/s, Poisson; ...")
-    add("--order", type=_list(str), default=",".join(SETUPS), help="setups, one after the other on the device")
+    add(
+        "--order",
+        type=_list(str),
+        default=_ORDER,
+        help="setups, one after the other on the device: " + ", ".join(SETUPS),
+    )
     add("--setup", default="1@1", help="N@N: N engines, beside each of which an encoder shares its device")
     add("--requests", type=int, default=1000, help="of each stream")
     add("--text", type=int, default=64, help="tokens of text in a prompt")

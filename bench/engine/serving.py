@@ -165,9 +165,9 @@ def _end_group(group: int) -> None:
             time.sleep(0.1)
 
 
-def transfer(target: str, delivery: str) -> dict[str, str]:
+def transfer(target: str, delivery: str, keys: Mapping[str, object]) -> dict[str, str]:
     """The flag of an engine that fetches from `target`, through the connector that notes moments."""
-    extra = {"target": target, "wait": 10, "delivery": delivery, "delivery_bytes": DELIVERY_BYTES}
+    extra = {"target": target, "wait": 10, "delivery": delivery, "delivery_bytes": DELIVERY_BYTES, **keys}
     chosen = {"ec_connector": "Watched", "ec_connector_module_path": "bench.engine.watched", "ec_role": "ec_consumer"}
     return {"--ec-transfer-config": json.dumps(chosen | {"ec_connector_extra_config": extra})}
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import tempfile
 import time
+import tomllib
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -125,7 +126,7 @@ def _engines(
 
 
 def _pairs(stack: ExitStack, setup: Setup, options: Namespace, settings: Settings, folder: Path) -> None:
-    """An encoder, an engine and a router for each device."""
+    """An encoder and an engine for each device, and a router unless vLLM's own front end calls the encoder."""
     mps = stack.enter_context(_mps(folder)) if options.mps else {}
     before = cards()
     prefix = environment(options, mps | (_percentage(options.mps) if options.mps else {}))
@@ -139,18 +140,33 @@ def _pairs(stack: ExitStack, setup: Setup, options: Namespace, settings: Setting
     setup.described["encoder_mib"] = held or None
     setup.moments = folder / "moments"
     setup.moments.touch()
-    common = Settings({}, {**mps, "ENGINE_BENCH_MOMENTS": str(setup.moments)})
+    common = Settings({}, {**mps, "ENGINE_BENCH_MOMENTS": str(setup.moments)} | installed(folder))
     pool = serving.DELIVERY_BYTES // MIB if "--nixl" in options.server_flags else 0
     shares = []
+    (key := folder / "key").write_bytes(os.urandom(32))
     for index, each in enumerate(setup.encoders):
         taken = (held[index] + pool) / before[index]["total_mib"] if held else 0.0
         share = _share(options.memory - taken).changed(common)
-        shares.append(share.changed(Settings(serving.transfer(each.target, options.delivery))))
+        keys = {"content_key_file": str(key)} if setup.name == "plugin" else {"allow_caller_embeds": True}
+        shares.append(share.changed(Settings(serving.transfer(each.target, options.delivery, keys))))
     _engines(stack, setup, options, settings.changed(options.beside), shares)
+    if setup.name == "plugin":
+        return
     for each, engine in zip(setup.encoders, setup.engines, strict=True):
         routing = _router(each.target, engine.url, environment(options))
         setup.routers.append(stack.enter_context(routing))
     setup.urls = [f"http://{each.target}" for each in setup.routers]
+
+
+def installed(folder: Path) -> dict[str, str]:
+    """Variables of an engine that finds Vitwire's plugin, also where Vitwire is only on the path."""
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (info := folder / "vitwire-0.1.dist-info").mkdir(exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vitwire\nVersion: 0.1\n")
+    groups = project["entry-points"].items()
+    lines = [f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in each.items()) for group, each in groups]
+    (info / "entry_points.txt").write_text("".join(lines))
+    return {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
 
 
 def _share(memory: float) -> Settings:

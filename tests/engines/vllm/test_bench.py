@@ -33,25 +33,26 @@ def words(model: Path, *flags: str) -> list[str]:
 
 
 def test_bench(model: Path, tmp_path: Path) -> None:
-    """Both setups answer all requests, and `beside` fetches each image once; a continued run starts neither again."""
+    """All setups answer all requests, and pairs fetch each image once; a continued run starts none again."""
     out = tmp_path / "engine.json"
-    flags = ("--order", "local,beside", "--loads", "c4", "--requests", "120", "--out", str(out))
+    flags = ("--order", "local,beside,plugin", "--loads", "c4", "--requests", "120", "--out", str(out))
     document = last_line(*words(model, *flags))
     assert "error" not in document, document
-    assert [(row["setup"], row["errors"]) for row in document["streams"]] == [("local", 0), ("beside", 0)]
-    local, beside = document["streams"]
+    assert [(row["setup"], row["errors"]) for row in document["streams"]] == [("local", 0), ("beside", 0), ("plugin", 0)]
+    local, beside, plugin = document["streams"]
     for row in document["streams"]:
         assert row["requests_per_s"] > 0 < row["itl_p99_ms"]
         assert row["ttft_p99_ms"] >= row["ttft_p50_ms"] > 0 < row["prefill_mean_ms"]
     parts = [beside[f"{name}_cpu_ms"] for name in ("engine", "encoder", "router")]
     assert beside["cpu_ms"] == pytest.approx(sum(parts), abs=0.03)
     assert local["cpu_ms"] == local["engine_cpu_ms"] > 0
-    (spans,) = document["spans"]
-    assert beside["connector"]["vitwire_ec_fetched_items_total"] >= spans["of"] > 30
+    assert plugin["cpu_ms"] == pytest.approx(plugin["engine_cpu_ms"] + plugin["encoder_cpu_ms"], abs=0.02)
     stages = ("sent", "accepted", "queued", "fetched", "first_token")
-    for earlier, later in pairwise(stages):
-        assert spans[f"{earlier}_{later}_p50_ms"] > 0, spans
-    assert [row["setup"] for row in document["against_local"]] == ["beside"]
+    for row, spans in zip((beside, plugin), document["spans"], strict=True):
+        assert row["connector"]["vitwire_ec_fetched_items_total"] >= spans["of"] > 30
+        for earlier, later in pairwise(stages):
+            assert spans[f"{earlier}_{later}_p50_ms"] > 0, spans
+    assert [row["setup"] for row in document["against_local"]] == ["beside", "plugin"]
     assert document["starts"][1]["kv_tokens"] == document["starts"][0]["kv_tokens"] == [256 * 16]
     assert last_line(*words(model, *flags))["streams"] == document["streams"]
 

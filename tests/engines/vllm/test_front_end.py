@@ -12,7 +12,7 @@ from anthropic import Anthropic
 from bench.engine.photos import MODEL
 from bench.engine.serving import EngineProcess, Failed
 from openai import OpenAI
-from tests.engines.vllm.hooked import installed, served
+from tests.engines.vllm.hooked import served
 from tests.engines.vllm.image_site import data_url, picture
 
 from servers import ServerProcess
@@ -24,7 +24,7 @@ TEXT = {"type": "text", "text": "?"}
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return installed(tmp_path_factory.mktemp("installed"))
+    return tmp_path_factory.mktemp("installed")
 
 
 @pytest.fixture(scope="module")
