@@ -46,7 +46,7 @@ class ClientProcess:
         self.send(**command)
         return self.answer()
 
-    def send(self, **command: Row) -> None:
+    def send(self, **command: Any) -> None:
         assert self._process.stdin
         try:
             print(json.dumps(command), file=self._process.stdin, flush=True)

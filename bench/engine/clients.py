@@ -1,9 +1,12 @@
 """The client processes of a run, as their parent sees them."""
 
+import json
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from bench.client_processes import ClientProcess
 from bench.engine.answers import Answer
@@ -30,6 +33,8 @@ class Clients:
     """Sends streams of requests."""
 
     processes: Sequence[StreamProcess]
+    folder: Path
+    """Where each process writes what came of its requests, in a file named after its process id."""
 
     @property
     def pids(self) -> list[int]:
@@ -48,9 +53,13 @@ class Clients:
             each.answer()
         in_flight = int(load.amount) // len(sharing)
         at = time.monotonic() + _SOON
+        run = {"urls": list(urls), "load": str(load), "in_flight": in_flight, "at": at, "label": label}
         for each in sharing:
-            each.send(run={"urls": list(urls), "load": str(load), "in_flight": in_flight, "at": at, "label": label})
-        rows = [row for each in sharing for row in each.answer(seconds + _DRAIN)["answers"]]
+            each.send(run=run, answers=str(self.folder / str(each.pid)))
+        rows = []
+        for each in sharing:
+            each.answer(seconds + _DRAIN)
+            rows += json.loads((self.folder / str(each.pid)).read_text(encoding="utf-8"))
         return sorted((Answer(**row) for row in rows), key=lambda each: each.start)
 
     def _sharing(self, load: Load) -> Sequence[StreamProcess]:
@@ -61,7 +70,7 @@ class Clients:
 @contextmanager
 def clients(count: int, cores: Sequence[int]) -> Iterator[Clients]:
     """Client processes, which end with the block."""
-    with ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="answers-") as folder, ExitStack() as stack:
         with on_cores(cores):
             started = [stack.enter_context(StreamProcess("stream")) for _ in range(count)]
-        yield Clients(started)
+        yield Clients(started, Path(folder))
