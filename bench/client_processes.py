@@ -1,7 +1,6 @@
 """Client processes and bare servers of the benchmarks, as their parent sees them, and what processes cost."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -10,67 +9,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from select import select
-from typing import Any, Self
+from typing import Any
 
 import psutil
+from bench.commands import ClientEnded, CommandProcess, Row, end
 
-Row = dict[str, Any]
-ANSWER_SECONDS = 180
 RAMP = 1.0
 """Seconds for a load to get under way before it is measured, and the least it runs on afterwards."""
 
 
-class ClientFailed(Exception):
-    """A client process could not do what it was asked."""
-
-
-class ClientProcess:
+class ClientProcess(CommandProcess):
     """A process that runs `bench/load_process.py`; the arguments go to its callers."""
 
-    program = (sys.executable, "-m", "bench.load_process")
-
     def __init__(self, kind: str, **settings: Any) -> None:
-        command = [*self.program, json.dumps({"kind": kind, **settings})]
-        variables = {"GRPC_VERBOSITY": "NONE", "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
-        )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def ask(self, **command: Row) -> Row:
-        """Send a command and wait for its answer."""
-        self.send(**command)
-        return self.answer()
-
-    def send(self, **command: Any) -> None:
-        assert self._process.stdin
-        try:
-            print(json.dumps(command), file=self._process.stdin, flush=True)
-        except OSError as error:
-            raise ClientFailed(f"the client process has exited: {error}") from error
-
-    def answer(self, seconds: float = ANSWER_SECONDS) -> Row:
-        """The answer to the oldest command without one. Raises ClientFailed, also if there is none in time."""
-        assert self._process.stdout
-        if not select([self._process.stdout], [], [], seconds)[0]:
-            raise ClientFailed(f"the client process did not answer for {seconds:g} s")
-        line = self._process.stdout.readline()
-        if not line:
-            raise ClientFailed(f"the client process exited with {self._process.wait()}")
-        answer: Row = json.loads(line)
-        if "failed" in answer:
-            raise ClientFailed(answer["failed"])
-        return answer
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _end(self._process)
+        super().__init__(sys.executable, "-m", "bench.load_process", json.dumps({"kind": kind, **settings}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +134,7 @@ def bare_servers(processes: int) -> Iterator[tuple[str, list[int]]]:
         command = [sys.executable, "-m", "bench.echo", "--port", str(port), *(["--shared"] if processes > 1 else [])]
         running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
         for each in running:
-            stack.callback(_end, each)
+            stack.callback(end, each)
         ports = [_first_line(each) for each in running]
         yield f"127.0.0.1:{ports[0]}", [each.pid for each in running]
 
@@ -191,11 +143,5 @@ def _first_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout
     line = process.stdout.readline().strip()
     if not line:
-        raise ClientFailed(f"the bare server exited with {process.wait()}")
+        raise ClientEnded(f"the bare server exited with {process.wait()}")
     return line
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a process, and close its pipes."""
-    process.kill()
-    process.communicate()

@@ -15,38 +15,36 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from bench.beside_vllm import AIM, beside
+from bench.beside_vllm import beside
 from bench.catalogue import OTHERS
+from bench.commands import ClientFailed
 from bench.engine.checkpoint import write_tower
 from bench.engine.loads import Size
-from bench.engine.towers.tower_process import TowerEnded
-from bench.engine.towers.vitwire_tower import Loaded
-from bench.engine_times import Batches, EngineTimes, Ran
+from bench.engine.towers.vitwire_tower import VitwireTower
 from bench.floor import Ceilings, floor_seconds
 from bench.kernels import by_group, kernel_times
-from bench.models import PUBLISHED, Load, build, draw, items, plain, preprocessing, shrunk, square, stock
-from bench.other_towers import OtherBench
+from bench.models import PUBLISHED, build, draw, items, plain, shrunk, square
+from bench.other_towers import other_loads
+from bench.random_towers import random_tower
 from bench.random_towers import shrunk as shrunk_other
 from bench.report import environment, show
 from bench.stopwatch import FAILURES, Row, Stopwatch
+from bench.tower_times import COLUMNS, Ran, TowerLoad, TowerTimes
 from rich.console import Console
 
-from vitwire_server.core.items import DType
-from vitwire_server.runtime.attention.selection import select
 from vitwire_server.towers.layouts.packed import PackedTower
+from vitwire_server.towers.tower import Tower
 
 SIZES = (224, 448, 1024, 2048)
 CLIP_FRAMES = 8
 PACKED = {224: 16, 448: 8}
 """Images of a packed batch, by their side."""
-TIMES = ("plain_sdpa", "eager", "graph_stock", "graph", "floor")
 WARM_UPS = 3
-SECONDS_EACH = 1.5
+SECONDS_EACH, OTHER_SECONDS_EACH = 1.5, 0.8
 """A measurement ends after this many seconds or after --repeats, but not before three repeats."""
 _KERNELS = 12
 """Kernels of each replay that are printed, at most."""
 ALL_OTHERS = "others"
-_GROUPS = {ALL_OTHERS: tuple(OTHERS)}
 
 
 def main() -> None:
@@ -56,12 +54,12 @@ def main() -> None:
     if options.device == "cuda":
         torch.set_num_threads(1)  # as the server: it copies into pinned memory
     bench = Bench(torch.device("cuda:0" if options.device == "cuda" else options.device), options)
-    for name in dict.fromkeys(name for given in options.towers for name in _GROUPS.get(given, (given,))):
-        bench.run(name)
+    for name in options.towers:
+        for each in OTHERS if name == ALL_OTHERS else (name,):
+            bench.run(each)
     console = Console(width=120)
     show(console, "milliseconds of one batch on the device", bench.rows)
-    show(console, "milliseconds of one batch on the device, towers of other makers", bench.others)
-    show(console, f"milliseconds of a forward beside vLLM's tower, whose time should be {AIM} times ours", bench.vllm)
+    show(console, "milliseconds of a forward beside vLLM's tower", bench.vllm)
     for load, rows in bench.profiles.items():
         show(console, f"one replay: {load}", [*by_group(rows), *rows[:_KERNELS]])
     show(console, "captures", bench.captures)
@@ -91,12 +89,6 @@ class Bench:
             repeats=options.repeats,
             warm_ups=1 if options.tiny else WARM_UPS,
         )
-        self._others = OtherBench(self._stopwatch, self.captures, self._ceilings, attention=options.attention)
-
-    @property
-    def others(self) -> list[Row]:
-        """Rows of towers of other makers."""
-        return self._others.rows
 
     def run(self, name: str) -> None:
         """All loads on one tower; frees its memory afterwards. Its failure does not end the run."""
@@ -107,27 +99,6 @@ class Bench:
         if self._device.type == "cuda":
             gc.collect()  # rewritten modules are in cycles
             torch.cuda.empty_cache()
-
-    def _qwen(self, name: str) -> None:
-        model_type, fields = PUBLISHED[name]
-        fields = shrunk(fields, 2, 128) if self._options.tiny else fields
-        tower = build(model_type, fields, torch.bfloat16, self._device)
-        sizes = _sizes_of(self._options.sizes)
-        loads = [Load(load, [square(tower, each.side, each.frames)] * each.images) for load, each in sizes.items()]
-        rows = {load.name: self._row(name, tower, load) for load in loads}
-        self.rows += rows.values()
-        with tempfile.TemporaryDirectory(prefix="gpu-bench-") as folder:
-            checkpoint = folder if self._options.vllm and model_type == "qwen3_vl" else ""
-            if checkpoint:
-                write_tower(Path(checkpoint), tower.model)
-            self._plain(tower, loads, rows)
-            self._ours(name, tower, loads, rows, checkpoint)
-
-    def _other(self, name: str) -> None:
-        if not self._has_time(name):
-            return
-        other = shrunk_other(OTHERS[name]) if self._options.tiny else OTHERS[name]
-        self._attention[name] = self._others.run(name, other, self._device)
 
     def document(self) -> Row:
         """All that was measured, and the conditions."""
@@ -143,57 +114,65 @@ class Bench:
             "attention": self._attention,
             "left_out": self._stopwatch.left_out,
             "rows": self.rows,
-            "others": self.others,
             "vllm_engine": self._vllm_engine,
             "vllm": self.vllm,
             "profiles": self.profiles,
             "captures": self.captures,
         }
 
-    def _row(self, name: str, tower: PackedTower, load: Load) -> Row:
-        patches = sum(grid.patches for grid in load.grids)
-        row: Row = {"tower": name, "load": load.name, "tokens": patches // tower.geometry.merge**2}
-        row |= dict.fromkeys(TIMES)
-        return row | {"floor": round(1e3 * floor_seconds(tower, load.grids, self._ceilings), 3)}
+    def _other(self, name: str) -> None:
+        if not self._has_time(name):
+            return
+        other = shrunk_other(OTHERS[name]) if self._options.tiny else OTHERS[name]
+        built = random_tower(other, torch.bfloat16, self._device)
+        loads = other_loads(name, other, built, self._ceilings, self._stopwatch)
+        self._measured(name, built.tower, loads, OTHER_SECONDS_EACH)
 
-    def _plain(self, tower: PackedTower, loads: Sequence[Load], rows: dict[str, Row]) -> None:
-        """transformers with its own attention."""
-        with stock(tower, "sdpa"):
-            for load in loads:
-                once = partial(plain, tower, draw(tower, load.grids), load.grids)
-                timed = partial(self._stopwatch.timed, once)
-                self._stopwatch.measure(rows[load.name], "plain_sdpa", timed, SECONDS_EACH)
-
-    def _ours(
-        self, name: str, tower: PackedTower, loads: Sequence[Load], rows: dict[str, Row], checkpoint: str
-    ) -> None:
-        """The server's engine without graphs and with them; a budget for each load, so nothing is padded."""
-        choice = select(self._options.attention, self._device, tower.dtype, *tower.attention_heads, captured=True)
-        tower.use_attention(choice.implementation)
-        self._attention[name] = f"{choice.name}, {choice.reason}"
-        times = EngineTimes(tower, name, self._stopwatch, self.captures, SECONDS_EACH)
-        batches = {load.name: items(tower, load.grids, draw(tower, load.grids)) for load in loads}
-        *_, (_, ran) = times.measured(batches, rows, choice)
-        if checkpoint and self._has_time(f"{name} vllm"):
-            plan, dtype = ran.plan, DType.BFLOAT16
-            self._vllm(name, Loaded(tower, ran.engine, plan, preprocessing(), dtype, checkpoint))
+    def _qwen(self, name: str) -> None:
+        model_type, fields = PUBLISHED[name]
+        fields = shrunk(fields, 2, 128) if self._options.tiny else fields
+        tower = build(model_type, fields, torch.bfloat16, self._device)
+        loads = [self._load(name, tower, *each) for each in _sizes_of(self._options.sizes).items()]
+        with tempfile.TemporaryDirectory(prefix="gpu-bench-") as folder:
+            beside_vllm = self._options.vllm and model_type == "qwen3_vl"
+            if beside_vllm:
+                write_tower(Path(folder), tower.model)
+            ran = self._measured(name, tower, loads, SECONDS_EACH)
+            if beside_vllm and self._has_time(f"{name} vllm"):
+                self._beside(name, VitwireTower(tower, ran, folder))
         if self._options.profile:
-            self._profile(name, ran, batches)
+            self._profile(name, ran, loads)
+
+    def _load(self, name: str, tower: PackedTower, load: str, size: Size) -> TowerLoad:
+        grids = [square(tower, size.side, size.frames)] * size.images
+        pixels = draw(tower, grids)
+        batch = items(tower, grids, pixels)
+        row: Row = {"tower": name, "load": load, "rows": sum(item.rows for item in batch), **dict.fromkeys(COLUMNS)}
+        row["floor"] = round(1e3 * floor_seconds(tower, grids, self._ceilings), 3)
+        return TowerLoad(row, batch, partial(plain, tower, pixels, grids))
+
+    def _measured(self, name: str, tower: Tower, loads: Sequence[TowerLoad], seconds: float) -> Ran:
+        """Plain transformers and our engine, with a budget for each load, so that nothing is padded."""
+        self.rows += [load.row for load in loads]
+        times = TowerTimes(name, tower, self._stopwatch, self.captures, seconds)
+        ran, self._attention[name] = times.measure(loads, self._options.attention)
+        return ran
 
     def _has_time(self, what: str) -> bool:
         if self._stopwatch.is_over:
             self._stopwatch.left_out.append(f"{what}: no time")
         return not self._stopwatch.is_over
 
-    def _profile(self, name: str, ran: Ran, batches: Batches) -> None:
-        for load, batch in batches.items():
+    def _profile(self, name: str, ran: Ran, loads: Sequence[TowerLoad]) -> None:
+        for load in loads:
+            what = f"{name} {load.row['load']}"
             try:
-                if replay := ran.replay(batch):
-                    self.profiles[f"{name} {load}"] = kernel_times(replay, self._device)
+                if replay := ran.replay(load.items):
+                    self.profiles[what] = kernel_times(replay, self._device)
             except FAILURES as error:
-                self._stopwatch.failed(f"{name} {load} profile", error)
+                self._stopwatch.failed(f"{what} profile", error)
 
-    def _vllm(self, name: str, loaded: Loaded) -> None:
+    def _beside(self, name: str, ours: VitwireTower) -> None:
         """Rows as they are measured; what fails is left out."""
         sizes, left_out = _sizes_of(self._options.sizes), self._stopwatch.left_out
 
@@ -204,11 +183,10 @@ class Bench:
 
         left, note = lambda: self._stopwatch.left, self._vllm_engine.update
         try:
-            for row in beside(loaded, sizes, self._options.vllm, left, skip, note):
+            for row in beside(ours, sizes, self._options.vllm, left, skip, note):
                 self.vllm.append({"tower": name} | row)
                 sys.stderr.write(f"{self.vllm[-1]}\n")
-        except (TowerEnded, *FAILURES) as error:
-            sys.stderr.write(f"{error}\n")
+        except (ClientFailed, *FAILURES) as error:
             self._stopwatch.failed(f"{name} vllm", error)
 
 
@@ -231,7 +209,7 @@ def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu simulates graphs: shows that it runs")
     add("--tiny", action="store_true", help="two layers of 128 columns: measures nothing")
-    names = [*PUBLISHED, *_GROUPS, *OTHERS]
+    names = [*PUBLISHED, ALL_OTHERS, *OTHERS]
     listed = f"{', '.join(PUBLISHED)} (these by default); {ALL_OTHERS}, or of those {', '.join(OTHERS)}"
     add("--towers", nargs="+", choices=names, default=list(PUBLISHED), metavar="TOWER", help=listed)
     add("--sizes", type=_sizes, default=list(SIZES), help="sides of images in pixels, as 224,448; of the Qwen towers")

@@ -1,7 +1,6 @@
 """Vision towers of published and of bench sizes, with random weights, built on a device without a checkpoint."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -19,6 +18,7 @@ from vitwire_server.demo.saving import write_json
 from vitwire_server.demo.shrinking import CLIP, STEPS
 from vitwire_server.towers.layouts.packed import PackedTower
 from vitwire_server.towers.registry import FAMILIES
+from vitwire_server.towers.tower import Tower
 
 _QWEN3 = {"patch_size": 16, "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24]}
 PUBLISHED: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
@@ -118,29 +118,16 @@ def draw(tower: PackedTower, grids: Sequence[Grid]) -> Tensor:
 
 def items(tower: PackedTower, grids: Sequence[Grid], pixels: Tensor) -> list[Item]:
     """The same pixels as the server's items."""
+    parts = torch.split(pixels, [grid.patches for grid in grids])
+    kinds = [Modality.IMAGE if grid.t == 1 else Modality.VIDEO for grid in grids]
+    return [item(tower, *each) for each in zip(grids, parts, kinds, strict=True)]
+
+
+def item(tower: Tower, grid: Grid, pixels: Tensor, modality: Modality = Modality.IMAGE) -> Item:
+    """Pixels of the tower's dtype as an item of the server."""
     dtype = DType.of(str(pixels.dtype).removeprefix("torch."))
-    parts = torch.split(pixels.cpu(), [grid.patches for grid in grids])
-    return [
-        Item(
-            Modality.IMAGE if grid.t == 1 else Modality.VIDEO,
-            grid,
-            Pixels(bytes(part.contiguous().view(torch.uint8).numpy().data), dtype, tuple(part.shape)),
-            tower.footprint(grid),
-            dtype,
-        )
-        for grid, part in zip(grids, parts, strict=True)
-    ]
-
-
-@contextmanager
-def stock(tower: PackedTower, implementation: str) -> Iterator[None]:
-    """Use transformers' own attention within the block."""
-    before = tower.model.config._attn_implementation
-    tower.use_attention(implementation)
-    try:
-        yield
-    finally:
-        tower.use_attention(before)
+    data = bytes(pixels.cpu().contiguous().view(torch.uint8).numpy().data)
+    return Item(modality, grid, Pixels(data, dtype, tuple(pixels.shape)), tower.footprint(grid), dtype)
 
 
 @torch.inference_mode()

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import towers
-from bench.client_processes import ClientFailed, ClientProcess, bare_servers, loaded, prepared
+from bench.client_processes import ClientProcess, bare_servers, loaded, prepared
+from bench.commands import ClientFailed
 from bench.report import Report
 from bench.service_options import parser
 from bench.setups import Load, Server, Setup, started

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.client_processes import ClientProcess
+from bench.commands import CommandProcess
 from bench.engine.answers import Answer
 from bench.engine.cores import on_cores
 from bench.engine.loads import Load
@@ -22,17 +22,12 @@ _DRAIN = 130.0
 """Seconds in which a request ends, more than `client_process.SECONDS`."""
 
 
-class StreamProcess(ClientProcess):
-    """A process that runs `bench/engine/client_process.py`."""
-
-    program = (PYTHON, "-m", "bench.engine.client_process")
-
-
 @dataclass(frozen=True, slots=True)
 class Clients:
     """Sends streams of requests."""
 
-    processes: Sequence[StreamProcess]
+    processes: Sequence[CommandProcess]
+    """Each runs `bench/engine/client_process.py`."""
     folder: Path
     """Where each process writes what came of its requests, in a file named after its process id."""
 
@@ -62,7 +57,7 @@ class Clients:
             rows += json.loads((self.folder / str(each.pid)).read_text(encoding="utf-8"))
         return sorted((Answer(**row) for row in rows), key=lambda each: each.start)
 
-    def _sharing(self, load: Load) -> Sequence[StreamProcess]:
+    def _sharing(self, load: Load) -> Sequence[CommandProcess]:
         """All processes, or one if they cannot have equally many requests in flight."""
         return self.processes if not load.closed or load.amount % len(self.processes) == 0 else self.processes[:1]
 
@@ -72,5 +67,6 @@ def clients(count: int, cores: Sequence[int]) -> Iterator[Clients]:
     """Client processes, which end with the block."""
     with tempfile.TemporaryDirectory(prefix="answers-") as folder, ExitStack() as stack:
         with on_cores(cores):
-            started = [stack.enter_context(StreamProcess("stream")) for _ in range(count)]
+            words = (PYTHON, "-m", "bench.engine.client_process")
+            started = [stack.enter_context(CommandProcess(*words)) for _ in range(count)]
         yield Clients(started, Path(folder))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from bench.client_processes import ClientFailed
+from bench.commands import ClientFailed
 from bench.engine import document
 from bench.engine.answers import Answer, figures, spans
 from bench.engine.clients import Clients, clients

@@ -42,7 +42,7 @@ def test_gpu_bench_on_simulated_graphs(tmp_path: Path) -> None:
     assert len(document["rows"]) == 4
     for row in document["rows"]:
         assert min(row[name] for name in ("plain_sdpa", "eager", "graph")) > 0
-        assert row["graph_stock"] > 0
+        assert row["graph_stock"] > 0 < row["norm_error"] < 0.05
     assert {row["tower"] for row in document["captures"]} == {"Qwen2.5-VL-7B"}
     assert len(document["profiles"]) == 4
     for kernels in document["profiles"].values():
@@ -60,16 +60,12 @@ def test_gpu_bench_says_how_to_get_vllm(where: str) -> None:
     assert document["rows"][0]["graph"] > 0
 
 
-@pytest.mark.parametrize(
-    ("default", "exact", "aim"), [(3.0, 3.0, "reached"), (3.0, 2.9, "default only"), (2.9, 3.1, "missed")]
-)
-def test_both_graphs_of_vllm_must_take_as_long_as_the_aim(default: float, exact: float, aim: str) -> None:
-    rows = {"vitwire": 2.0, "vllm_eager": 20.0, "vllm_graph": default, "vllm_exact": exact}
-    assert compared({name: {"device_ms": time} for name, time in rows.items()})["aim"] == aim
-    for missing in ("vitwire", "vllm_graph", "vllm_exact"):
-        found = compared({name: {"device_ms": time} for name, time in rows.items() if name != missing})
-        assert found["aim"] is None
-        assert found["vllm_eager"] == 20
+def test_graphs_of_vllm_are_compared_with_ours() -> None:
+    rows = {"vitwire": 2.0, "vllm_eager": 20.0, "vllm_graph": 3.0, "vllm_exact": 2.9}
+    found = compared({name: {"device_ms": time} for name, time in rows.items()})
+    assert (found["vllm_eager"], found["vllm_over_ours"], found["exact_over_ours"]) == (20, 1.5, 1.45)
+    found = compared({name: {"device_ms": time} for name, time in rows.items() if name != "vitwire"})
+    assert (found["ours"], found["vllm_graph"], found["vllm_over_ours"]) == (None, 3, None)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.client_processes import ClientFailed, ClientProcess, bare_servers, cpu_seconds, loaded
+from bench.client_processes import ClientProcess, bare_servers, cpu_seconds, loaded
+from bench.commands import ClientFailed
 from bench.echo import read_sizes, write_sizes
 from bench.report import Report
 from bench.service import Bench

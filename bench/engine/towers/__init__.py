@@ -1,1 +1,1 @@
-"""`make engine-bench FLAGS=--towers`: vLLM's tower and the server's on one device, each in its own process."""
+"""`make gpu-bench FLAGS=--vllm`: vLLM's tower, in a separate process, and the server's on one device."""

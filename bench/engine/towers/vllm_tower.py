@@ -1,7 +1,6 @@
 """vLLM's tower as its V2 model runner drives it: eagerly, in graphs of its default budgets, and of exact ones."""
 
 import os
-import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -9,10 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 import vllm
+from bench.commands import Row
 from bench.engine.loads import Size
 from bench.engine.requests import image_tokens
-from bench.engine.serving import ENVIRONMENT
-from bench.engine.towers.answering import Row, Tower, answering
+from bench.engine.serving import ENVIRONMENT, free_port
+from bench.engine.towers.answering import Tower, answering
 from PIL import Image
 from torch import Tensor
 from transformers import BatchFeature
@@ -71,7 +71,7 @@ class VllmTower(Tower):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         with set_current_vllm_config(config):
-            init_distributed_environment(1, 0, f"tcp://127.0.0.1:{_free_port()}", 0, current_platform.dist_backend)
+            init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", 0, current_platform.dist_backend)
             ensure_model_parallel_initialized(1, 1)
             self._model: Any = get_model(vllm_config=config)
             self._runners = {"vllm_eager": self._runner(config), "vllm_graph": self._runner(config, [])}
@@ -81,11 +81,9 @@ class VllmTower(Tower):
             self._exact = {size: self._exact_runner(config, size) for size in sizes}
         self._front = InputProcessor(config)
 
-    def described(self) -> Row:
-        visual = self._model.visual
-        default = self._runners["vllm_graph"].cudagraph_manager
+        visual, default = self._model.visual, self._runners["vllm_graph"].cudagraph_manager
         flash = getattr(visual.blocks[0].attn.attn, "_fa_version", None)
-        return {
+        self.described = {
             "engine": f"vLLM {vllm.__version__}",
             "device": current_platform.get_device_name(),
             "vllm_attention": f"{visual.attn_backend}" + (f" {flash}" if flash else ""),
@@ -96,18 +94,16 @@ class VllmTower(Tower):
         return torch.cat(self.call(column, pictures)())
 
     @torch.inference_mode()
-    def replayed(self, column: str, pictures: Sequence[Any]) -> tuple[Callable[[], object], Sequence[int]]:
+    def replayed(self, column: str, pictures: Sequence[Any]) -> Callable[[], object]:
         items, runner = self._items(pictures), self._chosen(column, pictures)
         if manager := runner.cudagraph_manager:
             assert isinstance(manager, Graphs)
             manager.replayed.clear()
             runner.execute_mm_encoder(items)
             if graphs := list(manager.replayed):
-                replay = torch.inference_mode()(lambda: [each.graph.replay() for each in graphs])
-                return replay, [each.token_budget for each in graphs]
+                return torch.inference_mode()(lambda: [each.graph.replay() for each in graphs])
         batches = list(group_and_batch_mm_kwargs(items, device=self.device, pin_memory=PIN_MEMORY))
-        forward = torch.inference_mode()(lambda: [self._model.embed_multimodal(**each) for _, _, each in batches])
-        return forward, []
+        return torch.inference_mode()(lambda: [self._model.embed_multimodal(**each) for _, _, each in batches])
 
     def call(self, column: str, pictures: Sequence[Any]) -> Callable[[], Any]:
         return partial(self._chosen(column, pictures).execute_mm_encoder, self._items(pictures))
@@ -165,13 +161,6 @@ class VllmTower(Tower):
         if manager:
             runner.capture()
         return runner
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def test_vllm_has_graphs_of_exact_sizes_beside_ours() -> None:
         assert min(row["ours"], row["vllm_eager"], row["vllm_exact"], row["call_ours"]) > 0
         assert row["exact_over_ours"] == pytest.approx(row["vllm_exact"] / row["ours"], abs=0.01)
         assert 0 < row["error"] < 0.03
-        assert (row["vllm_graph"] is None) == (load != "256^2") == (row["aim"] is None)
+        assert (row["vllm_graph"] is None) == (load != "256^2") == (row["vllm_over_ours"] is None)
     assert rows["256^2"]["error_vllm"] == pytest.approx(rows["256^2"]["error"], rel=0.1)
     left_out = "\n".join(document["left_out"])
     assert "112^2 vllm: its processor would resize them" in left_out
