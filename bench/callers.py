@@ -1,51 +1,37 @@
-"""What makes a benchmark's calls: the client, the client for asyncio, grpc.aio alone, and health checks.
-
-Threads are started by the load engine of `vitwire bench` (`vitwire_cli/bench/load.py`); what runs on an event loop
-records the same samples.
-"""
+"""What makes a benchmark's calls: the client, in threads of `vitwire bench`, and grpc.aio alone on an event loop."""
 
 import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, cast
 
 import grpc.aio
-from bench.echo import ANSWER, UNLIMITED, write_sizes
+from bench.echo import ANSWER, UNLIMITED
 from bench.images import Messages, images_of, serialised
 
-from vitwire import AsyncClient, Client, Embedding, Item, Unavailable, VitwireError
+from vitwire import Client, Embedding, Item
 from vitwire_cli.bench.load import Load, Pace, Sample
 from vitwire_cli.bench.workload import Workload
 
 Row = dict[str, Any]
 _CHANNEL = (*UNLIMITED, ("grpc.use_local_subchannel_pool", 1))
+_DISTINCT = 4
+"""Requests that are sent in turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What each call sends: `images` images of one size, of `distinct` requests in turn."""
+    """What each call sends: one image."""
 
-    side: int = 0
-    """Pixels on each side of the square images."""
-    size: str = ""
-    """A name of `images.SIZES`, instead of a side."""
+    size: str
+    """Pixels on each side of a square image, or a name of `images.SIZES`."""
     pixels: str = "uint8"
     """What is sent: one of `images.PIXELS`."""
-    images: int = 1
-    distinct: int = 4
     answer: Sequence[int] = ()
     """Sizes of the messages to ask of a bare server; empty for a service."""
-
-
-@dataclass(frozen=True, slots=True)
-class Calls:
-    """Calls that ended."""
-
-    began: float
-    """Seconds of the monotonic clock from which the samples count."""
-    samples: Sequence[Sample]
 
 
 class Caller(ABC):
@@ -56,42 +42,27 @@ class Caller(ABC):
         """Draw the images and make one call; returns the bytes and rows of a call."""
 
     @abstractmethod
-    def run(self, pace: Pace, pause: float) -> Calls:
-        """Make calls; `pause` is in seconds, between the end of a call and the start of the next one."""
-
-    def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Close connections."""
+    def run(self, pace: Pace) -> Row:
+        """Make calls; returns `_ended`."""
 
 
-class Threads(Caller):
-    """A thread for each call in flight."""
-
-    requests: Sequence[Sequence[Item]] = ((),)
-
-    @abstractmethod
-    def encode(self, items: Sequence[Item]) -> Sequence[Embedding]:
-        """Make one call. Raises VitwireError."""
-
-    def run(self, pace: Pace, pause: float) -> Calls:
-        """A pause holds up all threads, so it is for one call in flight."""
-        load = Load(cast("Client", self), Workload(self.requests), pace, fresh=False)
-        if pause:
-            load.on_sample = lambda _: time.sleep(pause)
-        load.run()
-        return Calls(load._began, load.samples)  # of `perf_counter`, which on Linux is the monotonic clock
-
-
-class SyncClient(Threads):
-    """The synchronous client; `delivery` and `device` as it takes them."""
+class SyncClient(Caller):
+    """The client, with a thread for each call in flight; `delivery` and `device` as it takes them."""
 
     def __init__(self, target: str, delivery: str = "", device: str | None = None) -> None:
         where: Row = {"delivery": delivery, "device": device} if delivery else {}
         self._client = Client(target, timeout=120, **where)
         self._reads = delivery == "nixl"
+        self._requests: list[list[Item]] = []
 
     def prepare(self, work: Work) -> Row:
-        self.requests, described = _drawn(self._client, work)
+        self._requests, described = _drawn(self._client, work)
         return described
+
+    def run(self, pace: Pace) -> Row:
+        load = Load(cast("Client", self), Workload(self._requests), pace, fresh=False)
+        load.run()
+        return _ended(load._began, load.samples)  # of `perf_counter`, which on Linux is the monotonic clock
 
     def encode(self, items: Sequence[Item]) -> Sequence[Embedding]:
         """Rows that others wrote into our memory are read; the client has read all that it received."""
@@ -101,95 +72,17 @@ class SyncClient(Threads):
                 each.torch()[-1, -1].item()
         return embeddings
 
-    def close(self) -> None:
-        self._client.close()
 
-
-class Health(Threads):
-    """Health checks."""
-
-    def __init__(self, target: str) -> None:
-        self._client = Client(target)
-
-    def prepare(self, work: Work) -> Row:  # noqa: ARG002
-        self._client.health()
-        return {"up": 0, "down": 0, "tokens": 0, "answer": []}
-
-    def encode(self, items: Sequence[Item]) -> Sequence[Embedding]:  # noqa: ARG002
-        if (status := self._client.health(timeout=30)) != "SERVING":
-            raise Unavailable(status, code=status)
-        return ()
-
-    def close(self) -> None:
-        self._client.close()
-
-
-class Tasks(Caller):
-    """A task for each call in flight, on an event loop."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-
-    @abstractmethod
-    async def call(self, number: int) -> str:
-        """Make one call; returns the code of its error, or nothing."""
-
-    def run(self, pace: Pace, pause: float) -> Calls:
-        assert not pause, "only threads pause"
-        return self.loop.run_until_complete(self._run(pace))
-
-    async def _run(self, pace: Pace) -> Calls:
-        began = time.monotonic()
-        samples: list[Sample] = []
-        numbers = iter(range(pace.requests if pace.requests is not None else 1 << 62))
-
-        async def work() -> None:
-            while (start := time.monotonic() - began) < pace.seconds and (number := next(numbers, None)) is not None:
-                error = await self.call(number)
-                samples.append(Sample(start, time.monotonic() - began, error=error))
-
-        await asyncio.gather(*(work() for _ in range(pace.concurrency)))
-        return Calls(began, samples)
-
-
-class AsyncioClient(Tasks):
-    """The client for asyncio."""
-
-    def __init__(self, target: str) -> None:
-        super().__init__()
-        self._target = target
-        self._client = self.loop.run_until_complete(self._opened())
-
-    async def _opened(self) -> AsyncClient:
-        return AsyncClient(self._target, timeout=120)
-
-    def prepare(self, work: Work) -> Row:
-        with Client(self._target) as client:
-            self._requests, described = _drawn(client, work)
-        self.loop.run_until_complete(self.call(0))
-        return described
-
-    async def call(self, number: int) -> str:
-        try:
-            await self._client.encode(self._requests[number % len(self._requests)])
-        except VitwireError as error:
-            return error.code
-        return ""
-
-    def close(self) -> None:
-        self.loop.run_until_complete(self._client.close())
-
-
-class Raw(Tasks):
+class Raw(Caller):
     """grpc.aio alone: the client's messages, serialised beforehand, and answers that are only counted."""
 
     def __init__(self, target: str, model: str = "", connections: int = 1) -> None:
         """`model` is the target whose model the images are for; without it, `target` itself."""
-        super().__init__()
+        self._loop = asyncio.new_event_loop()
         self._model = model or target
         self._metadata: tuple[tuple[str, str], ...] = ()
         self._sizes: list[int] = []
-        self._channels = self.loop.run_until_complete(self._opened(target, connections))
+        self._channels = self._loop.run_until_complete(self._opened(target, connections))
 
     async def _opened(self, target: str, connections: int) -> list[grpc.aio.Channel]:
         addresses = target.removeprefix("ipv4:").split(",")
@@ -199,13 +92,31 @@ class Raw(Tasks):
         with Client(self._model) as client:
             requests, described = _drawn(client, work)
             self._requests: list[Messages] = [serialised(each, client.model()) for each in requests]
-        self._metadata = ((ANSWER, write_sizes(work.answer)),) if work.answer else ()
-        self._sizes = self.loop.run_until_complete(self._exchange(0))
+        self._metadata = ((ANSWER, ",".join(map(str, work.answer))),) if work.answer else ()
+        self._sizes = self._loop.run_until_complete(self._exchange(0))
         for number in range(1, 2 * len(self._channels)):
-            self.loop.run_until_complete(self._exchange(number))
+            self._loop.run_until_complete(self._exchange(number))
         return described | {"answer": self._sizes}
 
-    async def call(self, number: int) -> str:
+    def run(self, pace: Pace) -> Row:
+        return self._loop.run_until_complete(self._run(pace))
+
+    async def _run(self, pace: Pace) -> Row:
+        """A task for each call in flight."""
+        began = time.monotonic()
+        samples: list[Sample] = []
+        numbers = count()
+
+        async def work() -> None:
+            while (start := time.monotonic() - began) < pace.seconds:
+                error = await self._call(next(numbers))
+                samples.append(Sample(start, time.monotonic() - began, error=error))
+
+        await asyncio.gather(*(work() for _ in range(pace.concurrency)))
+        return _ended(began, samples)
+
+    async def _call(self, number: int) -> str:
+        """Make one call; returns the code of its error, or nothing."""
         try:
             sizes = await self._exchange(number)
         except grpc.aio.AioRpcError as error:
@@ -226,8 +137,16 @@ class Raw(Tasks):
 def _drawn(client: Client, work: Work) -> tuple[list[list[Item]], Row]:
     """Requests, the first of which was made; and the bytes and rows of a call."""
     model = client.model()
-    images = images_of(client, work.size or str(work.side), work.pixels, range(work.distinct * work.images))
-    requests = [images[at : at + work.images] for at in range(0, len(images), work.images)]
+    requests = [[image] for image in images_of(client, work.size, work.pixels, range(_DISTINCT))]
     tokens = sum(each.shape[0] for each in client.encode(requests[0]))
     down = tokens * model.embedding_width * (4 if model.dtype == "float32" else 2)
     return requests, {"up": serialised(requests[0], model).nbytes, "down": down, "tokens": tokens, "answer": []}
+
+
+def _ended(began: float, samples: Sequence[Sample]) -> Row:
+    """When each call ended, by the monotonic clock, and its seconds and error; samples count from `began`."""
+    return {
+        "at": [began + sample.done for sample in samples],
+        "seconds": [sample.latency for sample in samples],
+        "error": [sample.error for sample in samples],
+    }

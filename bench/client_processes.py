@@ -75,7 +75,6 @@ def loaded(
     servers: Iterable[int],
     *,
     ramp: float = RAMP,
-    pause: float = 0.0,
     sample: Callable[[], None] = lambda: None,
 ) -> Measured:
     """Clients share a load; `sample` is called at the beginning and at the end of the window that is measured."""
@@ -84,7 +83,7 @@ def loaded(
     roots = list(servers)
     begin = time.monotonic() + ramp
     for client, share in working:
-        client.send(run={"in_flight": share, "stop": begin + seconds + ramp / 2, "pause": pause})
+        client.send(run={"in_flight": share, "stop": begin + seconds + ramp / 2})
     time.sleep(max(0.0, begin - time.monotonic()))
     before, cpu = time.monotonic(), (cpu_seconds(roots), cpu_seconds(client.pid for client, _ in working))
     sample()

@@ -7,9 +7,7 @@ of the messages of the answer are in the call's metadata, so the answer has the 
 import argparse
 import asyncio
 import signal
-from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import groupby
 from typing import Any
 
 import grpc
@@ -18,20 +16,8 @@ import grpc.aio
 from vitwire.shared import allocator
 
 ANSWER = "x-answer"
-"""Metadata with the sizes of the answer's messages, as `write_sizes` writes them."""
+"""Metadata with the sizes of the answer's messages, separated by commas."""
 UNLIMITED = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
-
-
-def write_sizes(sizes: Sequence[int]) -> str:
-    """`[5, 5, 3]` as `5x2,3x1`."""
-    return ",".join(f"{size}x{len(list(group))}" for size, group in groupby(sizes))
-
-
-def read_sizes(text: str) -> Iterable[int]:
-    """The inverse of `write_sizes`."""
-    for part in filter(None, text.split(",")):
-        size, _, count = part.partition("x")
-        yield from [int(size)] * int(count)
 
 
 class Echo(grpc.GenericRpcHandler):
@@ -44,8 +30,8 @@ class Echo(grpc.GenericRpcHandler):
         while await context.read() is not grpc.aio.EOF:
             pass
         sizes = next((value for key, value in context.invocation_metadata() if key == ANSWER), "")
-        for size in read_sizes(sizes):
-            await context.write(_zeros(size))
+        for size in filter(None, sizes.split(",")):
+            await context.write(_zeros(int(size)))
 
 
 @cache

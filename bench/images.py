@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from vitwire._transport.balancing import Share
 from vitwire._transport.channel import ENCODE, ENCODE_STREAM
 from vitwire._transport.protocol import Options, parts_of
 from vitwire.model import Model
-from vitwire_cli.bench.workload import Form, random_item
+from vitwire_cli.bench.workload import Form, item_of, random_item
 
 PIXELS = ("uint8", "float16", "float32", "picture", "jpeg")
 """Types of pixels, pictures, and files. Floats are patches of two equal frames, as of a processor; uint8 has one."""
@@ -43,25 +44,19 @@ def images_of(client: Client, size: str, pixels: str, seeds: Iterable[int]) -> l
     if pixels in _FORMS:
         return [made(form=_FORMS[pixels], seed=seed) for seed in seeds]
     if size not in SIZES:
-        return [random_image(model, int(size), pixels, seed) for seed in seeds]
-    _, rows, columns = made(form="pixels").grid
-    return [_random(model, rows, columns, pixels, seed) for seed in seeds]
-
-
-def random_image(model: Model, side: int, pixels: str, seed: int) -> Item:
-    """A square image of `side` pixels, rounded down to whole tokens, of a model that takes patches."""
-    patches = max(1, side // (model.patch_size * model.merge_size)) * model.merge_size
-    return _random(model, patches, patches, pixels, seed)
-
-
-def _random(model: Model, rows: int, columns: int, pixels: str, seed: int) -> Item:
-    rng, patches = np.random.default_rng(seed), rows * columns
-    if pixels == "uint8":
-        values = rng.integers(0, 256, (patches, model.channels * model.patch_size**2), dtype=np.uint8)
+        side = max(1, int(size) // (model.patch_size * model.merge_size)) * model.merge_size
+        grid = (1, side, side)
     else:
-        once = rng.standard_normal((patches, model.channels, 1, model.patch_size**2), dtype=np.float32)
-        values = np.repeat(once.astype(pixels), model.temporal_patch_size, axis=2).reshape(patches, -1)
-    return Item(values, (1, rows, columns))
+        grid = made(form="pixels").grid
+    return [_random(model, grid, pixels, seed) for seed in seeds]
+
+
+def _random(model: Model, grid: tuple[int, int, int], pixels: str, seed: int) -> Item:
+    if pixels == "uint8":
+        return item_of(grid, "image", model, seed)
+    shape = (prod(grid), model.channels, 1, model.patch_size**2)
+    once = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32).astype(pixels)
+    return Item(np.repeat(once, model.temporal_patch_size, axis=2).reshape(len(once), -1), grid)
 
 
 def serialised(items: Sequence[Item], model: Model) -> Messages:

@@ -1,31 +1,24 @@
 """Round trips, alternately by bare gRPC and by the service: the part `trips` of `make wire-bench`."""
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
-from bench.alternation import PathTimes, alternated
-from bench.client_processes import ClientProcess, bare_servers, prepared
+from bench.client_processes import ClientProcess, Measured, bare_servers, loaded, prepared
+from bench.commands import Row
 
 from servers import ServerProcess
 
-Row = dict[str, Any]
 
-
-@dataclass(frozen=True, slots=True)
-class RoundTrip:
+class RoundTrip(NamedTuple):
     """One round trip: the server that answers it, its image, and how many are in flight."""
 
     server: str
     side: int
     pixels: str
     in_flight: int = 1
-
-    @property
-    def work(self) -> Row:
-        return {"side": self.side, "pixels": self.pixels}
 
 
 TRIPS = (
@@ -55,24 +48,49 @@ def measured(server: ServerProcess, name: str, options: Namespace) -> Iterator[t
         paths = {"bare": bare, "service": raw, "client": library}
         for trip in QUICK if options.quick else TRIPS:
             if trip.server == name:
-                size = prepared([raw, library], trip.work)
-                prepared([bare], {**trip.work, "answer": size["answer"]})
-                yield from _rows(trip, size, alternated(paths, servers, trip.in_flight, options))
+                work = {"size": str(trip.side), "pixels": trip.pixels}
+                size = prepared([raw, library], work)
+                prepared([bare], {**work, "answer": size["answer"]})
+                yield from _rows(trip, size, _alternated(paths, servers, trip.in_flight, options))
 
 
-def _rows(trip: RoundTrip, size: Row, times: Mapping[str, PathTimes]) -> Iterator[tuple[str, Row]]:
+def _alternated(
+    clients: Mapping[str, ClientProcess], servers: Mapping[str, Sequence[int]], in_flight: int, options: Namespace
+) -> dict[str, Measured]:
+    """Run the clients one after the other, again and again, so that a slow phase of the machine slows all of them."""
+    seconds = options.seconds / options.turns
+    turns: dict[str, list[Measured]] = {name: [] for name in clients}
+    for _ in range(options.turns):
+        for name, client in clients.items():
+            turns[name].append(loaded([client], in_flight, seconds, servers[name], ramp=0.2))
+    return {name: _together(each) for name, each in turns.items()}
+
+
+def _together(turns: Sequence[Measured]) -> Measured:
+    return Measured(
+        sum(each.seconds for each in turns),
+        sorted(latency for each in turns for latency in each.latencies),
+        dict(sum((Counter(each.errors) for each in turns), Counter())),
+        sum(each.server_cpu for each in turns),
+        sum(each.client_cpu for each in turns),
+    )
+
+
+def _rows(trip: RoundTrip, size: Row, times: Mapping[str, Measured]) -> Iterator[tuple[str, Row]]:
+    """Milliseconds are the median of calls that are alone, else those of a call's share of the time."""
     nbytes = size["up"] + size["down"]
     own: Row = {"in_flight": trip.in_flight, **{f"{way}_mb": round(size[way] / 1e6, 2) for way in ("up", "down")}}
+    taken = {name: each.milliseconds(0.5) if trip.in_flight == 1 else 1e3 / each.rate for name, each in times.items()}
     yield (
         "trips",
         {
             **own,
-            **{f"{name}_ms": round(1e3 * each.seconds, 2) for name, each in times.items()},
-            "service_over_bare": round(times["service"].seconds / times["bare"].seconds, 2),
-            "client_over_bare": round(times["client"].seconds / times["bare"].seconds, 2),
-            "client_gb_per_s": round(nbytes / times["client"].seconds / 1e9, 2),
-            "errors": sum(each.errors for each in times.values()),
+            **{f"{name}_ms": round(each, 2) for name, each in taken.items()},
+            "service_over_bare": round(taken["service"] / taken["bare"], 2),
+            "client_over_bare": round(taken["client"] / taken["bare"], 2),
+            "client_gb_per_s": round(nbytes / taken["client"] / 1e6, 2),
+            "errors": sum(sum(each.errors.values()) for each in times.values()),
         },
     )
     for name, each in times.items():
-        yield "cpu", {**own, "path": name, **each.per_gigabyte(nbytes)}
+        yield "cpu", {**own, "path": name, **each.cpu_per_gigabyte(nbytes)}

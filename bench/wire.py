@@ -1,8 +1,8 @@
 """`make wire-bench`: what the service costs, on a CPU and without a real tower's time.
 
 Round trips through a server whose tower costs nothing, beside a bare gRPC server that reads and writes the same bytes
-in the same messages; small items and health checks beside large ones. Whatever is compared alternates within one run,
-with separate client processes. The last line of stdout is one JSON document.
+in the same messages; small items beside large ones. Whatever is compared alternates within one run, with separate
+client processes. The last line of stdout is one JSON document.
 """
 
 import argparse
@@ -27,7 +27,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 TITLES = {
     "trips": "round trips: milliseconds a call, over a bare gRPC server and through the service with a no-op tower",
     "cpu": "seconds of processors for each GB that went up and down",
-    "beside": "small items and health checks, alone and beside large items (milliseconds)",
+    "beside": "small items, alone and beside large items (milliseconds)",
 }
 Row = dict[str, Any]
 
@@ -62,8 +62,7 @@ class Bench:
                     for table, row in round_trips.measured(servers.get(name, servers["wide"]), name, self._options):
                         self._report.add(table, shape | row)
             if "beside" in self._options.parts:
-                for row in self._beside(servers["wide"]):
-                    self._report.add("beside", shape | row)
+                self._report.add("beside", shape | self._beside(servers["wide"]))
 
     @contextmanager
     def _serving(self, flags: Sequence[str]) -> Iterator[dict[str, ServerProcess]]:
@@ -79,33 +78,27 @@ class Bench:
                 server.wait_for("ready: ")
             yield servers
 
-    def _beside(self, server: ServerProcess) -> Iterator[Row]:
-        """Small items and health checks, 100 a second at most, alone and beside four large items in flight."""
+    def _beside(self, server: ServerProcess) -> Row:
+        """Small items, one in flight, alone and beside four large ones."""
         with ExitStack() as stack:
-            small, bulk, health = (
-                stack.enter_context(ClientProcess(kind, target=server.target))
-                for kind in ("client", "client", "health")
-            )
-            clients = {"small item": small, "health": health}
-            prepared(list(clients.values()), {"side": 64})
-            prepared([bulk], {"side": 1024, "pixels": "float16"})
+            small, bulk = (stack.enter_context(ClientProcess("client", target=server.target)) for _ in range(2))
+            prepared([small], {"size": "64"})
+            prepared([bulk], {"size": "1024", "pixels": "float16"})
 
-            def measured(client: ClientProcess) -> Measured:
-                return loaded([client], 1, self._options.seconds, [server.process.pid], ramp=0.3, pause=0.01)
+            def measured() -> Measured:
+                return loaded([small], 1, self._options.seconds, [server.process.pid], ramp=0.3)
 
-            for name, client in clients.items():
-                alone = measured(client)
-                bulk.send(run={"in_flight": 4, "stop": time.monotonic() + self._options.seconds + 0.6})
-                beside = measured(client)
-                bulk.answer()
-                yield {
-                    "call": name,
-                    "alone_p50_ms": alone.milliseconds(0.5),
-                    "alone_p99_ms": alone.milliseconds(0.99),
-                    "beside_p50_ms": beside.milliseconds(0.5),
-                    "beside_p99_ms": beside.milliseconds(0.99),
-                    "errors": alone.errors | beside.errors,
-                }
+            alone = measured()
+            bulk.send(run={"in_flight": 4, "stop": time.monotonic() + self._options.seconds + 0.6})
+            beside = measured()
+            bulk.answer()
+        return {
+            "alone_p50_ms": alone.milliseconds(0.5),
+            "alone_p99_ms": alone.milliseconds(0.99),
+            "beside_p50_ms": beside.milliseconds(0.5),
+            "beside_p99_ms": beside.milliseconds(0.99),
+            "errors": alone.errors | beside.errors,
+        }
 
 
 def _parser() -> argparse.ArgumentParser:
