@@ -193,22 +193,6 @@ _PATCHES: Mapping[str, OtherTower] = {
         grid=Grid(1, 32, 32),
         plain=stock.masked_patches,
     ),
-    "MiniCPM-V-2.6": OtherTower(
-        model_type="minicpmv",
-        vision={**_SO400M, "model_type": "siglip", "image_size": 980, "patch_size": 14},
-        width=3584,
-        fields={
-            "drop_vision_last_layer": False,
-            "hidden_size": 3584,
-            "query_num": 64,
-            "version": 2.6,
-        },
-        image={"norm_mean": [0.5] * 3, "norm_std": [0.5] * 3},
-        grid=Grid(1, 32, 32),
-        plain=stock.resampled,
-        parts={},
-        stand_ins={"tower": "idefics2.modeling_idefics2:Idefics2VisionTransformer"},
-    ),
     "GLM-4.1V-9B": OtherTower(
         model_type="glm4v",
         # The defaults of transformers' configuration, which are the published sizes.
@@ -229,23 +213,6 @@ _PATCHES: Mapping[str, OtherTower] = {
         grid=Grid(1, 32, 32),
         plain=stock.grids_thw,
         parts={"tower": "visual"},
-    ),
-    "Kimi-VL-A3B": OtherTower(
-        model_type="kimi_vl",
-        # vLLM's configuration of MoonViT.
-        vision={
-            **_SO400M,
-            "model_type": "moonvit",
-            "init_pos_emb_height": 64,
-            "init_pos_emb_width": 64,
-            "merge_kernel_size": [2, 2],
-            "patch_size": 14,
-        },
-        width=2048,
-        image={**HALF, "merge_kernel_size": [2, 2], "patch_size": 14},
-        grid=Grid(1, 32, 32),
-        plain=stock.moonvit,
-        parts={},
     ),
 }
 

@@ -17,7 +17,7 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.demo.saving import write_json
 from vitwire_server.demo.shrinking import STEPS, Json
-from vitwire_server.towers.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from vitwire_server.towers.checkpoints.checkpoint import open_checkpoint
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.family import Module
 from vitwire_server.towers.tower import Tower
@@ -44,6 +44,7 @@ _TINY: Json = {
 }
 """Fields of a small tower, of those that a configuration has."""
 _TINY_WIDTH, _TINY_BATCH = 128, 2
+_AUTOMATIC: Any = AutoModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +67,7 @@ class OtherTower:
     plain: Plain
     """How plain transformers computes rows."""
     parts: Mapping[str, str] = field(default_factory=lambda: {"tower": TOWER, "projector": PROJECTOR})
-    """Where the stock model has each module of the row; empty where the stock modules are those of the row."""
-    stand_ins: Mapping[str, str] = field(default_factory=dict)
-    """Classes of stock modules that are not those of the row, by module, within `transformers.models`."""
+    """Where the stock model has each module of the row."""
     pooling: Pooling = Pooling.NONE
     batch: int = 16
     """Images of a packed batch."""
@@ -97,9 +96,7 @@ class RandomTower:
 def shrunk(other: OtherTower) -> OtherTower:
     """The same tower with two layers of few columns, and images of the same size."""
     vision = {name: _TINY.get(name, value) for name, value in other.vision.items()}
-    fields = {name: _TINY_WIDTH if name == "hidden_size" else value for name, value in other.fields.items()}
-    width = _TINY_WIDTH if other.width else 0
-    return replace(other, vision=vision, fields=fields, width=width, batch=_TINY_BATCH)
+    return replace(other, vision=vision, width=_TINY_WIDTH if other.width else 0, batch=_TINY_BATCH)
 
 
 def random_tower(other: OtherTower, dtype: torch.dtype, device: torch.device) -> RandomTower:
@@ -114,33 +111,18 @@ def random_tower(other: OtherTower, dtype: torch.dtype, device: torch.device) ->
         write_json(folder / "config.json", other.config())
         write_json(folder / "preprocessor_config.json", {**STEPS, **other.image})
         checkpoint = open_checkpoint(name).pooled(other.pooling)
-        config = AutoConfig.from_pretrained(folder) if other.parts else None
+        config = AutoConfig.from_pretrained(folder)
     torch.manual_seed(0)
-    model: Any = _whole(config, dtype, device) if config else _stock_modules(other, checkpoint, dtype, device)
+    with torch.device(device):
+        model: Any = _AUTOMATIC.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model = model.to(device).eval().requires_grad_(requires_grad=False)
     _randomise(model)
     parts = {
-        name: _part(module, checkpoint.config, model.get_submodule(other.parts.get(name, name)), dtype, device)
+        name: _part(module, checkpoint.config, model.get_submodule(other.parts[name]), dtype, device)
         for name, module in checkpoint.family.modules.items()
     }
     weights = sum(weight.nbytes for part in parts.values() for weight in part.parameters())
     return RandomTower(model, checkpoint.family.build(parts, checkpoint.config), weights)
-
-
-def _whole(config: Config, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The stock model, with a language model of one layer."""
-    automatic: Any = AutoModel
-    with torch.device(device):
-        model: nn.Module = automatic.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    return model.to(device).eval().requires_grad_(requires_grad=False)
-
-
-def _stock_modules(
-    other: OtherTower, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
-) -> nn.ModuleDict:
-    """Modules of a model that transformers has no class for."""
-    modules = checkpoint.family.modules
-    named = {name: replace(module, source=other.stand_ins.get(name, module.source)) for name, module in modules.items()}
-    return nn.ModuleDict({name: _new(module, checkpoint.config, dtype, device) for name, module in named.items()})
 
 
 def _part(module: Module, config: Config, source: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:

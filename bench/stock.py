@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from vitwire_server.core.grids import Grid
 
@@ -77,10 +76,10 @@ def whole_images(model: Any, pixels: Sequence[Tensor], grids: Sequence[Grid]) ->
 
 
 def masked_patches(model: Any, pixels: Sequence[Tensor], grids: Sequence[Grid]) -> Forward:
-    """`get_image_features` of rows of patches, padded to the largest image."""
-    given = pad_sequence(list(pixels), batch_first=True)
+    """`get_image_features` of rows of patches, none of them padding, as images are of one size."""
+    given = torch.stack(list(pixels))
     shapes = torch.tensor([[grid.h, grid.w] for grid in grids], device=given.device)
-    mask = _mask(pixels, torch.int32)
+    mask = torch.ones(given.shape[:2], dtype=torch.int32, device=given.device)
     return lambda: _joined(
         model.get_image_features(given, spatial_shapes=shapes, pixel_attention_mask=mask).pooler_output
     )
@@ -93,50 +92,10 @@ def grids_thw(model: Any, pixels: Sequence[Tensor], grids: Sequence[Grid]) -> Fo
     return lambda: _joined(model.get_image_features(given, listed).pooler_output)
 
 
-def moonvit(model: Any, pixels: Sequence[Tensor], grids: Sequence[Grid]) -> Forward:
-    """MoonViT and its projector: transformers has them as those of Kimi K2.5."""
-    side = model["tower"].config.patch_size
-    given = torch.cat(list(pixels)).unflatten(1, (-1, side, side))
-    listed = torch.tensor(grids, device=given.device)
-    return lambda: model["projector"](model["tower"](given, grid_thw=listed).pooler_output).squeeze(1)
-
-
-def resampled(model: Any, pixels: Sequence[Tensor], grids: Sequence[Grid]) -> Forward:
-    """MiniCPM-V by Idefics 2's tower, which it was derived from, and torch's attention, as its authors publish it.
-
-    Slices are padded to the largest one; positions of the resampler are looked up in a table.
-    """
-    tower, resampler = model["tower"], model["resampler"]
-    side = tower.config.patch_size
-    images = [_image(own, grid, side) for own, grid in zip(pixels, grids, strict=True)]
-    most = [max(sizes) for sizes in zip(*(image.shape[2:] for image in images), strict=True)]
-    padding = [(0, most[1] - image.shape[3], 0, most[0] - image.shape[2]) for image in images]
-    given = torch.cat([torch.nn.functional.pad(image, by) for image, by in zip(images, padding, strict=True)])
-    held = torch.zeros((len(grids), most[0] // side, most[1] // side), dtype=torch.bool, device=given.device)
-    for own, grid in zip(held, grids, strict=True):
-        own[: grid.h, : grid.w] = True
-
-    def forward() -> Tensor:
-        states = tower(pixel_values=given, patch_attention_mask=held).last_hidden_state
-        values = resampler.ln_kv(resampler.kv_proj(states)).transpose(0, 1)
-        lines, columns = (resampler.waves[:count] for count in held.shape[1:])
-        grid = (columns.expand(len(lines), -1, -1), lines[:, None].expand(-1, len(columns), -1))
-        keys = values + torch.cat(grid, dim=-1).flatten(0, 1)[:, None].to(values.dtype)
-        queries = resampler.ln_q(resampler.query)[:, None].expand(-1, len(held), -1)
-        rows, _ = resampler.attn(queries, keys, values, key_padding_mask=~held.flatten(1), need_weights=False)
-        return (resampler.ln_post(rows.transpose(0, 1)) @ resampler.proj).flatten(0, 1)  # type: ignore[no-any-return]
-
-    return forward
-
-
 def _image(patches: Tensor, grid: Grid, side: int) -> Tensor:
     """An image `(1, C, H, W)` of its patches, which are in raster order."""
     image = patches.view(grid.h, grid.w, -1, side, side).permute(2, 0, 3, 1, 4)
     return image.reshape(1, -1, grid.h * side, grid.w * side)
-
-
-def _mask(pixels: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return pad_sequence([torch.ones(len(own), dtype=dtype, device=own.device) for own in pixels], batch_first=True)
 
 
 def _joined(rows: Tensor | Sequence[Tensor]) -> Tensor:
