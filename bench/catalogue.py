@@ -101,31 +101,6 @@ _TILES: Mapping[str, OtherTower] = {
         parts={"tower": "vision_model", "projector": "connector"},
         transformers="5.23.0",  # 5.17 rounds the positions of 26 patches to bfloat16
     ),
-    "SmolVLM2-500M": OtherTower(
-        model_type="smolvlm",
-        vision={
-            "model_type": "smolvlm_vision",
-            "hidden_size": 768,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 12,
-            "image_size": 512,
-            "patch_size": 16,
-        },
-        width=960,
-        text={"model_type": "llama", "pad_token_id": 0},
-        fields={"image_token_id": 500, "scale_factor": 4},
-        image={
-            **HALF,
-            "image_processor_type": "SmolVLMImageProcessor",
-            "max_image_size": {"longest_edge": 512},
-            "resample": 1,
-            "size": {"longest_edge": 2048},
-        },
-        grid=_ONE_TILE,
-        plain=stock.nested_tiles,
-        parts={"tower": "vision_model", "projector": "connector"},
-    ),
     "Llama-3.2-11B-Vision": OtherTower(
         model_type="mllama",
         # Sizes, layouts and inner layers are the defaults of transformers' configuration, which are the published ones.
@@ -167,18 +142,6 @@ _PATCHES: Mapping[str, OtherTower] = {
         fields={**IMAGE_TOKEN, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
         image={**CLIP, "image_processor_type": "PixtralImageProcessor", "patch_size": 16}
         | {"size": {"longest_edge": 1024}},
-        grid=Grid(1, 32, 32),
-        plain=stock.whole_images,
-    ),
-    "Mistral-Small-3.1-24B": OtherTower(
-        model_type="mistral3",
-        # foundation-model-stack's configuration of Pixtral's tower, and transformers' defaults.
-        vision={**_PIXTRAL, "image_size": 1540, "patch_size": 14},
-        width=5120,
-        text=_MISTRAL,
-        fields={**IMAGE_TOKEN, "spatial_merge_size": 2, "vision_feature_layer": -1},
-        image={**CLIP, "image_processor_type": "PixtralImageProcessor", "patch_size": 14}
-        | {"size": {"longest_edge": 1540}},
         grid=Grid(1, 32, 32),
         plain=stock.whole_images,
     ),
