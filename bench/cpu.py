@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from bench.ascending_packing import plan_ascending, powers_of_two
-from bench.models import PUBLISHED, Load, build, draw, items, plain, preprocessing, shrunk, square
+from bench.models import PUBLISHED, build, draw, items, plain, preprocessing, shrunk, square
 from bench.report import environment, show
 from bench.sizes import MERGE, footprints
 from rich.console import Console
@@ -25,7 +25,7 @@ from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.budgets import Ladder, budget
 from vitwire_server.core.capacities import PackedCapacities
 from vitwire_server.core.costs import ASSUMED
-from vitwire_server.core.grids import Footprint
+from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import Item
 from vitwire_server.core.plans import Fallback
 from vitwire_server.fitting.ladders import held_loads, optimal_ladder
@@ -125,18 +125,17 @@ def towers(*, quick: bool, repeats: int) -> list[Row]:
             theirs, ours = (build(model_type, small, dtype, CPU) for _ in range(2))
             ours.rewrite()
             ours.use_attention(select("sdpa", CPU, dtype, *ours.attention_heads, captured=False).implementation)
-            for load in _loads(ours, quick=quick):
-                compared = _compared(ours, theirs, load, 1 if quick else repeats)
-                rows.append({"tower": model_type, "dtype": label, **compared})
+            for load, grids in _loads(ours, quick=quick).items():
+                compared = _compared(ours, theirs, grids, 1 if quick else repeats)
+                rows.append({"tower": model_type, "dtype": label, "load": load, **compared})
     return rows
 
 
-def _loads(tower: PackedTower, *, quick: bool) -> list[Load]:
+def _loads(tower: PackedTower, *, quick: bool) -> dict[str, list[Grid]]:
     small, middle, large = (square(tower, side) for side in (224, 448, 672))
-    clip = square(tower, 224, frames=8)
-    loads_ = [Load("224^2", [small]), Load("448^2", [middle]), Load("8x224^2 clip", [clip])]
-    packed = Load("packed 6x224^2 + 2x448^2", [small] * 6 + [middle] * 2)
-    return [*loads_[:1], packed] if quick else [*loads_, Load("672^2", [large]), packed]
+    loads = {"224^2": [small], "packed 6x224^2 + 2x448^2": [small] * 6 + [middle] * 2}
+    others = {"448^2": [middle], "8x224^2 clip": [square(tower, 224, frames=8)], "672^2": [large]}
+    return loads if quick else loads | others
 
 
 def _stager(tower: PackedTower) -> Stager:
@@ -147,17 +146,16 @@ def _engine(tower: PackedTower) -> Engine:
     return Engine(tower, GraphSet(tower, Ladder(), SimulatedRecorder()), _stager(tower), HostStreams())
 
 
-def _compared(ours: PackedTower, theirs: PackedTower, load: Load, repeats: int) -> Row:
+def _compared(ours: PackedTower, theirs: PackedTower, grids: Sequence[Grid], repeats: int) -> Row:
     """Both paths alternately, so that a slow phase of the machine affects both."""
-    pixels = draw(theirs, load.grids)
-    batch = items(ours, load.grids, pixels)
+    pixels = draw(theirs, grids)
+    batch = items(ours, grids, pixels)
     runs: list[Callable[[], Any]] = [
-        lambda: plain(theirs, pixels, load.grids),
+        lambda: plain(theirs, pixels, grids),
         partial(_encode, _engine(ours), batch),
     ]
     stock, eager = _in_turns(runs, repeats)
     return {
-        "load": load.name,
         "patches": len(pixels),
         "ours_over_plain_median": round(median(eager) / median(stock), 3),
         "ours_over_plain_fastest": round(min(eager) / min(stock), 3),

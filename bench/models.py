@@ -1,12 +1,12 @@
 """Vision towers of published and of bench sizes, with random weights, built on a device without a checkpoint."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
+from bench.engine.checkpoint import TOWER
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from transformers import CONFIG_MAPPING
@@ -20,14 +20,9 @@ from vitwire_server.towers.layouts.packed import PackedTower
 from vitwire_server.towers.registry import FAMILIES
 from vitwire_server.towers.tower import Tower
 
-_QWEN3 = {"patch_size": 16, "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24]}
 PUBLISHED: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {
-        "Qwen3-VL-8B": (
-            "qwen3_vl",
-            {**_QWEN3, "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16}
-            | {"out_hidden_size": 4096},
-        ),
+        "Qwen3-VL-8B": ("qwen3_vl", {**TOWER, "out_hidden_size": 4096}),
         "Qwen2.5-VL-7B": (
             "qwen2_5_vl",
             {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584}
@@ -81,6 +76,7 @@ def write(model_type: str, fields: Mapping[str, Any], out: Path) -> Any:
     tower = source._from_config(family.tower.configuration(config), dtype=torch.bfloat16).eval()
     prefix = next(iter(family.tower.prefixes))
     weights = {f"{prefix}{name}": tensor for name, tensor in tower.state_dict().items()}
+    out.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(weights, out, max_shard_size="500MB")
     config.save_pretrained(out)
     sizes = {"shortest_edge": 56**2, "longest_edge": 3584**2}
@@ -92,14 +88,6 @@ def preprocessing() -> dict[Modality, Preprocessing]:
     """Settings of processors that scale pixels to [-1, 1]; bounds are not used."""
     settings = Preprocessing(1, 1 << 30, (0.5,) * 3, (0.5,) * 3, 1 / 255, 3, bounds_span_frames=False)
     return {Modality.IMAGE: settings, Modality.VIDEO: settings}
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """One forward to time: its name and the grids that share it."""
-
-    name: str
-    grids: Sequence[Grid]
 
 
 def square(tower: PackedTower, side: int, frames: int = 1) -> Grid:

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     options = parser(__doc__).parse_args()
-    named = ("models", "tiny", "pixels", "image_tokens", "clients", "connections", "seconds", "flags")
+    named = ("models", "tiny", "image_tokens", "clients", "connections", "seconds", "flags")
     report = Report("service", options.out, {name: getattr(options, name) for name in named} | {"device": _device()})
     with tempfile.TemporaryDirectory(prefix="vitwire-") as folder:
         bench = Bench(report, options, options.checkpoints or Path(folder))
@@ -84,11 +85,8 @@ class Bench:
         return False
 
     def _checkpoint(self, model: str) -> Path:
-        folder = self._folder / (model.replace(":", "_") + ("_tiny" if self._options.tiny else ""))
-        if not towers.is_written(folder):
-            towers.published(model, folder, tiny=self._options.tiny)
-        towers.bounded(folder, self._options.image_tokens)
-        return folder
+        folder = self._folder / (model + ("_tiny" if self._options.tiny else ""))
+        return towers.published(model, folder, self._options.image_tokens, tiny=self._options.tiny)
 
     # -- the bare ceiling ------------------------------------------------------------------------------
 
@@ -111,13 +109,13 @@ class Bench:
                         self._ceilings[model, load, processes] = rate["images_per_second"]
 
     def _work(self, load: Load) -> Row:
-        return {"size": load.size, "pixels": load.pixels or self._options.pixels}
+        return {"size": load.size, "pixels": load.pixels}
 
     # -- the service -----------------------------------------------------------------------------------
 
     def _measure(self, setup: Setup, server: Server, driver: str, delivery: str) -> None:
         """All loads with one kind of client."""
-        own = {**setup.row(), "delivery": delivery, "driver": driver}
+        own = {**asdict(setup), "delivery": delivery, "driver": driver}
         with ExitStack() as stack:
             clients = [
                 stack.enter_context(ClientProcess(driver, **self._settings(setup, server, driver, delivery, number)))

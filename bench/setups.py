@@ -3,9 +3,8 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bench.images import PIXELS, SIZES
 
@@ -21,20 +20,20 @@ class Load:
     size: str
     """A side, or a name of `SIZES`."""
     in_flight: int
-    pixels: str = ""
-    """What is sent, of `PIXELS`; empty for what all loads send."""
+    pixels: str = "uint8"
+    """What is sent, of `PIXELS`."""
 
     @classmethod
     def of(cls, text: str) -> "Load":
         """[PIXELS:]SIZE:IN_FLIGHT. Raises ValueError."""
         found = re.fullmatch(r"(?:(\w+):)?(\w+):([1-9]\d*)", text)
-        pixels, size, in_flight = found.groups("") if found else ("", "", "")
-        if pixels not in ("", *PIXELS) or not (size in SIZES or size.isdecimal()):
+        pixels, size, in_flight = found.groups("uint8") if found else ("", "", "")
+        if pixels not in PIXELS or not (size in SIZES or size.isdecimal()):
             raise ValueError(f"{text!r} is not [PIXELS:]SIZE:IN_FLIGHT")
         return cls(size, int(in_flight), pixels)
 
     def __str__(self) -> str:
-        return f"{self.pixels or 'pixels'} {self.size}, {self.in_flight} in flight"
+        return f"{self.pixels} {self.size}, {self.in_flight} in flight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +46,6 @@ class Setup:
 
     def __str__(self) -> str:
         return f"{self.model} on {self.devices}, RPC processes: {self.rpc_processes}"
-
-    def row(self) -> dict[str, Any]:
-        """As columns of a row."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ _TEMPLATE = (
     "{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
     "{% endfor %}<|im_start|>assistant\n"
 )
-_TOWER: Fields = {
+TOWER: Fields = {
     "depth": 27,
     "hidden_size": 1152,
     "intermediate_size": 4304,
@@ -93,7 +93,7 @@ def write(folder: Path, *, tiny: bool = False, device: str = "cpu", language: st
     from transformers import GenerationConfig, Qwen3VLForConditionalGeneration  # noqa: PLC0415 - as above
 
     text = _SMALL_TEXT if tiny else LANGUAGES[language]
-    config = _config(text, {**(_SMALL_TOWER if tiny else _TOWER), "out_hidden_size": text["hidden_size"]})
+    config = _config(text, {**(_SMALL_TOWER if tiny else TOWER), "out_hidden_size": text["hidden_size"]})
     torch.manual_seed(0)
     with torch.device(device):
         model = Qwen3VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)

@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 
@@ -37,8 +37,9 @@ def limited(clock: Clock, last_words: Callable[[], None]) -> Iterator[None]:
 
     def give_up() -> None:
         last_words()
-        for child in psutil.Process().children():
-            kill(child.pid)
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
         os._exit(1)
 
     main = threading.main_thread().ident or 0
@@ -56,17 +57,3 @@ def limited(clock: Clock, last_words: Callable[[], None]) -> Iterator[None]:
         for timer in timers:
             timer.cancel()
         signal.signal(signal.SIGTERM, before)
-
-
-def kill(pid: int) -> None:
-    """End a process and all its descendants that still exist."""
-    try:
-        root = psutil.Process(pid)
-        each_of = [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return
-    for each in each_of:
-        try:
-            each.kill()
-        except psutil.NoSuchProcess:
-            continue

@@ -99,8 +99,8 @@ def test_service_bench_names_the_wrong_option(words: str, fault: str, capsys: py
 def test_service_bench_lists_what_there_was_no_time_for(tmp_path: Path) -> None:
     report = Report("service", None, {})
     options = Namespace(flags="", delivery=["stream"], minutes=0)
-    Bench(report, options, tmp_path).run(Setup("qwen3_vl:8b-like", "cpu", 1))
-    assert report.document()["skipped"] == ["qwen3_vl:8b-like on cpu, RPC processes: 1: no time"]
+    Bench(report, options, tmp_path).run(Setup("Qwen3-VL-8B", "cpu", 1))
+    assert report.document()["skipped"] == ["Qwen3-VL-8B on cpu, RPC processes: 1: no time"]
 
 
 def test_bare_servers_answer_with_the_sizes_that_a_call_asks_for() -> None:

@@ -3,14 +3,16 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from bench.commands import Row, answer_commands
 from bench.engine.loads import Size
-from bench.engine.requests import pictures_of
 from bench.timing import repeated, seconds_of
+from PIL import Image
 from torch import Tensor
 
 _WARM_UPS = 3
@@ -73,3 +75,19 @@ def answering(load: Callable[[Row], Tower]) -> None:
         return loaded[0].described
 
     answer_commands(answered)
+
+
+@lru_cache(maxsize=1)
+def pictures_of(size: Size) -> list[Any]:
+    """The pictures of a forward: Pillow's, or one clip `(frames, H, W, 3)`."""
+    frames = [_picture(size.side, index) for index in range(size.images * size.frames)]
+    return frames if size.frames == 1 else [np.stack([np.asarray(each) for each in frames])]
+
+
+def _picture(side: int, index: int) -> Any:
+    """Low and high frequencies."""
+    rng = np.random.default_rng((0, side, index))
+    coarse = rng.integers(0, 256, (max(1, side // 16), max(1, side // 16), 3), dtype=np.uint8)
+    smooth = np.asarray(Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC), np.int16)
+    noise = rng.integers(-24, 25, (side, side, 3), np.int16)
+    return Image.fromarray(np.clip(smooth + noise, 0, 255).astype(np.uint8))

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import vllm
 from bench.commands import Row
+from bench.engine.checkpoint import SPECIAL
 from bench.engine.loads import Size
-from bench.engine.requests import image_tokens
 from bench.engine.serving import ENVIRONMENT, free_port
 from bench.engine.towers.answering import Tower, answering
 from PIL import Image
@@ -43,6 +43,8 @@ _ARGUMENTS: dict[str, Any] = {
     "compilation_config": {"cudagraph_mm_encoder": True},
 }
 """Nothing is reused between calls."""
+_IMAGE = [SPECIAL["<|vision_start|>"], SPECIAL["<|image_pad|>"], SPECIAL["<|vision_end|>"]]
+"""Tokens that stand for an image."""
 
 
 class Graphs(EncoderCudaGraphManager):  # type: ignore[misc]  # vLLM is not installed where types are checked
@@ -119,7 +121,7 @@ class VllmTower(Tower):
         """What vLLM's processor makes of them."""
         if isinstance(pictures[0], np.ndarray):
             return [("video", self._clip(pictures[0]))]
-        prompt = {"prompt_token_ids": image_tokens(len(pictures)), "multi_modal_data": {"image": list(pictures)}}
+        prompt = {"prompt_token_ids": _IMAGE * len(pictures), "multi_modal_data": {"image": list(pictures)}}
         (rendered,) = self._front.renderer.render_cmpl([prompt])
         return [("image", each) for each in rendered["mm_kwargs"]["image"]]
 
