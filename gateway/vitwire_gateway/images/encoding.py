@@ -21,7 +21,7 @@ from vitwire import (
     Unauthenticated,
     VitwireError,
 )
-from vitwire.shared.content_ids import content_id
+from vitwire.content_ids import content_id
 from vitwire.shared.fairness.places import Places
 from vitwire.shared.recent import Recent
 from vitwire_gateway.api_errors import ApiError

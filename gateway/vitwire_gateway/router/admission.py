@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
-from vitwire.shared.content_ids import read_content_key
+from vitwire.content_ids import read_content_key
 from vitwire.shared.fairness.budgets import Budget, Holding
 from vitwire.shared.fairness.hosts import host_name
 from vitwire.shared.named_files import naming

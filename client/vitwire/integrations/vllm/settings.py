@@ -12,8 +12,8 @@ from vitwire._delivery.nixl import DELIVERIES, POOL_BYTES, Delivery
 from vitwire._transport.channel import checked_target
 from vitwire.aio import AsyncClient
 from vitwire.client import Client
+from vitwire.content_ids import read_content_key
 from vitwire.embeddings import OUTPUT_TYPES, DType
-from vitwire.shared.content_ids import read_content_key
 from vitwire.shared.named_files import naming
 
 _WHERE = "ec_connector_extra_config"

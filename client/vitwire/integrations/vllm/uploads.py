@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from vitwire._delivery.answers import Accepted, Stored
+from vitwire.content_ids import content_id
 from vitwire.errors import NotCached, VitwireError
 from vitwire.integrations.vllm.files import IMAGES, Reference
 from vitwire.integrations.vllm.settings import Settings
@@ -19,7 +20,6 @@ from vitwire.integrations.vllm.sizes import Sized
 from vitwire.integrations.vllm.table import FILE
 from vitwire.items import Item
 from vitwire.model import Model
-from vitwire.shared.content_ids import content_id
 from vitwire.shared.recent import Recent
 
 T = TypeVar("T")
