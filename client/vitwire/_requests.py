@@ -188,11 +188,10 @@ class BaseClient(Generic[T]):
         """Raises ValueError for an invalid argument, and TypeError for an unknown one."""
         _check_names(options, known)
         looks_up = looks_up or options.get("content_ids") is not None
-        # The server accepts an item that is streamed before its bytes have arrived.
         wire = Options.of(
             options.get("output_type") or self._options.output_type,
             options.get("priority") or self._options.priority,
-            stream=stream or store_only,
+            stream=stream,
         )
         return Call(self._deadline(options.get("timeout")), replace(wire, store_only=store_only), looks_up)
 

@@ -20,6 +20,8 @@ ONE_MESSAGE_BYTES = 4 << 20
 CHUNK_BYTES = 1 << 20
 _WINDOW_BYTES = 64 << 10
 """Bytes of a message that HTTP/2 delivers before the server asks for it."""
+_STORED_BYTES = 512 << 10
+"""A larger item to store is streamed, and accepted before all of it has arrived; a message takes less of both sides."""
 _ROW_VALUE_BYTES = 2
 """Bytes of a value in float16 and bfloat16, the usual types of a server."""
 _DELIVERY_BYTES = 8 << 10
@@ -91,6 +93,8 @@ class Part:
     def one_message(self) -> bool:
         """Whether to send the items in one message rather than as a stream."""
         if self.options.stream or self.late:
+            return False
+        if self.options.store_only and (len(self.items) > 1 or self._size > _STORED_BYTES):
             return False
         most_items = self.model.limits.items_per_request or len(self.items)
         most_bytes = min(ONE_MESSAGE_BYTES, self.model.limits.request_bytes or ONE_MESSAGE_BYTES)

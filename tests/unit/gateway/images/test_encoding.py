@@ -175,22 +175,21 @@ class Storing(Remembering):
         message.encodings.append(pb.ENCODING_MP4)
         return message
 
-    def EncodeStream(self, request_iterator, context):  # noqa: N802, ANN001, ANN201
-        sent = next(each.header for each in request_iterator if each.HasField("header"))
-        number = sent.item
-        self.file_bytes.append(sent.encoded_bytes)
-        if not sent.encoded_bytes and not self.is_cached:
+    def Encode(self, request, context):  # noqa: N802, ANN001, ANN201
+        (sent,) = request.items
+        self.file_bytes.append(len(sent.encoded))
+        if not sent.encoded and not self.is_cached:
             error = Status(code=grpc.StatusCode.NOT_FOUND.value[0], message="not cached")
-            yield pb.EncodeStreamResponse(item=number, error=error)
+            yield pb.EncodeResponse(error=error)
             return
         grid = pb.Grid(t=2, h=4, w=4)
         accepted = pb.Accepted(grid=grid, tokens=8, frame_seconds=self._accepted, second_per_grid=1.02)
-        yield pb.EncodeStreamResponse(item=number, accepted=accepted)
+        yield pb.EncodeResponse(accepted=accepted)
         assert self.proceed.wait(30)
         stored = pb.EmbeddingStored(data_type=pb.DATA_TYPE_BFLOAT16, shape=(8, 12))
         times = {"frame_seconds": self._stored, "second_per_grid": 1.02}
         report = pb.ItemReport(path=pb.PATH_EAGER, tokens=8, grid=grid, **times)
-        yield pb.EncodeStreamResponse(item=number, stored=stored, report=report)
+        yield pb.EncodeResponse(stored=stored, report=report)
 
 
 @pytest.mark.parametrize("accepted", [(0.0, 0.5, 1.0, 1.5), ()])
