@@ -114,7 +114,7 @@ class Uploads:
             name = content_id(digest, "image", model, self._key)
             file = torch.frombuffer(bytearray(content), dtype=torch.uint8)
             found = Reference(name, {**sized.fields, FILE: file})
-            if name in self._known and await self._is_cached(name):
+            if name in self._known and await self._is_cached(name, sized):
                 return found
             async with aclosing(self._client.iter_store([Item(encoded=content, content_id=name)])) as answers:
                 async for _, answer in answers:
@@ -141,11 +141,13 @@ class Uploads:
             self._pause_until = time.monotonic() + _PAUSE_SECONDS
             raise Declined("model")
 
-    async def _is_cached(self, name: str) -> bool:
+    async def _is_cached(self, name: str, sized: Sized) -> bool:
+        """Raises Declined if its rows do not fit, as this request has other options."""
         try:
-            await self._client.store([Item(content_id=name)])
+            (stored,) = await self._client.store([Item(content_id=name)])
         except NotCached:
             return False
+        _match(stored, sized)
         return True
 
     def _declined(self, error: VitwireError, digest: bytes, *, was_accepted: bool) -> Declined:
