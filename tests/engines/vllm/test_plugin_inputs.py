@@ -234,6 +234,15 @@ def test_an_engine_without_a_tower(kind: str, engines: Callable[..., WithTower],
         vllm.add([part(picture(64, 64))])
 
 
+def test_without_a_tower_a_full_encoder_is_asked_again(
+    engines: Callable[..., WithTower], checkpoints: dict[str, Path]
+) -> None:
+    with serving(checkpoints["qwen2_vl"], *SERVER_FLAGS, "--max-queued-items", "1") as server:
+        vllm = engines(server.target, "qwen2_vl", limit_mm_per_prompt={"image": 0, "video": 0})
+        with pytest.raises(RetryableRequestError, match="unavailable"):
+            vllm.add([part(picture(640, 640, seed=seed)) for seed in range(8)])
+
+
 def test_callers_bring_no_embeddings(engines: Callable[..., WithTower], server: ServerProcess) -> None:
     vllm = engines(server.target)
     grid = {"image_grid_thw": [1, 4, 4]}

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from vitwire._delivery.answers import Accepted, Stored
-from vitwire.errors import NotCached, VitwireError
+from vitwire.errors import DeadlineExceeded, NotCached, Overloaded, Unavailable, VitwireError
 from vitwire.integrations.vllm.files import IMAGES, Reference
 from vitwire.integrations.vllm.settings import Settings
 from vitwire.integrations.vllm.sizes import Sized
@@ -105,12 +105,14 @@ class Uploads:
 
     async def _upload(self, content: bytes, sized: Sized, accepted: "asyncio.Future[Reference]") -> Reference:
         """Runs until the rows are stored; `accepted` is set before. Raises Declined."""
-        digest = hashlib.sha256(content).digest()
-        if digest in self._refused:
-            raise Declined("refused")
+        digest = b""
         try:
             model = await self._model.get()
             self._check(model)
+            if len(content) > model.limits.encoded_bytes:
+                raise Declined("refused")
+            if (digest := hashlib.sha256(content).digest()) in self._refused:
+                raise Declined("refused")
             name = content_id(digest, "image", model, self._key)
             file = torch.frombuffer(bytearray(content), dtype=torch.uint8)
             found = Reference(name, {**sized.fields, FILE: file})
@@ -151,10 +153,11 @@ class Uploads:
         return True
 
     def _declined(self, error: VitwireError, digest: bytes, *, was_accepted: bool) -> Declined:
-        reason = "refused" if error.item is not None else "unavailable"
-        if reason == "unavailable":
+        is_passing = error.item is None or isinstance(error, Overloaded | DeadlineExceeded | Unavailable)
+        reason = "unavailable" if is_passing else "refused"
+        if error.item is None:
             self._pause_until = time.monotonic() + _PAUSE_SECONDS
-        elif was_accepted:  # its request fails; the next one with this file gets vLLM's own answer
+        elif was_accepted and not is_passing:  # its request fails; the next one with this file gets vLLM's own answer
             _remember(self._refused, digest)
         _log.warning("the engine's tower encodes an image, as it was %s: %s", reason, error)
         return Declined(reason)
