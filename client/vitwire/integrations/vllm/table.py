@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from vitwire.items import Modality
@@ -134,9 +135,14 @@ class Table:
         return ready
 
     def remaining(self, contents: Iterable[Content], now: float) -> float | None:
-        """Seconds in which these will be there, as fetches usually are; None if none of them is being fetched."""
+        """Seconds in which these will be there, as fetches usually are; None if none of them is being fetched.
+
+        Infinite once one is late by as much again: every step would wait for a server that hangs.
+        """
         records = [self._records[each.identifier] for each in contents if each.identifier in self._records]
         fetching = [record.begun for record in records if record.state is _State.FETCHING]
+        if fetching and now > min(fetching) + 2 * self._usual_seconds:
+            return inf
         return max(0.0, max(fetching) + self._usual_seconds - now) if fetching else None
 
     def take_fetches(self) -> list[Order]:
