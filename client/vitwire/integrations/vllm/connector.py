@@ -121,10 +121,11 @@ class VitwireECConnector(ECConnectorBase):  # type: ignore[misc]  # as above
         worker = _worker_of_this_process() if self._is_single else None
         if worker is not None:
             self._report(worker.take_outcomes())
-        contents = _contents(request)
+        ends = [each.mm_position.offset + each.mm_position.length for each in request.mm_features]
+        contents = _contents(request) if max(ends) > num_computed_tokens else {}  # most steps decode
         needed, passed = [], []
         for index, feature in enumerate(request.mm_features):
-            if feature.mm_position.offset + feature.mm_position.length <= num_computed_tokens:
+            if ends[index] <= num_computed_tokens:
                 passed.append(feature.identifier)
             elif index in contents:
                 needed.append(contents[index])
