@@ -230,6 +230,10 @@ def test_an_engine_without_a_tower(kind: str, engines: Callable[..., WithTower],
             vllm.add([part(saved(Image.new("RGB", (64, 64)), "TIFF"))])
         with pytest.raises(VLLMValidationError, match=r"no tower \(options\)"):
             vllm.add([part(picture(64, 64))], chat={"mm_processor_kwargs": {"resample": 0}})
+        messages: list[Any] = [{"role": "user", "content": [part(files[0])]}]
+        (_,), (pixels,) = vllm.frontend.renderer.render_chat([messages], ChatParams(), skip_mm_cache=True)
+        vllm.run(name := queued(vllm, pixels))  # as of /v1/systemone
+        assert name in vllm.errors
     with pytest.raises(RetryableRequestError, match="the encoder is unavailable, and this engine has no tower"):
         vllm.add([part(picture(64, 64))])
 

@@ -82,6 +82,8 @@ class VitwireECConnector(ECConnectorBase):  # type: ignore[misc]  # as above
             workers=(workers := _reporting_workers(vllm_config)),
             seconds=2 * (settings.timeout + settings.wait),
         )
+        limit = vllm_config.model_config.multimodal_config.get_limit_per_prompt
+        self._no_tower = [each for each in _MODALITIES if limit(each) == 0]
         self._is_single = workers == 1
         self._wait_left = _STEP_WAIT_SECONDS
         self._fetcher = Fetcher(settings, _expected(vllm_config)) if role is ECConnectorRole.WORKER else None
@@ -129,6 +131,8 @@ class VitwireECConnector(ECConnectorBase):  # type: ignore[misc]  # as above
                 passed.append(feature.identifier)
             elif index in contents:
                 needed.append(contents[index])
+            elif feature.modality in self._no_tower and any("pixel_values" in each for each in feature.data or ()):
+                self._table.refuse(request.request_id)  # a tower that is not there would end the engine
         still = {content.identifier for content in needed}
         self._table.release(request.request_id, (each for each in passed if each not in still))
         ensure = partial(self._table.ensure, request.request_id, needed, urgent=num_computed_tokens > 0)

@@ -134,6 +134,10 @@ class Table:
                     return False
         return ready
 
+    def refuse(self, request: str) -> None:
+        """The request fails."""
+        self._failed.add(request)
+
     def remaining(self, contents: Iterable[Content], now: float) -> float | None:
         """Seconds in which these will be there, as fetches usually are; None if none of them is being fetched.
 
