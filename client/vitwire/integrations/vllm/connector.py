@@ -254,7 +254,7 @@ def _check_front_end(vllm_config: VllmConfig) -> None:
 def _reporting_workers(vllm_config: VllmConfig) -> int:
     """Workers whose outcomes reach the scheduler: those of the first pipeline stage, where all outputs are merged."""
     parallel = vllm_config.parallel_config
-    if parallel.distributed_executor_backend != "mp":
+    if parallel.distributed_executor_backend not in ("mp", "ray"):
         return 1
     return int(parallel.tensor_parallel_size) * int(getattr(parallel, "prefill_context_parallel_size", 1))
 
