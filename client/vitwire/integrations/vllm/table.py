@@ -164,7 +164,7 @@ class Table:
         record = self._records.get(identifier)
         if record is not None and record.state is not _State.FETCHING:
             record.state = _State.RESIDENT
-            self._step.loads.append(Order(record.number, replace(record.content, file=None)))
+            self._step.loads.append(Order(record.number, record.content))
 
     def finished(self, request: str, identifiers: Iterable[str]) -> None:
         """The request is over."""
@@ -224,7 +224,7 @@ class Table:
 
     def _fetch(self, content: Content, now: float) -> None:
         self._last_number += 1
-        record = _Record(self._last_number, content, now, set())
+        record = _Record(self._last_number, replace(content, file=None), now, set())
         self._records[content.identifier] = self._by_number[record.number] = record
         self._step.fetches.append(Order(record.number, content))
 
