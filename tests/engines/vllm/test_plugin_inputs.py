@@ -158,14 +158,20 @@ def test_options_that_the_encoder_does_not_have_are_the_towers(
         assert may_encode(info, options) is may, options
     assert not may_encode(info, {"images_kwargs": {"resample": 0}})
     photo = part(picture(640, 480))
+    small: Json = {"mm_processor_kwargs": {"max_pixels": 128 * 128}}
     for chat in (
-        {"mm_processor_kwargs": {"max_pixels": 128 * 128}},
+        small,
         {"mm_processor_kwargs": {"resample": 0}},
         {"media_io_kwargs": {"image": {"rgba_background_color": [0, 0, 0]}}},
+        {},
+        small,  # though the server has the image by now, and vLLM's cache has lost it
+        {},
     ):
+        vllm.frontend.renderer.clear_mm_cache()
         vllm.run(queued(vllm, rendered(vllm.frontend, [photo], **chat)))
-    assert since(before) == {"grid": 1, "options": 2}
+    assert since(before) == {"grid": 2, "options": 2, "accepted": 2}
     assert len(vllm.encoded) == 3
+    assert not vllm.errors
 
 
 def test_a_server_that_goes_away(engines: Callable[..., WithTower], checkpoint: Path) -> None:
@@ -224,8 +230,21 @@ def test_an_engine_without_a_tower(kind: str, engines: Callable[..., WithTower],
             vllm.add([part(saved(Image.new("RGB", (64, 64)), "TIFF"))])
         with pytest.raises(VLLMValidationError, match=r"no tower \(options\)"):
             vllm.add([part(picture(64, 64))], chat={"mm_processor_kwargs": {"resample": 0}})
+        messages: list[Any] = [{"role": "user", "content": [part(files[0])]}]
+        (_,), (pixels,) = vllm.frontend.renderer.render_chat([messages], ChatParams(), skip_mm_cache=True)
+        vllm.run(name := queued(vllm, pixels))  # as of /v1/systemone
+        assert name in vllm.errors
     with pytest.raises(RetryableRequestError, match="the encoder is unavailable, and this engine has no tower"):
         vllm.add([part(picture(64, 64))])
+
+
+def test_without_a_tower_a_full_encoder_is_asked_again(
+    engines: Callable[..., WithTower], checkpoints: dict[str, Path]
+) -> None:
+    with serving(checkpoints["qwen2_vl"], *SERVER_FLAGS, "--max-queued-items", "1") as server:
+        vllm = engines(server.target, "qwen2_vl", limit_mm_per_prompt={"image": 0, "video": 0})
+        with pytest.raises(RetryableRequestError, match="unavailable"):
+            vllm.add([part(picture(640, 640, seed=seed)) for seed in range(8)])
 
 
 def test_callers_bring_no_embeddings(engines: Callable[..., WithTower], server: ServerProcess) -> None:

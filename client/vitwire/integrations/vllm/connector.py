@@ -1,4 +1,4 @@
-"""The EC connector that vLLM loads: fetches embeddings of images that a router has had encoded by Vitwire.
+"""The EC connector that vLLM loads: fetches embeddings of images that its front end, or a router, gave to Vitwire.
 
 vLLM makes one in the scheduler's process, which decides what is fetched, loaded and dropped (`table.py`), and one in
 each worker, which does it (`worker.py`). Orders travel with each step's metadata, outcomes with its output; both are
@@ -66,7 +66,7 @@ class VitwireECWorkerMetadata(ECConnectorWorkerMetadata):  # type: ignore[misc] 
 
 
 class VitwireECConnector(ECConnectorBase):  # type: ignore[misc]  # as above
-    """Consumer of embeddings that a Vitwire server has cached under the `uuid` of each image.
+    """Consumer of embeddings that a Vitwire server has cached, under ids of vLLM's front end or of the request.
 
     Takes the items without pixels and without embeddings; vLLM encodes others itself. Raises ValueError for settings,
     versions and features of vLLM that it cannot work with.
@@ -82,6 +82,8 @@ class VitwireECConnector(ECConnectorBase):  # type: ignore[misc]  # as above
             workers=(workers := _reporting_workers(vllm_config)),
             seconds=2 * (settings.timeout + settings.wait),
         )
+        limit = vllm_config.model_config.multimodal_config.get_limit_per_prompt
+        self._no_tower = [each for each in _MODALITIES if limit(each) == 0]
         self._is_single = workers == 1
         self._wait_left = _STEP_WAIT_SECONDS
         self._fetcher = Fetcher(settings, _expected(vllm_config)) if role is ECConnectorRole.WORKER else None
@@ -121,13 +123,16 @@ class VitwireECConnector(ECConnectorBase):  # type: ignore[misc]  # as above
         worker = _worker_of_this_process() if self._is_single else None
         if worker is not None:
             self._report(worker.take_outcomes())
-        contents = _contents(request)
+        ends = [each.mm_position.offset + each.mm_position.length for each in request.mm_features]
+        contents = _contents(request) if max(ends) > num_computed_tokens else {}  # most steps decode
         needed, passed = [], []
         for index, feature in enumerate(request.mm_features):
-            if feature.mm_position.offset + feature.mm_position.length <= num_computed_tokens:
+            if ends[index] <= num_computed_tokens:
                 passed.append(feature.identifier)
             elif index in contents:
                 needed.append(contents[index])
+            elif feature.modality in self._no_tower and any("pixel_values" in each for each in feature.data or ()):
+                self._table.refuse(request.request_id)  # a tower that is not there would end the engine
         still = {content.identifier for content in needed}
         self._table.release(request.request_id, (each for each in passed if each not in still))
         ensure = partial(self._table.ensure, request.request_id, needed, urgent=num_computed_tokens > 0)
@@ -206,6 +211,8 @@ def _check(vllm_config: VllmConfig) -> None:
         raise ValueError(
             f"VitwireECConnector: ec_role must be ec_consumer, not {vllm_config.ec_transfer_config.ec_role}"
         )
+    if vllm_config.parallel_config.distributed_executor_backend == "external_launcher":
+        raise ValueError("VitwireECConnector: ranks of external_launcher would schedule differently; use mp")
     if not vllm_config.use_v2_model_runner:
         raise ValueError(
             "VitwireECConnector needs vLLM's model runner V2, as V1 does not call connectors in steps without tokens: "
@@ -249,7 +256,7 @@ def _check_front_end(vllm_config: VllmConfig) -> None:
 def _reporting_workers(vllm_config: VllmConfig) -> int:
     """Workers whose outcomes reach the scheduler: those of the first pipeline stage, where all outputs are merged."""
     parallel = vllm_config.parallel_config
-    if parallel.distributed_executor_backend != "mp":
+    if parallel.distributed_executor_backend not in ("mp", "ray"):
         return 1
     return int(parallel.tensor_parallel_size) * int(getattr(parallel, "prefill_context_parallel_size", 1))
 

@@ -37,8 +37,6 @@ _log = logging.getLogger("vitwire.vllm")
 _only_counts: ContextVar[bool] = ContextVar("only_counts", default=False)
 """Whether a request asks for tokens of a prompt alone: nothing is uploaded."""
 _NO_TOWER = "the encoder does not take an image of this request, and this engine has no tower"
-_MANY = 999
-"""vLLM's default for images of a prompt."""
 _NOT_ALLOWED = (
     "{}: this server takes images as files and URLs, not embeddings, references or uuids of callers "
     "(allow_caller_embeds in --ec-transfer-config)"
@@ -103,8 +101,12 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
         info, options = self.mm_processor.info, options or {}
         may = may_encode(info, options)
         for file in (each for _, _, each in _files(prompt) if each.upload is None):
-            uploads, content = self._uploads, file.original_bytes
-            file.upload = uploads.begin(content, sized(info, file.size, options)) if may else uploads.decline("options")
+            try:
+                found = sized(info, file.size, options) if may else None
+            except (ArithmeticError, TypeError, ValueError):  # vLLM says what is wrong
+                found = None
+            uploads = self._uploads
+            file.upload = uploads.begin(file.original_bytes, found) if found else uploads.decline("options")
 
     # -- prompts to inputs of the engine: images become references, or are decoded --------------------
 
@@ -183,7 +185,7 @@ def _for_front_end(config: VllmConfig, *, takes_embeds: bool) -> VllmConfig:
     multimodal.enable_mm_embeds = multimodal.allow_missing_mm_embeddings = takes_embeds
     if multimodal.get_limit_per_prompt("image") == 0 and config.model_config.hf_config.model_type in MODELS:
         multimodal.language_model_only = False
-        limits = {**multimodal.limit_per_prompt, "image": ImageDummyOptions(count=_MANY)}
+        limits = {**multimodal.limit_per_prompt, "image": ImageDummyOptions()}
         multimodal.limit_per_prompt = MultiModalDummyOptions(limits)
     return found
 
@@ -193,6 +195,8 @@ def _hook(*, allow_features: bool) -> None:
     """Replace what vLLM's HTTP server has no other place for, once in a process."""
     if envs.VLLM_MEDIA_CONNECTOR == "http":
         MEDIA_CONNECTOR_REGISTRY.name2class["http"] = FileConnector
+    else:
+        _log.error("VLLM_MEDIA_CONNECTOR=%s reads images: the encoder gets none of them", envs.VLLM_MEDIA_CONNECTOR)
     if not allow_features:
         token_serving.mm_kwargs_from_features = _refuse_features
     GenerateBaseServing._raise_if_error = _raise_if_error  # noqa: SLF001  # the only place that names its error

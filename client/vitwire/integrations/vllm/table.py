@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from vitwire.items import Modality
@@ -133,10 +134,19 @@ class Table:
                     return False
         return ready
 
+    def refuse(self, request: str) -> None:
+        """The request fails."""
+        self._failed.add(request)
+
     def remaining(self, contents: Iterable[Content], now: float) -> float | None:
-        """Seconds in which these will be there, as fetches usually are; None if none of them is being fetched."""
+        """Seconds in which these will be there, as fetches usually are; None if none of them is being fetched.
+
+        Infinite once one is late by as much again: every step would wait for a server that hangs.
+        """
         records = [self._records[each.identifier] for each in contents if each.identifier in self._records]
         fetching = [record.begun for record in records if record.state is _State.FETCHING]
+        if fetching and now > min(fetching) + 2 * self._usual_seconds:
+            return inf
         return max(0.0, max(fetching) + self._usual_seconds - now) if fetching else None
 
     def take_fetches(self) -> list[Order]:
@@ -154,7 +164,7 @@ class Table:
         record = self._records.get(identifier)
         if record is not None and record.state is not _State.FETCHING:
             record.state = _State.RESIDENT
-            self._step.loads.append(Order(record.number, replace(record.content, file=None)))
+            self._step.loads.append(Order(record.number, record.content))
 
     def finished(self, request: str, identifiers: Iterable[str]) -> None:
         """The request is over."""
@@ -214,7 +224,7 @@ class Table:
 
     def _fetch(self, content: Content, now: float) -> None:
         self._last_number += 1
-        record = _Record(self._last_number, content, now, set())
+        record = _Record(self._last_number, replace(content, file=None), now, set())
         self._records[content.identifier] = self._by_number[record.number] = record
         self._step.fetches.append(Order(record.number, content))
 

@@ -13,7 +13,7 @@ import torch
 
 from vitwire._delivery.answers import Accepted, Stored
 from vitwire.content_ids import content_id
-from vitwire.errors import NotCached, VitwireError
+from vitwire.errors import DeadlineExceeded, NotCached, Overloaded, Unavailable, VitwireError
 from vitwire.integrations.vllm.files import IMAGES, Reference
 from vitwire.integrations.vllm.settings import Settings
 from vitwire.integrations.vllm.sizes import Sized
@@ -25,9 +25,13 @@ from vitwire.shared.recent import Recent
 T = TypeVar("T")
 _log = logging.getLogger("vitwire.vllm")
 _MODEL_SECONDS = 2.0
-"""Less than a server takes to restart, so that its new weights never get content ids of the old ones."""
+"""Less than one server takes to restart, so that its new weights never get content ids of the old ones."""
 _PAUSE_SECONDS = 1.0
 """For which no upload is tried once the server could not be reached."""
+_MOST_SLOW = 4
+"""Images in a row that were not accepted in time, after which uploads pause as well."""
+_LARGE_BYTES = 1 << 20
+"""Bytes of a file whose digest would hold up other uploads."""
 _KNOWN = 4096
 """Content ids and digests that are remembered."""
 
@@ -53,7 +57,7 @@ class Uploads:
         """Content ids that were accepted lately, oldest first."""
         self._refused: dict[bytes, None] = {}
         """Digests of files that the server refused after it had accepted them, oldest first."""
-        self._pause_until = 0.0
+        self._pause_until, self._slow = 0.0, 0
         self._loop = asyncio.new_event_loop()
         self._running: set[asyncio.Task[Reference]] = set()
         threading.Thread(target=self._loop.run_forever, name="vitwire-uploads", daemon=True).start()
@@ -76,7 +80,11 @@ class Uploads:
             found = await self._bounded(content, sized)
         except Declined as reason:
             IMAGES.labels(str(reason)).inc()
+            self._slow = self._slow + 1 if str(reason) == "slow" else self._slow
+            if self._slow >= _MOST_SLOW:
+                self._pause_until = time.monotonic() + _PAUSE_SECONDS
             raise
+        self._slow = 0
         IMAGES.labels("accepted").inc()
         return found
 
@@ -105,16 +113,18 @@ class Uploads:
 
     async def _upload(self, content: bytes, sized: Sized, accepted: "asyncio.Future[Reference]") -> Reference:
         """Runs until the rows are stored; `accepted` is set before. Raises Declined."""
-        digest = hashlib.sha256(content).digest()
-        if digest in self._refused:
-            raise Declined("refused")
+        digest = b""
         try:
             model = await self._model.get()
             self._check(model)
+            if len(content) > model.limits.encoded_bytes:
+                raise Declined("refused")
+            digest, file = await asyncio.to_thread(_read, content) if len(content) > _LARGE_BYTES else _read(content)
+            if digest in self._refused:
+                raise Declined("refused")
             name = content_id(digest, "image", model, self._key)
-            file = torch.frombuffer(bytearray(content), dtype=torch.uint8)
             found = Reference(name, {**sized.fields, FILE: file})
-            if name in self._known and await self._is_cached(name):
+            if name in self._known and await self._is_cached(name, sized):
                 return found
             async with aclosing(self._client.iter_store([Item(encoded=content, content_id=name)])) as answers:
                 async for _, answer in answers:
@@ -141,21 +151,29 @@ class Uploads:
             self._pause_until = time.monotonic() + _PAUSE_SECONDS
             raise Declined("model")
 
-    async def _is_cached(self, name: str) -> bool:
+    async def _is_cached(self, name: str, sized: Sized) -> bool:
+        """Raises Declined if its rows do not fit, as this request has other options."""
         try:
-            await self._client.store([Item(content_id=name)])
+            (stored,) = await self._client.store([Item(content_id=name)])
         except NotCached:
             return False
+        _match(stored, sized)
         return True
 
     def _declined(self, error: VitwireError, digest: bytes, *, was_accepted: bool) -> Declined:
-        reason = "refused" if error.item is not None else "unavailable"
-        if reason == "unavailable":
+        is_passing = error.item is None or isinstance(error, Overloaded | DeadlineExceeded | Unavailable)
+        reason = "unavailable" if is_passing else "refused"
+        if error.item is None:
             self._pause_until = time.monotonic() + _PAUSE_SECONDS
-        elif was_accepted:  # its request fails; the next one with this file gets vLLM's own answer
+        elif was_accepted and not is_passing:  # its request fails; the next one with this file gets vLLM's own answer
             _remember(self._refused, digest)
         _log.warning("the engine's tower encodes an image, as it was %s: %s", reason, error)
         return Declined(reason)
+
+
+def _read(content: bytes) -> tuple[bytes, torch.Tensor]:
+    """Digest and copy of a file."""
+    return hashlib.sha256(content).digest(), torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def _match(answer: Accepted | Stored, sized: Sized) -> None:

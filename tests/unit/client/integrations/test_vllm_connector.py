@@ -1,5 +1,6 @@
 """The parts of the EC connector that need no vLLM: its settings, and the scheduler's table of fetches."""
 
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,16 @@ def test_a_failure_on_one_worker_fails_all_requests_of_the_content(missing: bool
         rig.table.finished(request, ["x"])
     assert not rig.ensure("again", "x")
     assert rig.fetches()["x"] > numbers["x"]
+
+
+def test_no_step_waits_for_a_late_fetch() -> None:
+    rig = Rig()
+    rig.ensure("a", "x")
+    rig.report(Outcome(seconds=1.0))  # usual are 0.2 s of it by now
+    rig.ensure("b", "y", now=5.0)
+    waits = [rig.table.remaining([content("y")], now) for now in (5.0, 5.3, 5.5)]
+    assert waits == [pytest.approx(0.2), 0.0, inf]
+    assert rig.table.remaining([content("x")], 5.5) is None
 
 
 def test_an_unreported_fetch_fails_in_the_end() -> None:
