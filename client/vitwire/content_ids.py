@@ -1,4 +1,4 @@
-"""Ids of contents in caches, made with a secret: whoever knew another's id could name rows that the other would get."""
+"""Ids of cached content, made with a secret: whoever could guess an id could put other rows under it."""
 
 import hashlib
 import hmac

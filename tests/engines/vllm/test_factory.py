@@ -68,6 +68,13 @@ def test_configurations_that_it_refuses(config: Any, monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError, match="set VLLM_USE_V2_MODEL_RUNNER=1"):
         make(config)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    config.model_config.runner_type = "pooling"
+    with pytest.raises(ValueError, match=r"would end vLLM 0\.33's API server"):
+        make(config)
+    config.model_config.runner_type = "generate"
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    with pytest.raises(ValueError, match="ranks of external_launcher"):
+        make(config)
     monkeypatch.delattr(ECConnectorBase, "take_unavailable_requests")
     with pytest.raises(ValueError, match=r"needs vLLM 0\.33 or newer: this one has no take_unavailable_requests"):
         make(config)

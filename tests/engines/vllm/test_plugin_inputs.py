@@ -204,6 +204,25 @@ def test_a_server_that_goes_away(engines: Callable[..., WithTower], checkpoint: 
     assert torch.equal(vllm.gathered[again][0], rows.torch())
 
 
+def test_a_server_that_hangs_is_asked_again(engines: Callable[..., WithTower], checkpoint: Path) -> None:
+    """After four images in a row that were too slow, uploads pause for a second, and not for ever."""
+    with serving(checkpoint, *SERVER_FLAGS) as server:
+        vllm, before = engines(server.target, extra={"accept_seconds": 0.3}), counted()
+        vllm.run(vllm.add([part(picture(64, 64, seed=60))]))
+        os.kill(server.process.pid, signal.SIGSTOP)
+        for seed in range(61, 66):
+            vllm.add([part(picture(64, 64, seed=seed))])
+        assert since(before) == {"accepted": 1, "slow": 5}, "the fifth names why there is a pause"
+        os.kill(server.process.pid, signal.SIGCONT)
+        seeds = iter(range(66, 1000))
+
+        def accepted() -> bool:
+            vllm.add([part(picture(64, 64, seed=next(seeds)))])
+            return since(before)["accepted"] > 1
+
+        until(accepted)
+
+
 def test_a_small_cache_loses_nothing(engines: Callable[..., WithTower], checkpoint: Path) -> None:
     """Each embedding is evicted before it is fetched, and made again."""
     with serving(checkpoint, "--cache-bytes", "20000", "--dtype", "bfloat16", "--graphs", "off") as server:
@@ -226,7 +245,7 @@ def test_an_engine_without_a_tower(kind: str, engines: Callable[..., WithTower],
         vllm.run(name)
         assert not vllm.errors
         assert all(map(torch.equal, vllm.gathered[name], [each.torch() for each in client.encode_images(files)]))
-        with pytest.raises(VLLMValidationError, match="no tower; it decodes JPEG"):
+        with pytest.raises(VLLMValidationError, match="no tower; the encoder decodes JPEG"):
             vllm.add([part(saved(Image.new("RGB", (64, 64)), "TIFF"))])
         with pytest.raises(VLLMValidationError, match=r"no tower \(options\)"):
             vllm.add([part(picture(64, 64))], chat={"mm_processor_kwargs": {"resample": 0}})

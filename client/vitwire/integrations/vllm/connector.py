@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _NEEDED = ("ensure_cache_available", "take_unavailable_requests", "build_connector_worker_meta")
 _STEP_WAIT_SECONDS = 0.004
-"""For all requests of one call of the scheduler; a step of a language model of 2B takes about as long."""
+"""Most seconds that a step waits for fetches, over all its requests; a step of a 2B model takes about as long."""
 _UNKNOWN = (0, 0, 0)
 _MODALITIES: tuple[Modality, ...] = ("image", "video")
 
@@ -211,8 +211,6 @@ def _check(vllm_config: VllmConfig) -> None:
         raise ValueError(
             f"VitwireECConnector: ec_role must be ec_consumer, not {vllm_config.ec_transfer_config.ec_role}"
         )
-    if vllm_config.parallel_config.distributed_executor_backend == "external_launcher":
-        raise ValueError("VitwireECConnector: ranks of external_launcher would schedule differently; use mp")
     if not vllm_config.use_v2_model_runner:
         raise ValueError(
             "VitwireECConnector needs vLLM's model runner V2, as V1 does not call connectors in steps without tokens: "
@@ -220,6 +218,8 @@ def _check(vllm_config: VllmConfig) -> None:
         )
     if not Settings.of(vllm_config.ec_transfer_config.ec_connector_extra_config).allow_caller_embeds:
         _check_front_end(vllm_config)
+    if vllm_config.model_config.runner_type == "pooling":
+        raise ValueError("VitwireECConnector: an embedding that is lost would end vLLM 0.33's API server for pooling")
     multimodal = vllm_config.model_config.multimodal_config
     if multimodal is None:
         raise ValueError(f"VitwireECConnector: {vllm_config.model_config.model} takes no images")
@@ -256,6 +256,8 @@ def _check_front_end(vllm_config: VllmConfig) -> None:
 def _reporting_workers(vllm_config: VllmConfig) -> int:
     """Workers whose outcomes reach the scheduler: those of the first pipeline stage, where all outputs are merged."""
     parallel = vllm_config.parallel_config
+    if parallel.distributed_executor_backend == "external_launcher":
+        raise ValueError("VitwireECConnector: ranks of external_launcher would schedule differently; use mp")
     if parallel.distributed_executor_backend not in ("mp", "ray"):
         return 1
     return int(parallel.tensor_parallel_size) * int(getattr(parallel, "prefill_context_parallel_size", 1))
@@ -290,7 +292,7 @@ def _contents(request: "Request") -> dict[int, Content]:
     contents = {}
     grids = {index: grid for index, each in enumerate(request.mm_features) if (grid := _grid(each))}
     for index, each in enumerate(request.mm_features):
-        if each.data and FILE in each.data:  # of vLLM's front end, which made the id
+        if each.data and FILE in each.data:  # made by our renderer, which also chose the id
             grid, rows = grids.pop(index, _UNKNOWN), request.get_num_encoder_embeds(index)
             contents[index] = Content(each.identifier, str(each.mm_hash), "image", grid, rows, each.data[FILE].data)
     params = request.ec_transfer_params

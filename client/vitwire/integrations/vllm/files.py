@@ -1,4 +1,4 @@
-"""Images of a request as the files that came: vLLM's media connector with another reader, which reads headers only."""
+"""vLLM's media connector, but it keeps image files undecoded and reads only their headers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 IMAGES = Counter(
     "vitwire_front_end_images",
-    "Images of requests: those that Vitwire accepted, and by reason those that the engine's tower encodes.",
+    "Images of requests: accepted by Vitwire, or the reason why vLLM handles them.",
     ["outcome"],
 )
 FORMATS = frozenset({"JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP"})
 """Pillow's names of what servers decode; MPO is a camera's JPEG with further pictures."""
 _WHITE = (255, 255, 255)
 _TURNED = frozenset({5, 6, 7, 8})
-"""Values of EXIF's orientation by which width and height change places."""
+"""EXIF orientations that swap width and height."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class ImageFile(MediaWithBytes[Image.Image]):  # type: ignore[misc]  # vLLM has 
 
 
 class ImageFileIO(ImageMediaIO):  # type: ignore[misc]  # as above
-    """Reads the header, within vLLM's own limits; what servers do not decode as vLLM does, it decodes."""
+    """Reads only the header, within vLLM's limits; other formats and options are left to vLLM."""
 
     def load_bytes(self, data: bytes) -> MediaWithBytes[Image.Image]:
         is_default = self.image_mode == "RGB" and self.rgba_background_color == _WHITE and not self.kwargs
@@ -86,14 +86,14 @@ class ImageFileIO(ImageMediaIO):  # type: ignore[misc]  # as above
 
 
 def _shown(image: Image.Image) -> tuple[int, int]:
-    """Width and height once the image is turned as its EXIF data say, which may come after a PNG's pixels."""
+    """Width and height after EXIF rotation. EXIF after a PNG's pixels is not seen."""
     width, height = image.size
     found = Image.Image.getexif(image).get(ExifTags.Base.Orientation)  # a PNG's own would decode it
     return (height, width) if found in _TURNED else (width, height)
 
 
 class FileConnector(MediaConnector):  # type: ignore[misc]  # as above
-    """vLLM's, with its rules for URLs, bytes and pixels."""
+    """vLLM's, which keeps its limits on URLs, bytes and pixels."""
 
     def _image_io(self, image_mode: str | None = "RGB") -> ImageMediaIO:
         options = {"image_mode": image_mode} | self.media_io_kwargs.get("image", {})

@@ -3,12 +3,12 @@
 from importlib.metadata import version
 
 VERSIONS = ("0.33",)
-"""Releases of vLLM whose front end the hooks are made for."""
+"""Releases of vLLM that the hooks were written for."""
 _RENDERER = ("vitwire.integrations.vllm.rendering", "renderer_of")
 
 
 def register() -> None:
-    """Let vLLM make the renderer of its front end by ours, which is vLLM's own unless the engine has our connector."""
+    """Register our renderer, which falls back to vLLM's own if the engine does not use our connector."""
     if version("vllm").startswith(tuple(f"{each}." for each in VERSIONS)):
         from vllm.renderers.registry import RENDERER_REGISTRY  # noqa: PLC0415  # vLLM has begun to load it
 

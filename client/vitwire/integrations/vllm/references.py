@@ -1,4 +1,4 @@
-"""Images that the server accepted, among those that vLLM's processor of a model prepares: they need no pixels."""
+"""Adds images that the encoder accepted, which have no pixels, to the output of vLLM's processor."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,14 +14,14 @@ from vitwire.integrations.vllm.files import ImageFile
 
 
 class References:
-    """Stands before a processor's `_cached_apply_hf_processor`, which gets the items that are not references."""
+    """Wraps a processor's `_cached_apply_hf_processor`, and passes on only the items that are not references."""
 
     def __init__(self, processor: BaseMultiModalProcessor) -> None:
         self._processor = processor
         self._others = processor._cached_apply_hf_processor  # noqa: SLF001  # it has no other hook
 
     def apply(self, inputs: ProcessorInputs, timing: object) -> MultiModalProcessingResult:
-        """As vLLM's, whose order of images is kept."""
+        """Like vLLM's; the order of images is kept."""
         images = inputs.mm_data_items.get("image")
         files = list(images.data) if isinstance(images, ImageProcessorItems) else []
         taken = [index for index, each in enumerate(files) if isinstance(each, ImageFile) and each.reference]
@@ -37,8 +37,8 @@ class References:
         places = [*taken, *left]
 
         def ordered(ours: Sequence[Any], theirs: Mapping[str, Any]) -> list[Any]:
-            both = [*ours, *theirs.get("image", ())]
-            return [each for _, each in sorted(zip(places, both, strict=True), key=lambda pair: pair[0])]
+            found = dict(zip(places, [*ours, *theirs.get("image", ())], strict=True))
+            return [found[index] for index in range(len(files))]
 
         bound = [
             [self._processor._recompute_cached_prompt_update(update, index) for update in each]  # noqa: SLF001
@@ -61,7 +61,7 @@ class References:
         updates = self._processor._get_mm_prompt_updates(items, options, data)["image"]  # noqa: SLF001
         hashes = [each.content_id for each in references]
         cache = inputs.cache
-        if not isinstance(cache, LruKeyReplicatedSenderCache):  # others have nothing to save
+        if not isinstance(cache, LruKeyReplicatedSenderCache):  # other caches are not used for references
             return list(data["image"]), hashes, list(updates)
         for name in hashes:
             cache.touch_sender_cache_item(name)
@@ -76,7 +76,7 @@ class References:
 
 
 def _rest(inputs: ProcessorInputs, left: Sequence[int]) -> ProcessorInputs:
-    """The inputs with these images alone."""
+    """The inputs with only the images at these positions."""
     items, uuids = MultiModalDataItems(inputs.mm_data_items), dict(inputs.mm_uuid_items or {})
     images = items.pop("image")
     if left:

@@ -1,8 +1,7 @@
-"""vLLM's front end with images for Vitwire: they are uploaded while the prompt is tokenised, and referred to in it.
+"""A renderer for vLLM's front end: uploads images while the prompt is tokenised, and puts references in their place.
 
-The renderer makes the input of every request that vLLM's HTTP server or `LLM` renders: chat completions, responses,
-messages, pooling. It is also the guard: an engine with our connector accepts embeddings and names of cached ones, which
-callers may not send.
+It makes the input of every request that vLLM's HTTP server or `LLM` renders: chat completions, responses, messages. It
+is also the guard: an engine with our connector would accept embeddings, and ids of cached ones, from any caller.
 """
 
 import asyncio
@@ -35,7 +34,7 @@ from vitwire.integrations.vllm.uploads import Declined, Uploads
 
 _log = logging.getLogger("vitwire.vllm")
 _only_counts: ContextVar[bool] = ContextVar("only_counts", default=False)
-"""Whether a request asks for tokens of a prompt alone: nothing is uploaded."""
+"""Whether the request only counts tokens, so that nothing is uploaded."""
 _NO_TOWER = "the encoder does not take an image of this request, and this engine has no tower"
 _NOT_ALLOWED = (
     "{}: this server takes images as files and URLs, not embeddings, references or uuids of callers "
@@ -54,7 +53,7 @@ def renderer_of(config: VllmConfig, tokenizer: object) -> HfRenderer:
 
 
 class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type information
-    """Gives images to the encoder; what it does not take, vLLM prepares for its own tower. Raises ValueError."""
+    """Uploads images to the encoder; vLLM prepares those that the encoder does not take. Raises ValueError."""
 
     _uploads: Uploads | None = None
 
@@ -99,14 +98,12 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
         if self._uploads is None or _only_counts.get():
             return
         info, options = self.mm_processor.info, options or {}
-        may = may_encode(info, options)
         for file in (each for _, _, each in _files(prompt) if each.upload is None):
             try:
-                found = sized(info, file.size, options) if may else None
-            except (ArithmeticError, TypeError, ValueError):  # vLLM says what is wrong
+                found = sized(info, file.size, options) if may_encode(info, options) else None
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # vLLM says what is wrong
                 found = None
-            uploads = self._uploads
-            file.upload = uploads.begin(file.original_bytes, found) if found else uploads.decline("options")
+            file.upload = self._uploads.begin(file.original_bytes, found)
 
     # -- prompts to inputs of the engine: images become references, or are decoded --------------------
 
@@ -125,7 +122,7 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
         return await super()._process_tokens_async(prompt, skip_mm_cache=skip_mm_cache)
 
     def _check(self, prompt: dict[str, Any], *, skip_mm_cache: bool) -> None:
-        """Begin uploads that no message began. Raises VLLMValidationError for an image that is named and not there."""
+        """Begin uploads that no message began. Raises VLLMValidationError for a uuid without an image."""
         if not self._allows_uuids and prompt.pop("multi_modal_uuids", None):
             for modality, items in (prompt.get("multi_modal_data") or {}).items():
                 if items is None or (isinstance(items, Sequence) and any(each is None for each in items)):
@@ -134,7 +131,9 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
             return
         self._begin(prompt, prompt.get("mm_processor_kwargs"))
         if not self._has_tower and len(list(_files(prompt))) < len(_images(prompt)):
-            raise VLLMValidationError(f"{_NO_TOWER}; it decodes JPEG, PNG, WebP, GIF and BMP", parameter="image")
+            raise VLLMValidationError(
+                f"{_NO_TOWER}; the encoder decodes JPEG, PNG, WebP, GIF and BMP", parameter="image"
+            )
 
     async def _settled(self, images: list[Any], index: int, file: ImageFile) -> None:
         with self._declining():
@@ -169,7 +168,7 @@ def _files(prompt: Mapping[str, Any]) -> Iterator[tuple[list[Any], int, ImageFil
 
 @contextmanager
 def _counting(only_counts: bool) -> Iterator[None]:
-    """A block that uploads nothing if a request asks only for the tokens of its prompt."""
+    """While the block runs, upload nothing if the request only counts tokens."""
     token = _only_counts.set(only_counts or _only_counts.get())
     try:
         yield
@@ -192,11 +191,12 @@ def _for_front_end(config: VllmConfig, *, takes_embeds: bool) -> VllmConfig:
 
 @cache
 def _hook(*, allow_features: bool) -> None:
-    """Replace what vLLM's HTTP server has no other place for, once in a process."""
+    """Patch the parts of vLLM's HTTP server that have no extension point."""
     if envs.VLLM_MEDIA_CONNECTOR == "http":
         MEDIA_CONNECTOR_REGISTRY.name2class["http"] = FileConnector
     else:
-        _log.error("VLLM_MEDIA_CONNECTOR=%s reads images: the encoder gets none of them", envs.VLLM_MEDIA_CONNECTOR)
+        text = "VLLM_MEDIA_CONNECTOR=%s decodes images itself, so none reaches the encoder; unset it"
+        _log.error(text, envs.VLLM_MEDIA_CONNECTOR)
     if not allow_features:
         token_serving.mm_kwargs_from_features = _refuse_features
     GenerateBaseServing._raise_if_error = _raise_if_error  # noqa: SLF001  # the only place that names its error
@@ -214,7 +214,7 @@ def _refuse_features(_: object) -> NoReturn:
 
 
 def _raise_if_error(_: object, finish_reason: str | None, request_id: str) -> None:
-    """As vLLM's, with a status that says that the request may be sent again."""
+    """Like vLLM's, but with status 503, so that the client may retry."""
     if finish_reason == "error":
         _log.error("request %s failed in the engine", request_id)
         raise RetryableRequestError("the engine could not get an image of the request, or failed; please retry")

@@ -68,7 +68,7 @@ class Settings:
     content_key_file: str = ""
     """File with the secret of the front end's content ids, 32 bytes or more; default: random in each process."""
     accept_seconds: float = 1.0
-    """Seconds in which the server accepts an image of the front end; later, the engine's tower encodes it."""
+    """Seconds within which the server must accept an image of the front end, before the engine's tower encodes it."""
     allow_caller_embeds: bool = False
     """Whether requests may bring embeddings, references and uuids: only if no stranger reaches vLLM's port."""
 

@@ -24,7 +24,7 @@ MODELS = _GRIDS | _TILES
 """Model types whose images the front end gives to the encoder."""
 _SIZES = frozenset({"min_pixels", "max_pixels", "size"})
 _ON_DEVICE = frozenset({"do_normalize", "do_rescale"})
-"""What vLLM sets by itself, as its tower does this."""
+"""vLLM sets these itself when its tower normalises on the device."""
 _OTHERS = frozenset({"fps", "num_frames", "do_sample_frames", "videos_kwargs", "audio_kwargs"})
 """Options of processors that concern the size of images, and those that do not concern images."""
 
@@ -35,15 +35,16 @@ class Sized(NamedTuple):
     tokens: int
     """Places of its embedding."""
     fields: Mapping[str, torch.Tensor]
-    """The processor's outputs for it, but for pixels: int64 tensors."""
+    """The processor's outputs without pixels: int64 tensors."""
 
 
 def may_encode(info: BaseProcessingInfo, options: Mapping[str, object]) -> bool:
     """Whether the processor's options, of server and request, at most change the size of images.
 
-    The encoder has no others, and refuses a size that is not its own.
+    The encoder has no other options, and an image whose size it computes differently is declined later.
     """
-    merged = {name: value for name, value in info._merge_and_resolve_mm_processor_kwargs(options).items() if value}  # noqa: SLF001
+    merged = info._merge_and_resolve_mm_processor_kwargs(options)  # noqa: SLF001  # as vLLM's own size rule
+    merged = {name: value for name, value in merged.items() if value not in (None, {})}
     images = merged.pop("images_kwargs", {})
     own = _ON_DEVICE if info.ctx.get_mm_config().mm_device_do_normalize else frozenset()
     return merged.keys() <= _SIZES | _OTHERS | own and images.keys() <= _SIZES | own

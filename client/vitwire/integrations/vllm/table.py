@@ -110,7 +110,7 @@ class Table:
         self._failed: set[str] = set()
         self._counts: dict[str, float] = dict.fromkeys(COUNTED, 0)
         self._usual_seconds = 0.0
-        """Of a fetch, by those that ended lately."""
+        """Moving average of a fetch."""
 
     def ensure(self, request: str, contents: Sequence[Content], now: float, *, urgent: bool) -> bool:
         """Order fetches of missing contents; True if all contents can be loaded.
@@ -139,7 +139,7 @@ class Table:
         self._failed.add(request)
 
     def remaining(self, contents: Iterable[Content], now: float) -> float | None:
-        """Seconds in which these will be there, as fetches usually are; None if none of them is being fetched.
+        """Estimated seconds until these are fetched; None if none is being fetched.
 
         Infinite once one is late by as much again: every step would wait for a server that hangs.
         """

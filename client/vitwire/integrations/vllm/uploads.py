@@ -27,17 +27,17 @@ _log = logging.getLogger("vitwire.vllm")
 _MODEL_SECONDS = 2.0
 """Less than one server takes to restart, so that its new weights never get content ids of the old ones."""
 _PAUSE_SECONDS = 1.0
-"""For which no upload is tried once the server could not be reached."""
+"""No upload is tried for so long after the server could not be reached."""
 _MOST_SLOW = 4
-"""Images in a row that were not accepted in time, after which uploads pause as well."""
+"""Images in a row that were not accepted in time, after which uploads pause too."""
 _LARGE_BYTES = 1 << 20
-"""Bytes of a file whose digest would hold up other uploads."""
+"""Files above this are hashed in a thread, so that other uploads do not wait."""
 _KNOWN = 4096
 """Content ids and digests that are remembered."""
 
 
 class Declined(Exception):
-    """The engine encodes the image itself; the message is the reason, as the metric has it."""
+    """The encoder does not take the image; the message is the reason, a value of the metric's `outcome`."""
 
     PASSING = ("unavailable", "slow")
     """Reasons that end by themselves."""
@@ -57,41 +57,36 @@ class Uploads:
         """Content ids that were accepted lately, oldest first."""
         self._refused: dict[bytes, None] = {}
         """Digests of files that the server refused after it had accepted them, oldest first."""
-        self._pause_until, self._slow = 0.0, 0
+        self._pause_until, self._paused_for, self._slow = 0.0, "", 0
         self._loop = asyncio.new_event_loop()
         self._running: set[asyncio.Task[Reference]] = set()
         threading.Thread(target=self._loop.run_forever, name="vitwire-uploads", daemon=True).start()
         self._client = settings.uploading_client()
         self._model = Recent(lambda: self._client.model(refresh=True), _MODEL_SECONDS)
 
-    def begin(self, content: bytes, sized: Sized) -> "Future[Reference | None]":
-        """Begin to upload the file of an image. The future raises Declined."""
+    def begin(self, content: bytes, sized: Sized | None) -> Future[Reference | None]:
+        """Begin to upload a file; `sized` is None for options that the encoder lacks. The future raises Declined."""
         return asyncio.run_coroutine_threadsafe(self._counted(content, sized), self._loop)
 
-    def decline(self, reason: str) -> "Future[Reference | None]":
-        """A future that raises Declined."""
-        IMAGES.labels(reason).inc()
-        found: Future[Reference | None] = Future()
-        found.set_exception(Declined(reason))
-        return found
+    def _pause(self, reason: str) -> None:
+        self._pause_until, self._paused_for = time.monotonic() + _PAUSE_SECONDS, reason
 
-    async def _counted(self, content: bytes, sized: Sized) -> Reference | None:
+    async def _counted(self, content: bytes, sized: Sized | None) -> Reference | None:
         try:
             found = await self._bounded(content, sized)
         except Declined as reason:
             IMAGES.labels(str(reason)).inc()
-            self._slow = self._slow + 1 if str(reason) == "slow" else self._slow
-            if self._slow >= _MOST_SLOW:
-                self._pause_until = time.monotonic() + _PAUSE_SECONDS
             raise
         self._slow = 0
         IMAGES.labels("accepted").inc()
         return found
 
-    async def _bounded(self, content: bytes, sized: Sized) -> Reference:
-        """Raises Declined, in time. Cancelled before the server has accepted it, the upload ends."""
+    async def _bounded(self, content: bytes, sized: Sized | None) -> Reference:
+        """Raises Declined, at the latest after `accept_seconds`. Cancelling it before acceptance ends the upload."""
+        if sized is None:
+            raise Declined("options")
         if time.monotonic() < self._pause_until:
-            raise Declined("unavailable")
+            raise Declined(self._paused_for)
         accepted: asyncio.Future[Reference] = self._loop.create_future()
         task = self._loop.create_task(self._upload(content, sized, accepted))
         self._running.add(task)
@@ -101,6 +96,9 @@ class Uploads:
                 await asyncio.wait((task, accepted), return_when=asyncio.FIRST_COMPLETED)
             return accepted.result() if accepted.done() else await task
         except TimeoutError:
+            self._slow += 1
+            if self._slow >= _MOST_SLOW:
+                self._pause("slow")
             raise Declined("slow") from None
         finally:
             if not accepted.done():
@@ -109,7 +107,7 @@ class Uploads:
     def _ended(self, task: "asyncio.Task[Reference]") -> None:
         self._running.discard(task)
         if not task.cancelled():
-            task.exception()  # nobody else may ask for it
+            task.exception()  # read, or asyncio logs that it never was
 
     async def _upload(self, content: bytes, sized: Sized, accepted: "asyncio.Future[Reference]") -> Reference:
         """Runs until the rows are stored; `accepted` is set before. Raises Declined."""
@@ -141,18 +139,13 @@ class Uploads:
     def _check(self, model: Model) -> None:
         """Raises Declined for a server that cannot encode for this engine."""
         if not model.limits.cached_bytes or "image" not in model.prepared or model.embedding_width != self._width:
-            _log.error(
-                "the engine's tower encodes images: the server at %s must serve the engine's model (width %d, it has "
-                "%d), with --cache-bytes and --decode-processes above 0",
-                self._settings.target,
-                self._width,
-                model.embedding_width,
-            )
-            self._pause_until = time.monotonic() + _PAUSE_SECONDS
+            text = "%s cannot encode for this engine: its width is %d, expected %d, with --cache-bytes and decoders"
+            _log.error(text, self._settings.target, model.embedding_width, self._width)
+            self._pause("model")
             raise Declined("model")
 
     async def _is_cached(self, name: str, sized: Sized) -> bool:
-        """Raises Declined if its rows do not fit, as this request has other options."""
+        """Raises Declined if the cached grid is not that of this request's options."""
         try:
             (stored,) = await self._client.store([Item(content_id=name)])
         except NotCached:
@@ -164,10 +157,10 @@ class Uploads:
         is_passing = error.item is None or isinstance(error, Overloaded | DeadlineExceeded | Unavailable)
         reason = "unavailable" if is_passing else "refused"
         if error.item is None:
-            self._pause_until = time.monotonic() + _PAUSE_SECONDS
+            self._pause("unavailable")
         elif was_accepted and not is_passing:  # its request fails; the next one with this file gets vLLM's own answer
             _remember(self._refused, digest)
-        _log.warning("the engine's tower encodes an image, as it was %s: %s", reason, error)
+        _log.warning("an image was not encoded%s (%s): %s", ", though accepted" * was_accepted, reason, error)
         return Declined(reason)
 
 
@@ -181,7 +174,7 @@ def _match(answer: Accepted | Stored, sized: Sized) -> None:
     rows = answer.tokens if isinstance(answer, Accepted) else answer.shape[0]
     grid = tuple(sized.fields["image_grid_thw"].tolist()) if "image_grid_thw" in sized.fields else answer.grid
     if (rows, answer.grid) != (sized.tokens, grid):
-        text = "the engine's tower encodes an image: the server's grid of it is %s (%d tokens), vLLM's %s (%d)"
+        text = "an image was not encoded (grid): the server's grid of it is %s (%d tokens), vLLM's %s (%d)"
         _log.warning(text, answer.grid, rows, grid, sized.tokens)
         raise Declined("grid")
 
