@@ -22,7 +22,7 @@ class ClientEnded(ClientFailed):
 
 
 class CommandProcess:
-    """A process that runs `answer_commands`. What it writes to stderr goes to that of this process."""
+    """A process that runs `answer_commands`. It shares the stderr of this process."""
 
     def __init__(self, *words: str, environment: Mapping[str, str] = os.environ) -> None:
         """words: the command."""

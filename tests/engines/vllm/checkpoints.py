@@ -10,7 +10,7 @@ from servers import PYTHON
 
 MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl")
 _INTERNVL_TOKENS = 16
-"""Of a tile of the tiny InternVL."""
+"""Tokens of one tile of the tiny InternVL."""
 _WRITE = """
 import sys
 from pathlib import Path

@@ -108,7 +108,7 @@ def queued(vllm: WithTower, prompt: Json) -> str:
 def test_prompts_are_those_of_the_tower(
     kind: str, engines: Callable[..., WithTower], checkpoints: dict[str, Path]
 ) -> None:
-    """Token ids and places, of files alone and together; rows are the server's; ids are not those of the tower's."""
+    """Token ids and places, of files alone and together; rows are the server's; the tower's ids are different."""
     tower = InputProcessor(vllm_config(checkpoints[kind], "localhost:1", **LIMITS, ec_transfer_config=None))
     with serving(checkpoints[kind], *SERVER_FLAGS) as server, Client(server.target) as client:
         vllm, before = engines(server.target, kind), counted()

@@ -74,9 +74,8 @@ class VitwireECConnector(ECConnectorBase):  # type: ignore[misc]  # as above
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
-        _check(vllm_config)
-        config = vllm_config.ec_transfer_config
-        self._settings = settings = Settings.of(config.ec_connector_extra_config)
+        settings = Settings.of(vllm_config.ec_transfer_config.ec_connector_extra_config)
+        _check(vllm_config, settings)
         self._table = Table(
             held_tokens=settings.held_tokens or vllm_config.scheduler_config.encoder_cache_size,
             workers=(workers := _reporting_workers(vllm_config)),
@@ -113,7 +112,7 @@ class VitwireECConnector(ECConnectorBase):  # type: ignore[misc]  # as above
         self._fetcher.begin(fetches)
 
     def take_outcomes(self, wait: float = 0.0) -> dict[int, list[Outcome]]:
-        """Fetches that ended since the last call. wait: seconds for the first one, if there is none."""
+        """Fetches that ended since the last call. wait: seconds to wait for one if none has ended."""
         assert self._fetcher is not None
         return self._fetcher.take_outcomes(wait)
 
@@ -203,7 +202,7 @@ def _worker_of_this_process() -> VitwireECConnector | None:
     return worker if isinstance(worker, VitwireECConnector) else None
 
 
-def _check(vllm_config: VllmConfig) -> None:
+def _check(vllm_config: VllmConfig, settings: Settings) -> None:
     """Raises ValueError for a version or features of vLLM that the connector cannot work with."""
     if missing := [name for name in _NEEDED if not hasattr(ECConnectorBase, name)]:
         raise ValueError(f"VitwireECConnector needs vLLM 0.33 or newer: this one has no {', '.join(missing)}")
@@ -216,7 +215,7 @@ def _check(vllm_config: VllmConfig) -> None:
             "VitwireECConnector needs vLLM's model runner V2, as V1 does not call connectors in steps without tokens: "
             "set VLLM_USE_V2_MODEL_RUNNER=1"
         )
-    if not Settings.of(vllm_config.ec_transfer_config.ec_connector_extra_config).allow_caller_embeds:
+    if not settings.allow_caller_embeds:
         _check_front_end(vllm_config)
     if vllm_config.model_config.runner_type == "pooling":
         raise ValueError("VitwireECConnector: an embedding that is lost would end vLLM 0.33's API server for pooling")

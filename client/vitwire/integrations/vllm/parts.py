@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Grid = tuple[int, int, int]
 
-_WITH_GRIDS = {
+WITH_GRIDS = {
     "qwen2_vl": "",
     "qwen2_5_vl": "second_per_grid_ts",
     "qwen2_5_omni": "second_per_grid_ts",
@@ -34,7 +34,7 @@ _WITH_GRIDS = {
     "qwen3_5_moe": "timestamps",
 }
 """Models whose embeddings come with their grids, and the field that has the times of a clip."""
-_WITHOUT_GRIDS = ("internvl", "internvl_chat")
+WITHOUT_GRIDS = ("internvl", "internvl_chat")
 """Models that take the rows alone, and of images only."""
 
 
@@ -58,7 +58,7 @@ def image_embeds(
     for number, embedding in enumerate(embeddings):
         _check(embedding, model, modality, f"embeddings[{number}]")
     rows = [embedding.torch().cpu() for embedding in embeddings]
-    if model.model_type in _WITHOUT_GRIDS:
+    if model.model_type in WITHOUT_GRIDS:
         return {modality: rows}
     import torch  # noqa: PLC0415  # not a dependency of the client
 
@@ -120,8 +120,8 @@ def unencoded_video_part(embedding: Embedding, model: Model, *, uuid: str) -> di
 
 def check_clips(model: Model) -> None:
     """Raises ValueError for a model that vLLM takes no embeddings of clips for."""
-    if model.model_type not in _WITH_GRIDS:
-        raise ValueError(_unsupported(model, "embeddings of videos", _WITH_GRIDS))
+    if model.model_type not in WITH_GRIDS:
+        raise ValueError(_unsupported(model, "embeddings of videos", WITH_GRIDS))
 
 
 def reference_part(
@@ -142,8 +142,8 @@ def reference_part(
     """
     if not uuid:
         raise ValueError("uuid must be the content_id of a cached embedding, got an empty one")
-    if model.model_type not in _WITH_GRIDS:
-        raise ValueError(_unsupported(model, "a part without its embedding", _WITH_GRIDS))
+    if model.model_type not in WITH_GRIDS:
+        raise ValueError(_unsupported(model, "a part without its embedding", WITH_GRIDS))
     _tokens(grid, model, modality, "grid")
     metadata = {f"{modality}_grid_thw": list(grid)} | _times(grid, model, modality, timestamps, second_per_grid)
     kind = f"{modality}_embeds"
@@ -162,7 +162,7 @@ def _part(
     kind = f"{modality}_embeds"
     rows = encode(embedding._host(), embedding.dtype)  # noqa: SLF001  # the rows as received, without torch
     content: str | TorchFile | dict[str, str | TorchFile] = rows
-    if model.model_type in _WITH_GRIDS:
+    if model.model_type in WITH_GRIDS:
         grid = torch_base64(np.array(embedding.grid, np.int64), "int64")
         content = {kind: rows, f"{modality}_grid_thw": grid} | {
             name: torch_base64(np.array(values, np.float64), "float64") for name, values in times.items()
@@ -174,14 +174,14 @@ def _check(embedding: Embedding, model: Model, modality: Modality, field: str) -
     """Raises ValueError if vLLM cannot take this embedding."""
     if modality == "video":
         check_clips(model)
-    elif model.model_type not in _WITH_GRIDS and model.model_type not in _WITHOUT_GRIDS:
-        raise ValueError(_unsupported(model, "embeddings of images", (*_WITH_GRIDS, *_WITHOUT_GRIDS)))
+    elif model.model_type not in WITH_GRIDS and model.model_type not in WITHOUT_GRIDS:
+        raise ValueError(_unsupported(model, "embeddings of images", (*WITH_GRIDS, *WITHOUT_GRIDS)))
     if embedding.report.kept:
         raise ValueError(f"{field}: its tokens were pruned, and vLLM expects all of them; encode without keep_ratio")
     rows, width = embedding.shape
     if width != model.embedding_width:
         raise ValueError(f"{field} is {width} wide, but {model.model_id} has width {model.embedding_width}")
-    if model.model_type in _WITH_GRIDS:
+    if model.model_type in WITH_GRIDS:
         tokens = _tokens(embedding.grid, model, modality, f"{field}.grid")
         if rows != tokens:
             raise ValueError(f"{field}: {rows} rows, its grid {embedding.grid} has {tokens}")
@@ -212,7 +212,7 @@ def _times(
     grid: Grid, model: Model, modality: Modality, timestamps: Sequence[float] | None, second_per_grid: float = 0.0
 ) -> dict[str, list[float]]:
     """The field with the times of a clip. Raises ValueError if it is missing or does not fit the grid."""
-    name = _WITH_GRIDS.get(model.model_type)
+    name = WITH_GRIDS.get(model.model_type)
     if modality == "image":
         return {}
     if timestamps is not None and len(timestamps) != grid[0]:

@@ -18,27 +18,27 @@ class References:
 
     def __init__(self, processor: BaseMultiModalProcessor) -> None:
         self._processor = processor
-        self._others = processor._cached_apply_hf_processor  # noqa: SLF001  # it has no other hook
+        self._original = processor._cached_apply_hf_processor  # noqa: SLF001  # it has no other hook
 
     def apply(self, inputs: ProcessorInputs, timing: object) -> MultiModalProcessingResult:
         """Like vLLM's; the order of images is kept."""
         images = inputs.mm_data_items.get("image")
         files = list(images.data) if isinstance(images, ImageProcessorItems) else []
-        taken = [index for index, each in enumerate(files) if isinstance(each, ImageFile) and each.reference]
-        if not taken:
-            return self._others(inputs, timing)
-        left = [index for index in range(len(files)) if index not in set(taken)]
-        kwargs, hashes, updates = self._referred([files[index] for index in taken], inputs)
-        rest = _rest(inputs, left)
+        referred = [index for index, each in enumerate(files) if isinstance(each, ImageFile) and each.reference]
+        if not referred:
+            return self._original(inputs, timing)
+        others = [index for index in range(len(files)) if index not in set(referred)]
+        kwargs, hashes, updates = self._referred([files[index] for index in referred], inputs)
+        rest = _rest(inputs, others)
         if rest.mm_data_items:
-            found = self._others(rest, timing)
+            found = self._original(rest, timing)
         else:
             found = MultiModalProcessingResult(self._processor._postprocess_prompt(inputs.prompt), {}, {}, {})  # noqa: SLF001
-        places = [*taken, *left]
+        places = [*referred, *others]
 
         def ordered(ours: Sequence[Any], theirs: Mapping[str, Any]) -> list[Any]:
-            found = dict(zip(places, [*ours, *theirs.get("image", ())], strict=True))
-            return [found[index] for index in range(len(files))]
+            placed = dict(zip(places, [*ours, *theirs.get("image", ())], strict=True))
+            return [placed[index] for index in range(len(files))]
 
         bound = [
             [self._processor._recompute_cached_prompt_update(update, index) for update in each]  # noqa: SLF001
@@ -75,12 +75,12 @@ class References:
         return [each for each, _ in sent], hashes, [each for _, each in sent]
 
 
-def _rest(inputs: ProcessorInputs, left: Sequence[int]) -> ProcessorInputs:
+def _rest(inputs: ProcessorInputs, others: Sequence[int]) -> ProcessorInputs:
     """The inputs with only the images at these positions."""
     items, uuids = MultiModalDataItems(inputs.mm_data_items), dict(inputs.mm_uuid_items or {})
     images = items.pop("image")
-    if left:
-        items["image"] = ImageProcessorItems([images.data[index] for index in left])
+    if others:
+        items["image"] = ImageProcessorItems([images.data[index] for index in others])
     if "image" in uuids:
-        uuids["image"] = [uuids["image"][index] for index in left]
+        uuids["image"] = [uuids["image"][index] for index in others]
     return replace(inputs, mm_data_items=items, mm_uuid_items=uuids)

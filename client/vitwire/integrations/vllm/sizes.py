@@ -7,26 +7,16 @@ from typing import NamedTuple
 import torch
 from vllm.multimodal.processing import BaseProcessingInfo
 
-_GRIDS = frozenset(
-    {
-        "qwen2_vl",
-        "qwen2_5_vl",
-        "qwen2_5_omni",
-        "qwen3_omni_moe",
-        "qwen3_vl",
-        "qwen3_vl_moe",
-        "qwen3_5",
-        "qwen3_5_moe",
-    }
-)
-_TILES = frozenset({"internvl", "internvl_chat"})
-MODELS = _GRIDS | _TILES
+from vitwire.integrations.vllm.parts import WITH_GRIDS, WITHOUT_GRIDS
+
+MODELS = frozenset({*WITH_GRIDS, *WITHOUT_GRIDS})
 """Model types whose images the front end gives to the encoder."""
 _SIZES = frozenset({"min_pixels", "max_pixels", "size"})
+"""Options of processors that set the size of an image."""
 _ON_DEVICE = frozenset({"do_normalize", "do_rescale"})
 """vLLM sets these itself when its tower normalises on the device."""
 _OTHERS = frozenset({"fps", "num_frames", "do_sample_frames", "videos_kwargs", "audio_kwargs"})
-"""Options of processors that concern the size of images, and those that do not concern images."""
+"""Options that do not concern images."""
 
 
 class Sized(NamedTuple):
@@ -55,11 +45,11 @@ def sized(info: BaseProcessingInfo, size: tuple[int, int], options: Mapping[str,
 
     info: vLLM's `ProcessingInfo` of a model of `MODELS`.
     size: width and height in pixels.
-    options: `mm_processor_kwargs` of the request. Raises as vLLM does for those that cannot be.
+    options: `mm_processor_kwargs` of the request. Raises as vLLM does for impossible ones.
     """
     width, height = size
     vision = info.get_hf_config().vision_config
-    if info.ctx.model_config.hf_config.model_type in _TILES:
+    if info.ctx.model_config.hf_config.model_type in WITHOUT_GRIDS:
         processor = info.get_hf_processor(**options)
         named = {"mm_kwargs": options} if "mm_kwargs" in signature(info.get_num_image_tokens).parameters else {}
         tokens = info.get_num_image_tokens(image_width=width, image_height=height, processor=processor, **named)

@@ -1,4 +1,4 @@
-"""Uploads of a front end's images to the Vitwire server, from a thread with an event loop of its own."""
+"""Uploads of a front end's images to the Vitwire server, by an event loop in a separate thread."""
 
 import asyncio
 import hashlib
@@ -145,7 +145,7 @@ class Uploads:
             raise Declined("model")
 
     async def _is_cached(self, name: str, sized: Sized) -> bool:
-        """Raises Declined if the cached grid is not that of this request's options."""
+        """Raises Declined if this request's options lead to another grid than the cached one."""
         try:
             (stored,) = await self._client.store([Item(content_id=name)])
         except NotCached:

@@ -61,7 +61,7 @@ class Fetcher:
             self._held[order.number] = self._threads.submit(self._fetch, order)
 
     def take_outcomes(self, wait: float = 0.0) -> dict[int, list[Outcome]]:
-        """Fetches that ended since the last call. wait: seconds for the first one, if there is none."""
+        """Fetches that ended since the last call. wait: seconds to wait for one if none has ended."""
         outcomes: dict[int, list[Outcome]] = {}
         if wait > 0:
             with suppress(queue.Empty):
