@@ -126,7 +126,8 @@ class EngineProcess(ServerProcess):
             return {}
         for line in page.splitlines():
             if named := re.match(
-                r"vllm:(vitwire_ec_\w+_total|request_(?:queue|prefill)_time_seconds_(?:sum|count))", line
+                r"(?:vllm:)?(vitwire_\w+_(?:total|sum|count)|request_(?:queue|prefill)_time_seconds_(?:sum|count))",
+                line,
             ):
                 found[named[1]] = found.get(named[1], 0.0) + float(line.rpartition(" ")[2])
         return found

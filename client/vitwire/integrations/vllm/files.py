@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from PIL import ExifTags, Image
-from prometheus_client import Counter
+from prometheus_client import Counter, Histogram
 from vllm import envs
 from vllm.multimodal.image import open_image
 from vllm.multimodal.media import MediaConnector, MediaWithBytes
@@ -20,6 +20,11 @@ IMAGES = Counter(
     "vitwire_front_end_images",
     "Images of requests: accepted by Vitwire, or the reason why vLLM handles them.",
     ["outcome"],
+)
+ACCEPTING = Histogram(
+    "vitwire_front_end_accept_seconds",
+    "From an image's upload until Vitwire accepted it.",
+    buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
 )
 FORMATS = frozenset({"JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP"})
 """Pillow's names of what servers decode; MPO is a camera's JPEG with further pictures."""

@@ -14,7 +14,7 @@ import torch
 from vitwire._delivery.answers import Accepted, Stored
 from vitwire.content_ids import content_id
 from vitwire.errors import DeadlineExceeded, NotCached, Overloaded, Unavailable, VitwireError
-from vitwire.integrations.vllm.files import IMAGES, Reference
+from vitwire.integrations.vllm.files import ACCEPTING, IMAGES, Reference
 from vitwire.integrations.vllm.settings import Settings
 from vitwire.integrations.vllm.sizes import Sized
 from vitwire.integrations.vllm.table import FILE
@@ -72,6 +72,7 @@ class Uploads:
         self._pause_until, self._paused_for = time.monotonic() + _PAUSE_SECONDS, reason
 
     async def _counted(self, content: bytes, sized: Sized | None) -> Reference | None:
+        began = time.monotonic()
         try:
             found = await self._bounded(content, sized)
         except Declined as reason:
@@ -79,6 +80,7 @@ class Uploads:
             raise
         self._slow = 0
         IMAGES.labels("accepted").inc()
+        ACCEPTING.observe(time.monotonic() - began)
         return found
 
     async def _bounded(self, content: bytes, sized: Sized | None) -> Reference:
