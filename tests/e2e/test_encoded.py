@@ -150,6 +150,15 @@ def test_a_stored_clip_comes_with_the_seconds_of_its_frames(client: Client) -> N
     assert (len(accepted.frame_seconds), again.report.path) == (6, "cache")
 
 
+def test_files_to_store_are_accepted_before_they_are_decoded(checkpoints: Checkpoints) -> None:
+    """Who waits for the grid alone does not wait for a decoder, which takes longer than the tower here."""
+    photo = photograph(2000, 3000)
+    files = [Item(encoded=saved(photo, "WEBP", quality=60 + each), content_id=f"slow {each}") for each in range(4)]
+    with serving(checkpoints("clip"), *FLAGS, "--decode-processes", "1") as server, Client(server.target) as client:
+        kinds = [type(answer) for _, answer in client.iter_store(files)]
+    assert kinds == [Accepted] * 4 + [Stored] * 4
+
+
 def test_cached_files_are_not_decoded_again(client: Client, server: ServerProcess) -> None:
     item = Item(encoded=saved(photograph(96, 64), quality=77), content_id="a photograph")
     (first,) = client.encode([item])

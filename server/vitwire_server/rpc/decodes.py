@@ -1,5 +1,6 @@
 """Files and pictures of an RPC: prepared, and then submitted like other items."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -95,6 +96,9 @@ async def _decode(call: Call, index: int, given: Unprepared, region_seconds: flo
         return
     asked = time.monotonic()
     reserve = partial(call.reserve, index, item)
+    if item.store_only:  # its client waits until it is accepted, and need not wait for a decoder
+        memory = await reserve()
+        reserve = partial(asyncio.sleep, 0, memory)
     done = await pool.decode(flow, given.data, given.modality, measured, reserve, given.picture, raw=item.is_picture)
     metrics.decoded(given.modality, time.monotonic() - began)
     reason = None if done.on_device or item.is_picture else decoding.preparation.reason or NotOnDevice.TOO_LARGE
