@@ -293,7 +293,8 @@ def _contents(request: "Request") -> dict[int, Content]:
     for index, each in enumerate(request.mm_features):
         if each.data and FILE in each.data:  # made by our renderer, which also chose the id
             grid, rows = grids.pop(index, _UNKNOWN), request.get_num_encoder_embeds(index)
-            contents[index] = Content(each.identifier, str(each.mm_hash), "image", grid, rows, each.data[FILE].data)
+            modality, file = _MODALITIES[each.modality == "video"], each.data[FILE].data
+            contents[index] = Content(each.identifier, str(each.mm_hash), modality, grid, rows, file)
     params = request.ec_transfer_params
     ids = params.get("content_ids") if isinstance(params, dict) else None
     if not isinstance(ids, list) or len(ids) > len(grids) or not all(isinstance(each, str) for each in ids):

@@ -1,24 +1,36 @@
-"""vLLM's media connector, but it keeps image files undecoded and reads only their headers."""
+"""vLLM's media connector, but it keeps files of images and clips undecoded and reads only their headers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import cache
 from io import BytesIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 from PIL import ExifTags, Image
 from prometheus_client import Counter, Histogram
 from vllm import envs
 from vllm.multimodal.image import open_image
 from vllm.multimodal.media import MediaConnector, MediaWithBytes
 from vllm.multimodal.media.image import ImageMediaIO
+from vllm.multimodal.media.video import VideoMediaIO
+from vllm.multimodal.video import VideoBackend, cv2
+
+from vitwire.items import Modality
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+Json = dict[str, Any]
 IMAGES = Counter(
     "vitwire_front_end_images",
     "Images of requests: accepted by Vitwire, or the reason why vLLM handles them.",
+    ["outcome"],
+)
+CLIPS = Counter(
+    "vitwire_front_end_clips",
+    "Clips of requests: accepted by Vitwire, or the reason why vLLM handles them.",
     ["outcome"],
 )
 ACCEPTING = Histogram(
@@ -28,6 +40,8 @@ ACCEPTING = Histogram(
 )
 FORMATS = frozenset({"JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP"})
 """Pillow's names of what servers decode; MPO is a camera's JPEG with further pictures."""
+_DECODING = frozenset({"backend", "frame_recovery"})
+"""Options that make vLLM decode other frames, or from another library."""
 _WHITE = (255, 255, 255)
 _TURNED = frozenset({5, 6, 7, 8})
 """EXIF orientations that swap width and height."""
@@ -35,24 +49,39 @@ _TURNED = frozenset({5, 6, 7, 8})
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """An image that the server accepted."""
+    """An image or clip that the server accepted."""
 
     content_id: str
-    fields: Mapping[str, torch.Tensor]
-    """What the model's processor makes of an image, but for its pixels."""
+    fields: Mapping[str, object]
+    """What the model's processor makes of it, but for its pixels."""
 
 
-class ImageFile(MediaWithBytes[Image.Image]):  # type: ignore[misc]  # vLLM has no type information
-    """The file of an image; decoded, as vLLM would have, when its `media` is used."""
+class MediaFile(MediaWithBytes[Any]):  # type: ignore[misc]  # vLLM has no type information
+    """The file of an image or clip."""
 
-    def __init__(self, content: bytes, size: tuple[int, int], reader: ImageMediaIO) -> None:
+    modality: Modality = "image"
+
+    def __init__(self, content: bytes, reader: ImageMediaIO | VideoMediaIO) -> None:
         self.original_bytes = content
-        self.size = size
-        """`(width, height)` as it is shown."""
         self.upload: Future[Reference | None] | None = None
         self.reference: Reference | None = None
         self._reader = reader
-        self._decoded: MediaWithBytes[Image.Image] | None = None
+        self._decoded: MediaWithBytes[Any] | None = None
+
+    def decoded(self) -> MediaWithBytes[Any]:
+        """As vLLM reads it. Raises ValueError for a broken file."""
+        if self._decoded is None:
+            self._decoded = self._reader.load_bytes(self.original_bytes)
+        return self._decoded
+
+
+class ImageFile(MediaFile):
+    """The file of an image; decoded when its `media` is used."""
+
+    def __init__(self, content: bytes, size: tuple[int, int], reader: ImageMediaIO) -> None:
+        super().__init__(content, reader)
+        self.size = size
+        """`(width, height)` as it is shown."""
 
     @property
     def header(self) -> Image.Image:
@@ -61,14 +90,29 @@ class ImageFile(MediaWithBytes[Image.Image]):  # type: ignore[misc]  # vLLM has 
         image._size, image._mode = self.size, "RGB"  # noqa: SLF001  # Pillow has no other way
         return image
 
-    def decoded(self) -> MediaWithBytes[Image.Image]:
-        """As vLLM reads it. Raises ValueError for a broken file."""
-        if self._decoded is None:
-            self._decoded = self._reader.load_bytes(self.original_bytes)
-        return self._decoded
-
     media = property(lambda self: self.decoded().media)
     io_config = property(lambda self: self.decoded().io_config)
+
+
+class ClipFile(MediaFile):
+    """The file of a clip; unless the server accepted it, it is decoded when its `media` is used."""
+
+    modality = "video"
+
+    def __init__(self, content: bytes, frames: np.ndarray[Any, Any], metadata: Json, reader: VideoMediaIO) -> None:
+        super().__init__(content, reader)
+        self.frames = frames
+        """The chosen frames `(F, H, W, 3)`, black: only their shape is known."""
+        self.metadata = metadata
+        """vLLM's: `frames_indices`, `fps`, `total_num_frames`, …"""
+
+    @property
+    def header(self) -> tuple["ClipFile", Json]:
+        """What vLLM's parser makes of clips."""
+        return self, self.metadata
+
+    media = property(lambda self: self.frames if self.reference else self.decoded().media)
+    io_config = None
 
 
 class ImageFileIO(ImageMediaIO):  # type: ignore[misc]  # as above
@@ -90,6 +134,39 @@ class ImageFileIO(ImageMediaIO):  # type: ignore[misc]  # as above
         return ImageFile(data, size, ImageMediaIO(self.image_mode))
 
 
+class ClipFileIO(VideoMediaIO):  # type: ignore[misc]  # as above
+    """Lets vLLM choose the frames of a clip, and reads none; other decoders than OpenCV are left to vLLM."""
+
+    def __init__(self, reader: VideoMediaIO) -> None:
+        self.__dict__.update(reader.__dict__)
+        self._reader = reader
+
+    def load_bytes(self, data: bytes) -> MediaWithBytes[Any]:
+        loader = type(self._reader.video_loader)
+        if not issubclass(loader, VideoBackend) or self.kwargs.keys() & _DECODING:
+            CLIPS.labels("options").inc()
+            return self._reader.load_bytes(data)
+        self.video_loader = _choosing(loader)()  # type: ignore[arg-type]  # Any, without type information
+        frames, metadata = super().load_bytes(data).media
+        unbounded = copy(self._reader)
+        unbounded.image_io = ImageMediaIO(self.image_io.image_mode)  # what it decodes was charged now
+        return ClipFile(data, frames, metadata, unbounded)
+
+
+@cache
+def _choosing(loader: type[VideoBackend]) -> type[VideoBackend]:
+    """The loader of a model, but without pixels: it has the shape of the frames only."""
+
+    def read_frames(
+        capture: "cv2.VideoCapture", frame_idx: Sequence[int], total_frames_num: int, **_: object
+    ) -> tuple[np.ndarray[Any, Any], list[int]]:
+        del total_frames_num
+        height, width = (int(capture.get(each)) for each in (cv2.CAP_PROP_FRAME_HEIGHT, cv2.CAP_PROP_FRAME_WIDTH))
+        return np.broadcast_to(np.uint8(0), (len(frame_idx), height, width, 3)), list(frame_idx)
+
+    return type(loader.__name__, (loader,), {"read_frames": staticmethod(read_frames)})
+
+
 def _shown(image: Image.Image) -> tuple[int, int]:
     """Width and height after EXIF rotation. EXIF after a PNG's pixels is not seen."""
     width, height = image.size
@@ -103,3 +180,13 @@ class FileConnector(MediaConnector):  # type: ignore[misc]  # as above
     def _image_io(self, image_mode: str | None = "RGB") -> ImageMediaIO:
         options = {"image_mode": image_mode} | self.media_io_kwargs.get("image", {})
         return ImageFileIO(**options, decoded_budget=self.decoded_budget)
+
+    def load_from_url(self, url: str, media_io: object, **named: object) -> object:
+        return super().load_from_url(url, _reading_headers(media_io), **named)
+
+    async def load_from_url_async(self, url: str, media_io: object, **named: object) -> object:
+        return await super().load_from_url_async(url, _reading_headers(media_io), **named)
+
+
+def _reading_headers(media_io: object) -> object:
+    return ClipFileIO(media_io) if type(media_io) is VideoMediaIO else media_io

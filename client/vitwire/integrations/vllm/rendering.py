@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.config.multimodal import ImageDummyOptions, MultiModalDummyOptions
+from vllm.config.multimodal import ImageDummyOptions, MultiModalDummyOptions, VideoDummyOptions
 from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
@@ -26,16 +26,17 @@ from vllm.renderers import ChatParams
 from vllm.renderers.hf import HfRenderer
 
 from vitwire.integrations.vllm.connector import VitwireECConnector, expected_width
-from vitwire.integrations.vllm.files import FileConnector, ImageFile
+from vitwire.integrations.vllm.files import ClipFile, FileConnector, MediaFile
 from vitwire.integrations.vllm.references import References
 from vitwire.integrations.vllm.settings import Settings
-from vitwire.integrations.vllm.sizes import MODELS, may_encode, sized
+from vitwire.integrations.vllm.sizes import CLIPS, MODELS, Sized, may_encode, sized, sized_clip
 from vitwire.integrations.vllm.uploads import Declined, Uploads
 
 _log = logging.getLogger("vitwire.vllm")
+_DUMMIES = {"image": ImageDummyOptions, "video": VideoDummyOptions}
 _only_counts: ContextVar[bool] = ContextVar("only_counts", default=False)
 """Whether the request only counts tokens, so that nothing is uploaded."""
-_NO_TOWER = "the encoder does not take an image of this request, and this engine has no tower"
+_NO_TOWER = "the encoder does not take an image or clip of this request, and this engine has no tower"
 _NOT_ALLOWED = (
     "{}: this server takes images as files and URLs, not embeddings, references or uuids of callers "
     "(allow_caller_embeds in --ec-transfer-config)"
@@ -66,7 +67,9 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
             )
         super().__init__(_for_front_end(config, takes_embeds=settings.allow_caller_embeds), tokenizer)
         self._allows_uuids = settings.allow_caller_embeds
-        self._has_tower = config.model_config.multimodal_config.get_limit_per_prompt("image") > 0
+        limit = config.model_config.multimodal_config.get_limit_per_prompt
+        self._has_tower = any(limit(each) > 0 for each in _DUMMIES)
+        self._takes_clips = config.model_config.hf_config.model_type in CLIPS
         _hook(allow_features=settings.allow_caller_embeds)
         processor = self.mm_processor
         if processor and config.model_config.hf_config.model_type in MODELS:
@@ -94,31 +97,35 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
         return conversation, prompt
 
     def _begin(self, prompt: Mapping[str, Any], options: Mapping[str, object] | None) -> None:
-        """Begin to upload the images of a prompt, which is tokenised meanwhile."""
+        """Begin to upload the images and clips of a prompt, which is tokenised meanwhile."""
         if self._uploads is None or _only_counts.get():
             return
-        info, options = self.mm_processor.info, options or {}
         for file in (each for _, _, each in _files(prompt) if each.upload is None):
             try:
-                found = sized(info, file.size, options) if may_encode(info, options) else None
+                found = self._sized(file, options or {})
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # vLLM says what is wrong
                 found = None
-            file.upload = self._uploads.begin(file.original_bytes, found)
+            file.upload = self._uploads.begin(file.original_bytes, file.modality, found)
+
+    def _sized(self, file: MediaFile, options: Mapping[str, object]) -> Sized | None:
+        info = self.mm_processor.info
+        if isinstance(file, ClipFile):
+            return sized_clip(info, file, options) if self._takes_clips else None
+        return sized(info, file.size, options) if may_encode(info, options) else None
 
     # -- prompts to inputs of the engine: images become references, or are decoded --------------------
 
     def _process_tokens(self, prompt: dict[str, Any], *, skip_mm_cache: bool = False) -> object:
         self._check(prompt, skip_mm_cache=skip_mm_cache)
-        for images, index, file in _files(prompt):
+        for items, index, file in _files(prompt):
             with self._declining():
                 file.reference = file.upload.result() if file.upload else None
-            if file.reference is None:
-                images[index] = file.decoded()
+            items[index] = _settled(file) or file.decoded()
         return super()._process_tokens(prompt, skip_mm_cache=skip_mm_cache)
 
     async def _process_tokens_async(self, prompt: dict[str, Any], *, skip_mm_cache: bool = False) -> object:
         self._check(prompt, skip_mm_cache=skip_mm_cache)
-        await asyncio.gather(*(self._settled(images, index, file) for images, index, file in _files(prompt)))
+        await asyncio.gather(*(self._settle(items, index, file) for items, index, file in _files(prompt)))
         return await super()._process_tokens_async(prompt, skip_mm_cache=skip_mm_cache)
 
     def _check(self, prompt: dict[str, Any], *, skip_mm_cache: bool) -> None:
@@ -130,16 +137,17 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
         if skip_mm_cache:
             return
         self._begin(prompt, prompt.get("mm_processor_kwargs"))
-        if not self._has_tower and len(list(_files(prompt))) < len(_images(prompt)):
+        known = {id(each) for _, _, each in _files(prompt)}
+        if not self._has_tower and any(id(each) not in known for items in _media(prompt) for each in items):
             raise VLLMValidationError(
-                f"{_NO_TOWER}; the encoder decodes JPEG, PNG, WebP, GIF and BMP", parameter="image"
+                f"{_NO_TOWER}; the encoder decodes JPEG, PNG, WebP, GIF, BMP, MP4 and WebM", parameter="image"
             )
 
-    async def _settled(self, images: list[Any], index: int, file: ImageFile) -> None:
+    async def _settle(self, items: list[Any], index: int, file: MediaFile) -> None:
         with self._declining():
             file.reference = await asyncio.wrap_future(file.upload) if file.upload else None
-        if file.reference is None:
-            images[index] = await asyncio.get_running_loop().run_in_executor(global_thread_pool, file.decoded)
+        loop = asyncio.get_running_loop()
+        items[index] = _settled(file) or await loop.run_in_executor(global_thread_pool, file.decoded)
 
     @contextmanager
     def _declining(self) -> Iterator[None]:
@@ -154,16 +162,23 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
             raise VLLMValidationError(f"{_NO_TOWER} ({reason})", parameter="image") from None
 
 
-def _images(prompt: Mapping[str, Any]) -> list[Any]:
-    """The images of a prompt, in the list in which they can be replaced."""
-    images = (prompt.get("multi_modal_data") or {}).get("image")
-    return images if isinstance(images, list) else []
+def _media(prompt: Mapping[str, Any]) -> list[list[Any]]:
+    """The images and the clips of a prompt, in the lists in which they can be replaced."""
+    data = prompt.get("multi_modal_data") or {}
+    return [data[each] for each in _DUMMIES if isinstance(data.get(each), list)]
 
 
-def _files(prompt: Mapping[str, Any]) -> Iterator[tuple[list[Any], int, ImageFile]]:
-    """The images that came as files, each with the list that it is in, and its place."""
-    images = _images(prompt)
-    yield from [(images, index, each) for index, each in enumerate(images) if isinstance(each, ImageFile)]
+def _files(prompt: Mapping[str, Any]) -> Iterator[tuple[list[Any], int, MediaFile]]:
+    """The images and clips that came as files, each with the list that it is in, and its place."""
+    for items in _media(prompt):
+        yield from [(items, index, each) for index, each in enumerate(items) if isinstance(each, MediaFile)]
+
+
+def _settled(file: MediaFile) -> object:
+    """What vLLM's parser gets of an accepted file; None for others."""
+    if file.reference is None:
+        return None
+    return file.header if isinstance(file, ClipFile) else file
 
 
 @contextmanager
@@ -182,10 +197,11 @@ def _for_front_end(config: VllmConfig, *, takes_embeds: bool) -> VllmConfig:
     found.model_config = copy(config.model_config)
     found.model_config.multimodal_config = multimodal = copy(config.model_config.multimodal_config)
     multimodal.enable_mm_embeds = multimodal.allow_missing_mm_embeddings = takes_embeds
-    if multimodal.get_limit_per_prompt("image") == 0 and config.model_config.hf_config.model_type in MODELS:
+    kind = config.model_config.hf_config.model_type
+    taken = {name: made() for name, made in _DUMMIES.items() if kind in {"image": MODELS, "video": CLIPS}[name]}
+    if taken and not any(multimodal.get_limit_per_prompt(each) for each in _DUMMIES):
         multimodal.language_model_only = False
-        limits = {**multimodal.limit_per_prompt, "image": ImageDummyOptions()}
-        multimodal.limit_per_prompt = MultiModalDummyOptions(limits)
+        multimodal.limit_per_prompt = MultiModalDummyOptions(multimodal.limit_per_prompt | taken)
     return found
 
 

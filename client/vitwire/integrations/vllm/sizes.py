@@ -1,16 +1,20 @@
-"""What a model's prompt needs to know of an image, from its size alone, by vLLM's own rules."""
+"""What a model's prompt needs to know of an image or clip, from its header alone, by vLLM's own rules."""
 
 from collections.abc import Mapping
 from inspect import signature
 from typing import NamedTuple
 
 import torch
+from transformers.video_utils import VideoMetadata
 from vllm.multimodal.processing import BaseProcessingInfo
 
+from vitwire.integrations.vllm.files import ClipFile
 from vitwire.integrations.vllm.parts import WITH_GRIDS, WITHOUT_GRIDS
 
 MODELS = frozenset({*WITH_GRIDS, *WITHOUT_GRIDS})
 """Model types whose images the front end gives to the encoder."""
+CLIPS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
+"""Model types whose clips it gives to the encoder."""
 _SIZES = frozenset({"min_pixels", "max_pixels", "size"})
 """Options of processors that set the size of an image."""
 _ON_DEVICE = frozenset({"do_normalize", "do_rescale"})
@@ -20,12 +24,14 @@ _OTHERS = frozenset({"fps", "num_frames", "do_sample_frames", "videos_kwargs", "
 
 
 class Sized(NamedTuple):
-    """An image in a prompt."""
+    """An image or clip in a prompt."""
 
     tokens: int
     """Places of its embedding."""
-    fields: Mapping[str, torch.Tensor]
-    """The processor's outputs without pixels: int64 tensors."""
+    fields: Mapping[str, object]
+    """The processor's outputs without pixels."""
+    frames: tuple[int, ...] = ()
+    """Indices of the frames to use of a clip."""
 
 
 def may_encode(info: BaseProcessingInfo, options: Mapping[str, object]) -> bool:
@@ -33,11 +39,22 @@ def may_encode(info: BaseProcessingInfo, options: Mapping[str, object]) -> bool:
 
     The encoder has no other options, and an image whose size it computes differently is declined later.
     """
+    return _has_only(info, options, "images_kwargs", _SIZES, _OTHERS)
+
+
+def _has_only(
+    info: BaseProcessingInfo,
+    options: Mapping[str, object],
+    scope: str,
+    known: frozenset[str],
+    others: frozenset[str],
+) -> bool:
+    """Whether the merged options have only known ones in a scope, and beside it only those that do not concern it."""
     merged = info._merge_and_resolve_mm_processor_kwargs(options)  # noqa: SLF001  # as vLLM's own size rule
     merged = {name: value for name, value in merged.items() if value not in (None, {})}
-    images = merged.pop("images_kwargs", {})
-    own = _ON_DEVICE if info.ctx.get_mm_config().mm_device_do_normalize else frozenset()
-    return merged.keys() <= _SIZES | _OTHERS | own and images.keys() <= _SIZES | own
+    scoped = merged.pop(scope, {})
+    device = _ON_DEVICE if info.ctx.get_mm_config().mm_device_do_normalize else frozenset()
+    return merged.keys() <= known | others | device and scoped.keys() <= known | device
 
 
 def sized(info: BaseProcessingInfo, size: tuple[int, int], options: Mapping[str, object]) -> Sized:
@@ -64,3 +81,36 @@ def sized(info: BaseProcessingInfo, size: tuple[int, int], options: Mapping[str,
     )
     grid = (1, resized.height // vision.patch_size, resized.width // vision.patch_size)
     return Sized(tokens, {"image_grid_thw": torch.tensor(grid)})
+
+
+def sized_clip(info: BaseProcessingInfo, clip: ClipFile, options: Mapping[str, object]) -> Sized | None:
+    """As `sized`; the number of tokens includes no timestamps. None for options, as the encoder has none for clips.
+
+    info: vLLM's `ProcessingInfo` of a model of `CLIPS`.
+    """
+    if not _has_only(info, options, "videos_kwargs", frozenset(), frozenset({"images_kwargs", "audio_kwargs"})):
+        return None
+    processor, metadata = info.get_hf_processor().video_processor, clip.metadata
+    known = VideoMetadata(**{name: value for name, value in metadata.items() if name != "do_sample_frames"})
+    frames: list[int] = metadata["frames_indices"]
+    fields: dict[str, object] = {}
+    if hasattr(info, "_get_video_second_idx"):
+        if metadata["do_sample_frames"]:  # the processor chooses again, of all frames
+            frames = processor.sample_frames(known).tolist()
+        fields["timestamps"] = info._get_video_second_idx(metadata)  # noqa: SLF001  # as above
+    elif info.ctx.model_config.hf_config.model_type == "qwen2_5_vl":
+        seconds = processor.temporal_patch_size / known.sampled_fps
+        fields["second_per_grid_ts"] = torch.tensor(seconds, dtype=info.ctx.model_config.dtype)  # as vLLM converts it
+    _, height, width, _ = clip.frames.shape
+    resized, tokens = info._get_vision_info(  # noqa: SLF001  # as above
+        image_width=width,
+        image_height=height,
+        num_frames=len(frames),
+        image_processor=processor,
+        mm_kwargs=options,
+        modality="video",
+    )
+    vision = info.get_hf_config().vision_config
+    times = -(-len(frames) // vision.temporal_patch_size)
+    grid = (times, resized.height // vision.patch_size, resized.width // vision.patch_size)
+    return Sized(tokens, {"video_grid_thw": torch.tensor(grid), **fields}, tuple(frames))

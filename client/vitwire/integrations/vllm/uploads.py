@@ -1,4 +1,4 @@
-"""Uploads of a front end's images to the Vitwire server, by an event loop in a separate thread."""
+"""Uploads of a front end's images and clips to the Vitwire server, by an event loop in a separate thread."""
 
 import asyncio
 import hashlib
@@ -14,11 +14,11 @@ import torch
 from vitwire._delivery.answers import Accepted, Stored
 from vitwire.content_ids import content_id
 from vitwire.errors import DeadlineExceeded, NotCached, Overloaded, Unavailable, VitwireError
-from vitwire.integrations.vllm.files import ACCEPTING, IMAGES, Reference
+from vitwire.integrations.vllm.files import ACCEPTING, CLIPS, IMAGES, Reference
 from vitwire.integrations.vllm.settings import Settings
 from vitwire.integrations.vllm.sizes import Sized
 from vitwire.integrations.vllm.table import FILE
-from vitwire.items import Item
+from vitwire.items import Item, Modality
 from vitwire.model import Model
 from vitwire.shared.recent import Recent
 
@@ -30,6 +30,8 @@ _PAUSE_SECONDS = 1.0
 """No upload is tried for so long after the server could not be reached."""
 _MOST_SLOW = 4
 """Images in a row that were not accepted in time, after which uploads pause too."""
+_PATIENCE: dict[Modality, int] = {"image": 1, "video": 5}
+"""A clip is larger, and the server counts its frames before it accepts it."""
 _LARGE_BYTES = 1 << 20
 """Files above this are hashed in a thread, so that other uploads do not wait."""
 _KNOWN = 4096
@@ -64,37 +66,40 @@ class Uploads:
         self._client = settings.uploading_client()
         self._model = Recent(lambda: self._client.model(refresh=True), _MODEL_SECONDS)
 
-    def begin(self, content: bytes, sized: Sized | None) -> Future[Reference | None]:
+    def begin(self, content: bytes, modality: Modality, sized: Sized | None) -> Future[Reference | None]:
         """Begin to upload a file; `sized` is None for options that the encoder lacks. The future raises Declined."""
-        return asyncio.run_coroutine_threadsafe(self._counted(content, sized), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._counted(content, modality, sized), self._loop)
 
     def _pause(self, reason: str) -> None:
         self._pause_until, self._paused_for = time.monotonic() + _PAUSE_SECONDS, reason
 
-    async def _counted(self, content: bytes, sized: Sized | None) -> Reference | None:
-        began = time.monotonic()
+    async def _counted(self, content: bytes, modality: Modality, sized: Sized | None) -> Reference | None:
+        began, outcomes = time.monotonic(), CLIPS if modality == "video" else IMAGES
         try:
-            found = await self._bounded(content, sized)
+            found = await self._bounded(content, modality, sized)
         except Declined as reason:
-            IMAGES.labels(str(reason)).inc()
+            outcomes.labels(str(reason)).inc()
             raise
         self._slow = 0
-        IMAGES.labels("accepted").inc()
+        outcomes.labels("accepted").inc()
         ACCEPTING.observe(time.monotonic() - began)
         return found
 
-    async def _bounded(self, content: bytes, sized: Sized | None) -> Reference:
-        """Raises Declined, at the latest after `accept_seconds`. Cancelling it before acceptance ends the upload."""
+    async def _bounded(self, content: bytes, modality: Modality, sized: Sized | None) -> Reference:
+        """Raises Declined, at the latest after `accept_seconds`, for clips five times that.
+
+        Cancelling it before acceptance ends the upload.
+        """
         if sized is None:
             raise Declined("options")
         if time.monotonic() < self._pause_until:
             raise Declined(self._paused_for)
         accepted: asyncio.Future[Reference] = self._loop.create_future()
-        task = self._loop.create_task(self._upload(content, sized, accepted))
+        task = self._loop.create_task(self._upload(content, modality, sized, accepted))
         self._running.add(task)
         task.add_done_callback(self._ended)
         try:
-            async with asyncio.timeout(self._settings.accept_seconds):
+            async with asyncio.timeout(self._settings.accept_seconds * _PATIENCE[modality]):
                 await asyncio.wait((task, accepted), return_when=asyncio.FIRST_COMPLETED)
             return accepted.result() if accepted.done() else await task
         except TimeoutError:
@@ -111,22 +116,25 @@ class Uploads:
         if not task.cancelled():
             task.exception()  # read, or asyncio logs that it never was
 
-    async def _upload(self, content: bytes, sized: Sized, accepted: "asyncio.Future[Reference]") -> Reference:
+    async def _upload(
+        self, content: bytes, modality: Modality, sized: Sized, accepted: "asyncio.Future[Reference]"
+    ) -> Reference:
         """Runs until the rows are stored; `accepted` is set before. Raises Declined."""
         digest = b""
         try:
             model = await self._model.get()
-            self._check(model)
+            self._check(model, modality)
             if len(content) > model.limits.encoded_bytes:
                 raise Declined("refused")
             digest, file = await asyncio.to_thread(_read, content) if len(content) > _LARGE_BYTES else _read(content)
             if digest in self._refused:
                 raise Declined("refused")
-            name = content_id(digest, "image", model, self._key)
+            name = content_id(digest, modality, model, self._key)
             found = Reference(name, {**sized.fields, FILE: file})
-            if name in self._known and await self._is_cached(name, sized):
+            if name in self._known and await self._is_cached(name, modality, sized):
                 return found
-            async with aclosing(self._client.iter_store([Item(encoded=content, content_id=name)])) as answers:
+            item = Item(encoded=content, modality=modality, content_id=name)
+            async with aclosing(self._client.iter_store([item])) as answers:
                 async for _, answer in answers:
                     if isinstance(answer, VitwireError):
                         raise answer from None
@@ -138,18 +146,20 @@ class Uploads:
             raise self._declined(error, digest, was_accepted=accepted.done()) from error
         return found
 
-    def _check(self, model: Model) -> None:
+    def _check(self, model: Model, modality: Modality) -> None:
         """Raises Declined for a server that cannot encode for this engine."""
+        if modality == "video" and modality not in model.prepared and "image" in model.prepared:
+            raise Declined("format")  # it was started without PyAV
         if not model.limits.cached_bytes or "image" not in model.prepared or model.embedding_width != self._width:
             text = "%s cannot encode for this engine: its width is %d, expected %d, with --cache-bytes and decoders"
             _log.error(text, self._settings.target, model.embedding_width, self._width)
             self._pause("model")
             raise Declined("model")
 
-    async def _is_cached(self, name: str, sized: Sized) -> bool:
+    async def _is_cached(self, name: str, modality: Modality, sized: Sized) -> bool:
         """Raises Declined if this request's options lead to another grid than the cached one."""
         try:
-            (stored,) = await self._client.store([Item(content_id=name)])
+            (stored,) = await self._client.store([Item(content_id=name, modality=modality)])
         except NotCached:
             return False
         _match(stored, sized)
@@ -162,7 +172,7 @@ class Uploads:
             self._pause("unavailable")
         elif was_accepted and not is_passing:  # its request fails; the next one with this file gets vLLM's own answer
             _remember(self._refused, digest)
-        _log.warning("an image was not encoded%s (%s): %s", ", though accepted" * was_accepted, reason, error)
+        _log.warning("an image or clip was not encoded%s (%s): %s", ", though accepted" * was_accepted, reason, error)
         return Declined(reason)
 
 
@@ -174,9 +184,10 @@ def _read(content: bytes) -> tuple[bytes, torch.Tensor]:
 def _match(answer: Accepted | Stored, sized: Sized) -> None:
     """Raises Declined unless the embedding fits the places in the prompt."""
     rows = answer.tokens if isinstance(answer, Accepted) else answer.shape[0]
-    grid = tuple(sized.fields["image_grid_thw"].tolist()) if "image_grid_thw" in sized.fields else answer.grid
+    ours = next((value for name, value in sized.fields.items() if name.endswith("_grid_thw")), None)
+    grid = tuple(ours.tolist()) if isinstance(ours, torch.Tensor) else answer.grid
     if (rows, answer.grid) != (sized.tokens, grid):
-        text = "an image was not encoded (grid): the server's grid of it is %s (%d tokens), vLLM's %s (%d)"
+        text = "an image or clip was not encoded (grid): the server's grid of it is %s (%d tokens), vLLM's %s (%d)"
         _log.warning(text, answer.grid, rows, grid, sized.tokens)
         raise Declined("grid")
 

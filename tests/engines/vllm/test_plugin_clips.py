@@ -1,0 +1,97 @@
+"""What the hooked front end makes of clips: vLLM's own prompts, times and places, and the frames that vLLM chooses."""
+
+import base64
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.engines.vllm.conftest import SERVER_FLAGS
+from tests.engines.vllm.engine import vllm_config
+from tests.engines.vllm.image_site import picture
+from tests.engines.vllm.in_process import WithTower
+from tests.engines.vllm.test_plugin_inputs import LIMITS, engines, hooked, part, rendered
+from vllm.v1.engine.input_processor import InputProcessor
+
+from servers import PYTHON, serving
+from vitwire import Client, Item
+from vitwire.integrations.vllm.files import CLIPS
+
+__all__ = ["engines", "hooked"]
+VIDEOS = LIMITS | {"limit_mm_per_prompt": {"image": 10, "video": 10}, "mm_processor_cache_gb": 0}
+TIMES = {"qwen2_5_vl": "second_per_grid_ts", "qwen3_vl": "timestamps", "qwen3_5": "timestamps"}
+"""What positions or prompts are made from, beside the grid."""
+
+
+def video(file: bytes) -> dict[str, Any]:
+    return {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{base64.b64encode(file).decode()}"}}
+
+
+@pytest.fixture
+def outcomes() -> Callable[[], dict[str, int]]:
+    """Clips since the test began, by outcome."""
+
+    def counted() -> dict[str, int]:
+        samples = [sample for each in CLIPS.collect() for sample in each.samples if sample.name.endswith("_total")]
+        return {sample.labels["outcome"]: int(sample.value) for sample in samples}
+
+    before = counted()
+    return lambda: {name: more for name, value in counted().items() if (more := value - before.get(name, 0))}
+
+
+_WRITE = """
+import sys
+from pathlib import Path
+from encoded_files import clip, moving
+turned = (0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30)
+for name, file in {
+    "usual": clip(moving(30), 10.0),
+    "turned": clip(moving(12), 8.0, matrix=turned),
+    "every frame": clip(moving(5), 2.0),
+    "NTSC, VP9": clip(moving(40), 29.97, "webm", "libvpx-vp9"),
+    "odd": clip(moving(17, 98, 134), 7.0),
+}.items():
+    (Path(sys.argv[1]) / name).write_bytes(file)
+"""
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Clips of several rates, codecs and lengths; PyAV of the server's environment makes them."""
+    folder = tmp_path_factory.mktemp("clips")
+    subprocess.run([PYTHON, "-c", _WRITE, str(folder)], check=True)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_prompts_are_those_of_the_tower(
+    kind: str,
+    engines: Callable[..., WithTower],
+    checkpoints: dict[str, Path],
+    clips: dict[str, bytes],
+    outcomes: Callable[[], dict[str, int]],
+) -> None:
+    """Token ids with the times of frames, places, grids, of clips alone and among images; rows are the server's."""
+    tower = InputProcessor(vllm_config(checkpoints[kind], "localhost:1", **VIDEOS, ec_transfer_config=None))
+    with serving(checkpoints[kind], *SERVER_FLAGS) as server, Client(server.target) as client:
+        vllm, files = engines(server.target, kind, **VIDEOS), list(clips.values())
+        several = [part(picture(64, 64)), video(files[1]), part(picture(90, 40)), video(files[0])]
+        name = vllm.add([*map(video, files), *several])
+        vllm.run(name)
+        assert not vllm.errors
+        assert vllm.encoded == []
+        rows = client.encode([Item(encoded=file, modality="video") for file in files])
+        for gathered, row in zip(vllm.gathered[name], rows, strict=False):
+            assert torch.equal(gathered, row.torch())
+        for parts in (*([video(file)] for file in files), several):
+            ours, theirs = rendered(vllm.frontend, parts), rendered(tower, parts)
+            for field in ("prompt_token_ids", "mm_placeholders"):
+                assert ours[field] == theirs[field], field
+            for one, other in zip(ours["mm_kwargs"]["video"], theirs["mm_kwargs"]["video"], strict=True):
+                assert torch.equal(one["video_grid_thw"].data, other["video_grid_thw"].data)
+                assert kind not in TIMES or one[TIMES[kind]].data == other[TIMES[kind]].data
+                assert "pixel_values_videos" not in one
+            assert not set(ours["mm_hashes"]["video"]) & set(theirs["mm_hashes"]["video"])
+        assert outcomes() == {"accepted": 2 * len(files) + 4}
