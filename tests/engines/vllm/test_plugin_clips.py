@@ -12,12 +12,14 @@ from tests.engines.vllm.conftest import SERVER_FLAGS
 from tests.engines.vllm.engine import vllm_config
 from tests.engines.vllm.image_site import picture
 from tests.engines.vllm.in_process import WithTower
-from tests.engines.vllm.test_plugin_inputs import LIMITS, engines, hooked, part, rendered
+from tests.engines.vllm.test_plugin_inputs import LIMITS, engines, hooked, part, queued, rendered
 from vllm.v1.engine.input_processor import InputProcessor
 
-from servers import PYTHON, serving
+from servers import PYTHON, ServerProcess, serving
 from vitwire import Client, Item
+from vitwire.integrations.vllm import uploads
 from vitwire.integrations.vllm.files import CLIPS
+from vitwire.integrations.vllm.table import FILE
 
 __all__ = ["engines", "hooked"]
 VIDEOS = LIMITS | {"limit_mm_per_prompt": {"image": 10, "video": 10}, "mm_processor_cache_gb": 0}
@@ -95,3 +97,35 @@ def test_prompts_are_those_of_the_tower(
                 assert "pixel_values_videos" not in one
             assert not set(ours["mm_hashes"]["video"]) & set(theirs["mm_hashes"]["video"])
         assert outcomes() == {"accepted": 2 * len(files) + 4}
+
+
+def test_what_vllm_decodes_itself(
+    engines: Callable[..., WithTower],
+    server: ServerProcess,
+    clips: dict[str, bytes],
+    outcomes: Callable[[], dict[str, int]],
+) -> None:
+    """Options that the encoder lacks leave a clip to vLLM, among clips that it takes; vLLM refuses broken ones."""
+    vllm = engines(server.target, **VIDEOS)
+    usual, odd = video(clips["usual"]), video(clips["odd"])
+    rendered(vllm.frontend, [usual, odd], mm_processor_kwargs={"fps": 1.0})
+    rendered(vllm.frontend, [odd], media_io_kwargs={"video": {"frame_recovery": True}})
+    assert outcomes() == {"options": 3}
+    with pytest.raises(ValueError, match="video"):
+        rendered(vllm.frontend, [usual, video(clips["odd"][:500])])
+    assert outcomes() == {"options": 3}
+
+
+def test_a_large_file_does_not_travel_to_the_workers(
+    engines: Callable[..., WithTower], server: ServerProcess, clips: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it sent again."""
+    monkeypatch.setattr(uploads, "_RESENT_BYTES", len(clips["usual"]))
+    vllm = engines(server.target, **VIDEOS)
+    prompt = rendered(vllm.frontend, [video(clips["usual"]), video(clips["odd"])])
+    sizes = [each[FILE].data.numel() for each in prompt["mm_kwargs"]["video"]]
+    assert sizes == [len(clips["usual"]), 0]
+    name = queued(vllm, prompt)
+    vllm.run(name)
+    assert not vllm.errors
+    assert len(vllm.gathered[name]) > 1

@@ -294,6 +294,7 @@ def _contents(request: "Request") -> dict[int, Content]:
         if each.data and FILE in each.data:  # made by our renderer, which also chose the id
             grid, rows = grids.pop(index, _UNKNOWN), request.get_num_encoder_embeds(index)
             modality, file = _MODALITIES[each.modality == "video"], each.data[FILE].data
+            file = file if file.numel() else None
             contents[index] = Content(each.identifier, str(each.mm_hash), modality, grid, rows, file)
     params = request.ec_transfer_params
     ids = params.get("content_ids") if isinstance(params, dict) else None

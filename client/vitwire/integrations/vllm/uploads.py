@@ -34,6 +34,8 @@ _PATIENCE: dict[Modality, int] = {"image": 1, "video": 5}
 """A clip is larger, and the server counts its frames before it accepts it."""
 _LARGE_BYTES = 1 << 20
 """Files above this are hashed in a thread, so that other uploads do not wait."""
+_RESENT_BYTES = 16 << 20
+"""Largest file that travels to the engine's workers, which send it again if the encoder loses it."""
 _KNOWN = 4096
 """Content ids and digests that are remembered."""
 
@@ -177,8 +179,10 @@ class Uploads:
 
 
 def _read(content: bytes) -> tuple[bytes, torch.Tensor]:
-    """Digest and copy of a file."""
-    return hashlib.sha256(content).digest(), torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    """Digest and copy of a file; no bytes of a large one."""
+    is_resent = len(content) <= _RESENT_BYTES
+    file = torch.frombuffer(bytearray(content), dtype=torch.uint8) if is_resent else torch.empty(0, dtype=torch.uint8)
+    return hashlib.sha256(content).digest(), file
 
 
 def _match(answer: Accepted | Stored, sized: Sized) -> None:
