@@ -1,4 +1,4 @@
-"""`vitwire bench` against a real server: rates, mixes, traces, metrics and the search for capacity."""
+"""`vitwire bench` against a real server: rates, mixes, metrics and the search for capacity."""
 
 import json
 import subprocess
@@ -17,13 +17,8 @@ FLAGS = ("--graphs", "simulated", "--budgets", "16,64")
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("bench") / "trace.jsonl"
-
-
-@pytest.fixture(scope="module")
-def server(checkpoints: Checkpoints, trace: Path) -> Iterator[ServerProcess]:
-    with serving(checkpoints("qwen2_vl"), *FLAGS, "--record-trace", str(trace)) as process:
+def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
+    with serving(checkpoints("qwen2_vl"), *FLAGS) as process:
         yield process
 
 
@@ -38,7 +33,7 @@ def document(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return found
 
 
-def test_a_recorded_load_is_replayed(server: ServerProcess, trace: Path, tmp_path: Path) -> None:
+def test_a_mix_at_a_rate(server: ServerProcess, tmp_path: Path) -> None:
     page = f"127.0.0.1:{server.metrics_port}"
     mix = ("--size", "112x112:3", "--size", "56x168:1", "--metrics", page)
     first = document(bench(server, *mix, "--rate", 40, "--requests", 60, "--plot", tmp_path / "plot.png"))
@@ -50,28 +45,15 @@ def test_a_recorded_load_is_replayed(server: ServerProcess, trace: Path, tmp_pat
     assert 0 <= usage["padding"] < 1
     assert sum(usage["cpu_cores"].values()) > 0
     assert usage["rejected"] == 0
-    lines = [json.loads(line) for line in trace.read_text().splitlines()]
-    copy = tmp_path / "trace.jsonl"
-    copy.write_text("\n".join(map(json.dumps, lines[-60:])))
-    for flags, arrivals in (((), "trace"), (("--rate", 200, "--arrivals", "uniform"), "uniform")):
-        start = len(trace.read_text().splitlines())
-        again = document(bench(server, "--trace", copy, "--requests", 60, "--repeat", *flags))
-        assert (again["requests"], again["arrivals"], again["errors"]) == (60, arrivals, {})
-        grids = [json.loads(line)["items"] for line in trace.read_text().splitlines()[start:]]
-        recorded = [line["items"] for line in lines[-60:]]
-        assert sorted(map(str, grids[-60:])) == sorted(map(str, recorded)), "the same sizes, in nearly the same order"
-        if not flags:
-            assert again["seconds"] > 0.9 * (lines[-1]["t"] - lines[-60]["t"])
 
 
 @pytest.mark.parametrize(
     "model_type",
     [*(pytest.param(each, marks=pytest.mark.matrix) for each in ("deepseek_ocr2", "deepseek_vl_hybrid")), "internvl"],
 )
-def test_towers_of_tiles(model_type: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
-    """With crops, with pairs, and with clips: pixels have the shapes that the server gives pictures, in traces too."""
-    trace = tmp_path / "trace.jsonl"
-    with serving(checkpoints(model_type), *FLAGS, "--record-trace", str(trace)) as server:
+def test_towers_of_tiles(model_type: str, checkpoints: Checkpoints) -> None:
+    """With crops, with pairs, and with clips: pixels have the shapes that the server gives pictures."""
+    with serving(checkpoints(model_type), *FLAGS) as server:
         sizes = ("--size", "500x300", "--size", "90x90")
         shapes = {
             form: document(bench(server, *sizes, "--requests", 2, "--as", form))["shapes"]
@@ -80,11 +62,6 @@ def test_towers_of_tiles(model_type: str, checkpoints: Checkpoints, tmp_path: Pa
         assert shapes["pixels"] == shapes["picture"] == shapes["jpeg"]
         if model_type == "internvl":
             assert document(bench(server, "--size", "90x90", "--frames", 3, "--requests", 1))["errors"] == {}
-        recorded = [json.loads(line)["items"] for line in trace.read_text().splitlines()]
-        again = document(bench(server, "--trace", trace, "--requests", len(recorded), "--rate", 100))
-        assert (again["errors"], again["requests"]) == ({}, len(recorded))
-        sent = [json.loads(line)["items"] for line in trace.read_text().splitlines()]
-        assert sorted(map(str, sent[-len(recorded) :])) == sorted(map(str, recorded))
 
 
 def test_a_generator_without_free_threads_counts_what_it_could_not_send(server: ServerProcess) -> None:

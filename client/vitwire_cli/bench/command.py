@@ -13,7 +13,7 @@ from vitwire_cli.bench.capacity import Finding, Verdict, find_capacity
 from vitwire_cli.bench.load import Load, Pace
 from vitwire_cli.bench.options import CLOSED_CONCURRENCY, Options
 from vitwire_cli.bench.results import Run, run
-from vitwire_cli.bench.workload import Shape, Workload, of_sizes, of_trace, random_item
+from vitwire_cli.bench.workload import Shape, Workload, of_sizes, random_item
 from vitwire_cli.connection import INTERRUPTED, PatientConnection, fail, reported, warn
 from vitwire_flags.options import with_options
 
@@ -49,10 +49,9 @@ def bench(*, options: Options = _OPTIONS, connection: PatientConnection = _CONNE
     parameters = {
         "target": connection.target,
         "model": model.model_id,
-        "sizes": [] if options.trace else list(map(str, sizes)),
+        "sizes": list(map(str, sizes)),
         "shapes": list(map(asdict, shapes)),
-        "trace": None if options.trace is None else str(options.trace),
-        "items_per_request": None if options.trace else options.items,
+        "items_per_request": options.items,
         "frames": options.frames,
         "as": options.form,
         "concurrency": pace.concurrency,
@@ -67,8 +66,6 @@ def bench(*, options: Options = _OPTIONS, connection: PatientConnection = _CONNE
 
 
 def _workload(options: Options, client: Client, model: Model) -> Workload:
-    if options.recording is not None:
-        return of_trace(options.recording, model)
     items = [
         random_item(
             (size.height, size.width), options.frames, options.form, model, lambda item: client.encode([item])[0].grid

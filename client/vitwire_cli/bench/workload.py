@@ -1,14 +1,12 @@
-"""The benchmark's requests: random items of given sizes or of a trace."""
+"""The benchmark's requests: random items of given sizes."""
 
 import io
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,67 +26,6 @@ _NOISE = 8
 _MIX_REQUESTS = 1024
 """Requests drawn from a weighted mix before they repeat."""
 _MAX_WARMUP = 32
-_LINE = '{"t": seconds, "items": [{"modality": "image", "grid": [t, h, w]}]}'
-
-
-class Size(NamedTuple):
-    """The size of one item of a trace."""
-
-    modality: Modality
-    grid: Grid
-
-
-class Trace(NamedTuple):
-    """Requests in order of arrival, as `vitwire-server serve --record-trace` writes them: sizes without pixels."""
-
-    requests: Sequence[Sequence[Size]]
-    times: Sequence[float]
-    """Seconds, ascending; empty if the trace has none."""
-
-    @classmethod
-    def read(cls, path: Path) -> "Trace":
-        """A JSON line per request. A time that is smaller than the one before starts another recording, which follows.
-
-        Raises OSError, or ValueError that names file and line.
-        """
-        requests: list[Sequence[Size]] = []
-        times: list[float] = []
-        offset = last = 0.0
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                sizes, moment = _request(line, f"{path}:{number}")
-                requests.append(sizes)
-                if moment is not None:
-                    offset += last if moment < last else 0.0
-                    last = moment
-                    times.append(offset + moment)
-        if not requests:
-            raise ValueError(f"{path}: the trace has no requests")
-        if times and len(times) != len(requests):
-            raise ValueError(f'{path}: some lines have no "t"; give it to all or to none')
-        return cls(requests, times)
-
-
-def _request(line: str, where: str) -> tuple[Sequence[Size], float | None]:
-    try:
-        request: dict[str, Any] = json.loads(line)
-        sizes = [_size(item) for item in request["items"]]
-        moment = None if request.get("t") is None else float(request["t"])
-        if not sizes or (moment is not None and not 0 <= moment < float("inf")):
-            raise ValueError("no items, or a time that is not a positive number")
-    except (ValueError, OverflowError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{where}: expected {_LINE}, got {error!r}") from error
-    return sizes, moment
-
-
-def _size(item: dict[str, Any]) -> Size:
-    t, h, w = (int(side) for side in item["grid"])
-    modality = item.get("modality", "image")
-    if min(t, h, w) < 1 or modality not in ("image", "video"):
-        raise ValueError(f"modality {modality!r} of grid {[t, h, w]}")
-    return Size(modality, (t, h, w))
 
 
 class ImageSize(NamedTuple):
@@ -181,12 +118,6 @@ def draws(sizes: Sequence[ImageSize], items: int, requests: int) -> list[list[in
     return drawn
 
 
-def of_trace(trace: Trace, model: Model) -> Workload:
-    """The requests of a trace, as pixels of the shapes that a processor returns."""
-    items = {size: item_of(size.grid, size.modality, model) for sizes in trace.requests for size in sizes}
-    return Workload([[items[size] for size in sizes] for sizes in trace.requests])
-
-
 def random_item(size: tuple[int, int], frames: int, form: Form, model: Model, grid_of: GridOf, seed: int = 0) -> Item:
     """A random image, or a clip if `frames` is not 0, of uint8 values; its shape is that of the grid if form is pixels.
 
@@ -197,8 +128,7 @@ def random_item(size: tuple[int, int], frames: int, form: Form, model: Model, gr
     if modality not in model.prepared:
         what = "clips" if frames else "pictures"
         raise ValueError(
-            f"--size: this server prepares no {what} of {model.model_type}, so that the grid of a size is not known; "
-            "use --trace"
+            f"--size: this server prepares no {what} of {model.model_type}, so that the grid of a size is not known"
         )
     if form == "jpeg":
         return Item(encoded=_jpeg(*size, seed))

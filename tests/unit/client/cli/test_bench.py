@@ -31,7 +31,7 @@ from vitwire_cli.bench.load import Sample
 from vitwire_cli.bench.options import Options
 from vitwire_cli.bench.report import list_table, rows
 from vitwire_cli.bench.results import Run
-from vitwire_cli.bench.workload import Size, Trace, of_trace
+from vitwire_cli.bench.workload import item_of
 
 __all__ = ["running"]  # the fixture
 
@@ -88,8 +88,8 @@ def test_tables_have_no_gaps_and_no_dicts() -> None:
     verdicts = [Verdict(8.0, 1.0, 8, 8, None, None, False, "latency"), Verdict(4.0, 1.0, 4, 0, 5.0, 9.0, True, None)]
     finding = Finding(Options(p99_ms=500.0, seconds=1.0), 4.0, "latency", verdicts, last).document()
     for document in (finding, last.document()):
-        shown = dict(rows(document | {"rate": None, "trace": None}))
-        assert not {"rate", "trace", "trials", "server", "for rate", "replicas"} & shown.keys()
+        shown = dict(rows(document | {"rate": None}))
+        assert not {"rate", "trials", "server", "for rate", "replicas"} & shown.keys()
         assert not [text for text in shown.values() if "{" in text or "None" in text or text in ("", "-")]
     shown = dict(rows(finding))
     assert shown["confirmation: latency ms"].startswith("mean 50.0, p50 50.0")
@@ -235,10 +235,7 @@ def test_what_is_sent_for_a_size(form: str, sent: int, frames: int) -> None:
 def test_pixels_of_a_grid_of_tiles(
     tiles: TileShapes, grid: tuple[int, int, int], pixels: tuple[int, ...], crops: tuple[int, ...] | None
 ) -> None:
-    """Also what a trace sends: it holds the grids."""
-    model = replace(Model.from_message(model_message()), tiles=tiles)
-    trace = Trace([[Size("image", grid)]], ())
-    ((item,),) = of_trace(trace, model).requests
+    item = item_of(grid, "image", replace(Model.from_message(model_message()), tiles=tiles))
     assert item.pixels is not None
     assert (item.pixels.shape, item.grid) == (pixels, grid)
     assert (None if item.crops is None else item.crops.shape) == crops
@@ -258,7 +255,7 @@ def test_sizes_need_a_server_that_prepares(frames: int) -> None:
     with serving(fake) as service:
         done = bench(service.target, "--frames", frames)
     what = "clips" if frames else "pictures"
-    reason = f"--size: this server prepares no {what} of qwen3_vl, so that the grid of a size is not known; use --trace"
+    reason = f"--size: this server prepares no {what} of qwen3_vl, so that the grid of a size is not known"
     assert (done.exit_code, done.stderr) == (1, f"vitwire: {reason}\n")
     assert fake.methods == ["GetModel"]
 
@@ -373,8 +370,6 @@ def test_a_load_without_a_request_is_an_error(running: Running) -> None:
     ("words", "message"),
     [
         (("--arrivals", "uniform"), "needs --rate"),
-        (("--arrivals", "trace", "--rate", "5"), "--trace"),
-        (("--trace", "/nowhere"), "/nowhere"),
         (("--metrics", "ftp://x"), "--metrics"),
         (("--metrics", "127.0.0.1:1"), "--metrics http://127.0.0.1:1/metrics"),
         (("--concurrency", "100000"), "1024"),
@@ -382,7 +377,6 @@ def test_a_load_without_a_request_is_an_error(running: Running) -> None:
         (("--find-capacity",), "--requests"),
         (("--for-rate", "5"), "--find-capacity"),
         (("--as", "jpeg", "--frames", "2"), "--frames"),
-        (("--as", "picture", "--trace", "/nowhere"), "grids"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(running: Running, words: tuple[str, ...], message: str) -> None:

@@ -1,19 +1,17 @@
-"""The benchmark's pure parts: arrivals, traces, mixes, percentiles, the search for capacity, metrics pages."""
+"""The benchmark's pure parts: arrivals, mixes, percentiles, the search for capacity, metrics pages."""
 
-import json
 import math
 from itertools import islice, pairwise
-from pathlib import Path
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitwire_cli.bench import capacity, options, scrape
 from vitwire_cli.bench.capacity import Search
 from vitwire_cli.bench.load import NOT_SENT, Sample
 from vitwire_cli.bench.results import Run
-from vitwire_cli.bench.workload import ImageSize, Trace, draws
+from vitwire_cli.bench.workload import ImageSize, draws
 
 rates = st.floats(0.01, 1e5)
 
@@ -31,30 +29,6 @@ def test_poisson_arrivals_keep_the_rate_and_ascend(rate: float, seed: int) -> No
 @given(rates)
 def test_uniform_arrivals_have_equal_gaps(rate: float) -> None:
     assert list(islice(options.uniform(rate), 5)) == pytest.approx([number / rate for number in range(5)])
-
-
-@given(st.lists(st.floats(0, 1e4), min_size=2, max_size=30), st.none() | st.floats(0.1, 1e4))
-def test_recorded_times_repeat_with_their_gaps_and_take_the_mean_rate(moments: list[float], rate: float | None) -> None:
-    times = sorted(moments)
-    assume(times[-1] - times[0] > 1e-3)
-    count = len(times)
-    found = list(islice(options.recorded(times, rate), 3 * count))
-    assert found == sorted(found)
-    assert found[0] == 0
-    period = found[count]
-    mean = (count - 1) / (times[-1] - times[0]) if rate is None else rate
-    assert count / period == pytest.approx(mean, rel=1e-6)
-    first = [moment - times[0] for moment in times]
-    scale = (found[count - 1] - found[0]) / first[-1]
-    assert found[:count] == pytest.approx([moment * scale for moment in first], abs=1e-6)
-    assert [each - period for each in found[count : 2 * count]] == pytest.approx(found[:count], abs=1e-6)
-
-
-@pytest.mark.parametrize("times", [[], [3.0], [2.0, 2.0]])
-def test_times_without_a_rate_need_one(times: list[float]) -> None:
-    with pytest.raises(ValueError, match="--rate"):
-        next(options.recorded(times))
-    assert list(islice(options.recorded(times, 10.0), 2)) == [0, 0.1]
 
 
 @settings(max_examples=20)
@@ -127,35 +101,6 @@ def test_replicas_carry_the_demand_within_the_headroom(demand: float, each: floa
     usable = each * (1 - headroom)
     assert count * usable >= demand * (1 - 1e-6)
     assert count == 1 or (count - 1) * usable < demand
-
-
-def test_a_trace_is_read_as_the_server_writes_it(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    item = {"modality": "video", "grid": [2, 4, 4], "footprint": {"tokens": 8}}
-    lines = [{"t": t, "items": [item, {"modality": "image", "grid": [1, 4, 6]}]} for t in (1.0, 2.5, 0.5, 1.0)]
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    trace = Trace.read(path)
-    assert trace.times == [1.0, 2.5, 3.0, 3.5], "the third starts another recording"
-    assert [size.grid for size in trace.requests[0]] == [(2, 4, 4), (1, 4, 6)]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "{}",
-        "5",
-        "x",
-        '{"items": []}',
-        '{"items": [{"grid": [0, 1, 1]}]}',
-        '{"items": [{"grid": [1, 1e400, 4]}]}',
-        '{"t": -1, "items": [{"grid": [1,2,2]}]}',
-    ],
-)
-def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text('{"items": [{"grid": [1, 4, 6]}]}\n' + line + "\n")
-    with pytest.raises(ValueError, match=r"trace\.jsonl:2: expected"):
-        Trace.read(path)
 
 
 PAGE = """# TYPE vitwire_items_total counter
