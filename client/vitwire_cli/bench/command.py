@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from vitwire import Client, Model
-from vitwire_cli.bench import report, scrape
+from vitwire_cli.bench import report
 from vitwire_cli.bench.capacity import Finding, Verdict, find_capacity
 from vitwire_cli.bench.load import Load, Pace
 from vitwire_cli.bench.options import CLOSED_CONCURRENCY, Options
@@ -30,7 +30,6 @@ def bench(*, options: Options = _OPTIONS, connection: PatientConnection = _CONNE
     shows the results so far and exits with 130.
     """
     with reported():
-        pages = [scrape.page_url(text) for text in options.metrics]
         sizes, pace = options.sizes, options.pace()
     with replace(connection, connections=options.connections).client() as client:
         if options.plot:
@@ -39,7 +38,7 @@ def bench(*, options: Options = _OPTIONS, connection: PatientConnection = _CONNE
         work = _workload(options, client, model)
 
         def run_at(pace: Pace) -> Run:
-            return run(Load(client, work, pace, fresh=not options.repeat), pages)
+            return run(Load(client, work, pace, fresh=not options.repeat))
 
         shapes = Load(client, work, pace).warm_up(model)
         for shape in shapes:

@@ -54,9 +54,6 @@ class Options:
     arrivals: Arrivals | None = flag(None, "Times of requests with --rate. Default: poisson.")
     seconds: float = flag(10.0, "Duration in seconds; with --find-capacity, the least for each trial.", 0.1)
     requests: int | None = flag(None, "Stop after this many requests.", 1)
-    metrics: tuple[str, ...] = flag(
-        (), "Metrics page of the server, http://HOST:PORT/metrics; repeat the option for each replica."
-    )
     p99_ms: float = flag(
         500.0, "Latency that 99 % of requests must keep, for --find-capacity.", 0.1, param_decls=["--p99-ms"]
     )

@@ -1,4 +1,4 @@
-"""Measurements of a load, their statistics, and the service's reports about itself."""
+"""Measurements of a load, and their statistics."""
 
 import sys
 from collections import Counter
@@ -10,7 +10,6 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from vitwire_cli.bench import scrape
 from vitwire_cli.bench.load import NOT_SENT, Load, Sample
 
 Array = npt.NDArray[np.float64]
@@ -32,8 +31,6 @@ class Run:
     """Whether requests were due that are not among the samples."""
     concurrency: int = 0
     """Maximum requests in flight."""
-    usage: scrape.Usage | None = None
-    """None without metrics pages."""
     interrupted: bool = False
 
     @property
@@ -79,8 +76,6 @@ class Run:
             return "generator"
         if self._held_back(limit_ms):
             return "concurrency"
-        if self.usage and self.usage.bound:
-            return self.usage.bound
         if refused := self.errors.keys() - {NOT_SENT}:
             return f"errors {', '.join(sorted(refused))}"
         return None if limit_ms is None else "latency"
@@ -111,7 +106,6 @@ class Run:
             "queued_ms": percentiles(np.array([each for sample in answered for each in sample.queued]) * 1e3),
             "generator": self.generator(),
             "limited_by": self.limited_by(),
-            "server": self.usage.document() if self.usage else None,
         }
 
     def generator(self) -> dict[str, object]:
@@ -135,14 +129,9 @@ def percentiles(values: Array) -> dict[str, float]:
     return {name: round(float(value), 3) for name, value in (found | {"max": values.max()}).items()}
 
 
-def run(load: Load, pages: Sequence[str]) -> Run:
-    """Run a load. Raises what the client raises in it, and OSError for a metrics page that cannot be read.
-
-    pages: URLs of the server's metrics.
-    """
-    before = scrape.read(pages)
+def run(load: Load) -> Run:
+    """Run a load. Raises what the client raises in it."""
     seconds = _with_progress(load)
-    usage = scrape.Usage(before, scrape.read(pages), seconds, len(pages)) if pages else None
     return Run(
         seconds,
         load.samples,
@@ -150,7 +139,6 @@ def run(load: Load, pages: Sequence[str]) -> Run:
         load.in_flight_max,
         load.cut,
         load.pace.concurrency,
-        usage,
         load.interrupted.is_set(),
     )
 

@@ -41,9 +41,6 @@ def bench(target: str, *arguments: object) -> Result:
     return CliRunner().invoke(app, words, env={"COLUMNS": "200"})
 
 
-NO_PAGE = "not a metrics page; use --metrics-port of the server"
-
-
 def document(done: Result) -> dict[str, Any]:
     assert done.exit_code == 0, done.output
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -89,7 +86,7 @@ def test_tables_have_no_gaps_and_no_dicts() -> None:
     finding = Finding(Options(p99_ms=500.0, seconds=1.0), 4.0, "latency", verdicts, last).document()
     for document in (finding, last.document()):
         shown = dict(rows(document | {"rate": None}))
-        assert not {"rate", "trials", "server", "for rate", "replicas"} & shown.keys()
+        assert not {"rate", "trials", "for rate", "replicas"} & shown.keys()
         assert not [text for text in shown.values() if "{" in text or "None" in text or text in ("", "-")]
     shown = dict(rows(finding))
     assert shown["confirmation: latency ms"].startswith("mean 50.0, p50 50.0")
@@ -370,8 +367,6 @@ def test_a_load_without_a_request_is_an_error(running: Running) -> None:
     ("words", "message"),
     [
         (("--arrivals", "uniform"), "needs --rate"),
-        (("--metrics", "ftp://x"), "--metrics"),
-        (("--metrics", "127.0.0.1:1"), "--metrics http://127.0.0.1:1/metrics"),
         (("--concurrency", "100000"), "1024"),
         (("--size", "5x5:0"), "WEIGHT"),
         (("--find-capacity",), "--requests"),
@@ -384,12 +379,6 @@ def test_options_that_do_not_fit_are_refused(running: Running, words: tuple[str,
     assert done.exit_code in {1, 2}
     assert message in done.stderr
     assert done.stdout == ""
-
-
-def test_the_grpc_port_is_not_a_metrics_page(running: Running) -> None:
-    done = bench(running.target, "--metrics", running.target, "--requests", 1)
-    assert done.exit_code == 1
-    assert done.stderr == f"vitwire: --metrics http://{running.target}/metrics: {NO_PAGE}\n"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The benchmark's pure parts: arrivals, mixes, percentiles, the search for capacity, metrics pages."""
+"""The benchmark's pure parts: arrivals, mixes, percentiles, the search for capacity."""
 
 import math
 from itertools import islice, pairwise
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitwire_cli.bench import capacity, options, scrape
+from vitwire_cli.bench import capacity, options
 from vitwire_cli.bench.capacity import Search
 from vitwire_cli.bench.load import NOT_SENT, Sample
 from vitwire_cli.bench.results import Run
@@ -101,40 +101,3 @@ def test_replicas_carry_the_demand_within_the_headroom(demand: float, each: floa
     usable = each * (1 - headroom)
     assert count * usable >= demand * (1 - 1e-6)
     assert count == 1 or (count - 1) * usable < demand
-
-
-PAGE = """# TYPE vitwire_items_total counter
-vitwire_items_total{modality="image",path="graph"} %d
-vitwire_items_total{modality="image",path="eager"} %d
-vitwire_items_total{modality="image",path="cache"} 0.0
-vitwire_tokens_total{kind="real"} %d
-vitwire_tokens_total{kind="padding"} %d
-vitwire_stage_seconds_sum{stage="execute"} %d
-vitwire_process_cpu_seconds_total{process="engine"} %d
-"""
-
-
-def test_usage_is_the_difference_of_two_pages() -> None:
-    before, after = scrape.parse(PAGE % (1, 1, 10, 10, 5, 2)), scrape.parse(PAGE % (10, 2, 100, 20, 14, 12))
-    usage = scrape.Usage(before, after, 10.0)
-    assert usage.document() == {
-        "device_busy": 0.9,
-        "cpu_cores": {"engine": 1.0},
-        "graph_hit_rate": 0.9,
-        "cache_hit_rate": 0.0,
-        "padding": 0.1,
-        "rejected": 0,
-    }
-    assert usage.bound == "device"
-    assert scrape.Usage(before, after, 10.0, pages=2).device_busy == 0.45
-
-
-@pytest.mark.parametrize("text", ["file:///etc/passwd", "http://", "ftp://x/metrics", "h:99999", "[::1"])
-def test_pages_are_http(text: str) -> None:
-    with pytest.raises(ValueError, match="--metrics"):
-        scrape.page_url(text)
-
-
-@pytest.mark.parametrize("text", ["h:9464", "http://h:9464", "http://h:9464/", "http://h:9464/metrics"])
-def test_a_page_may_be_an_address(text: str) -> None:
-    assert scrape.page_url(text) == "http://h:9464/metrics"
