@@ -9,7 +9,7 @@ from bench.stopwatch import Row
 from torch.profiler import ProfilerActivity, profile
 
 _ATTENTION = re.compile(r"attn|attend|attention|flash|fmha|sdpa|^_map$", re.IGNORECASE)
-_PRODUCTS = re.compile(r"gemm|nvjet|cutlass|cublas|xmma|split_?k|_partial_sums|::\w*mm$|::convolution", re.IGNORECASE)
+_PRODUCTS = re.compile(r"gemm|nvjet|cutlass|cublas|xmma|split_?k|::\w*mm$|::convolution", re.IGNORECASE)
 _LONGEST = 90
 """Characters of a kernel's name that are kept."""
 

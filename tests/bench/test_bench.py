@@ -77,7 +77,6 @@ def test_graphs_of_vllm_are_compared_with_ours() -> None:
         ("nvjet_sm90_tst_192x192_64x4_2x1_v_bz_coopA_bias_TNN", "products"),
         ("void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<>>", "products"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int>", "products"),
-        ("_partial_sums", "products"),
         ("_add_norm", "norms and rest"),
         ("Memcpy DtoD (Device -> Device)", "norms and rest"),
     ],

@@ -26,12 +26,10 @@ from vitwire_server.preparing.device.tables import Field
 from vitwire_server.runtime.devices import Architecture
 from vitwire_server.runtime.kernels import attention, rotary
 from vitwire_server.runtime.kernels import norms as adding
-from vitwire_server.runtime.kernels import split_products as split
 from vitwire_server.runtime.kernels.norms import Norm, add_norm
 from vitwire_server.runtime.kernels.operands import Segments, attention_division, attention_tile, fitting_groups
 from vitwire_server.runtime.kernels.rotary import rotate
 from vitwire_server.runtime.kernels.rowwise import KINDS, activate, contain, copy_checked, interpolated
-from vitwire_server.runtime.kernels.split_products import TILES, Tile
 
 ARCHITECTURES = {
     80: Architecture((8, 0), 108, 163 << 10),
@@ -70,7 +68,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
     if triton.knobs.runtime.interpret:
         pytest.skip("Triton's interpreter does not compile")
     monkeypatch.setattr(attention, "architecture", lambda _: ARCHITECTURES[request.param])
-    for module in (attention, rotary, adding, split):
+    for module in (attention, rotary, adding):
         monkeypatch.setattr(module, "is_dependent", lambda _: ARCHITECTURES[request.param].capability >= (9, 0))
     before = driver._active
     driver.set_active(Target(request.param))
@@ -142,17 +140,10 @@ def norms() -> None:
     add_norm(rows, rows, Norm.of(norm), ahead=norm.bias.data)
 
 
-def norms_of_parts() -> None:
+def overlapping_norms() -> None:
     norm = nn.LayerNorm(1152, dtype=torch.bfloat16)
-    bias = norm.bias.data
-    add_norm(
-        torch.zeros(64, 1152, dtype=torch.bfloat16),
-        torch.zeros(3, 64, 1152),
-        Norm.of(norm),
-        ahead=bias,
-        bias=bias,
-        overlapping=True,
-    )
+    rows, bias = torch.zeros(64, 1152, dtype=torch.bfloat16), norm.bias.data
+    add_norm(rows, rows, Norm.of(norm), ahead=bias, factor=bias, overlapping=True)
 
 
 def checked_copies() -> None:
@@ -185,7 +176,7 @@ def positions() -> None:
     [
         rotation,
         norms,
-        norms_of_parts,
+        overlapping_norms,
         rms_norms,
         containment,
         activations,
@@ -209,15 +200,3 @@ def test_preparation(dtype: torch.dtype, on: Architecture, compiled: dict[str, A
     check(compiled["_follow"], on, tmp_path)
     assert "fma" not in compiled["_follow"].asm["ptx"]
     assert ("mul.rn.f32" in compiled["_follow"].asm["ptx"]) == (dtype is not torch.uint8)
-
-
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_split_products(tile: Tile, on: Architecture, compiled: dict[str, Any], tmp_path: Path) -> None:
-    """Where they are used, which is where kernels may overlap."""
-    if on.capability < (9, 0):
-        pytest.skip("has no copy engine for tiles")
-    weight = torch.zeros(1152, 1152, dtype=torch.bfloat16)
-    if not tile.fits(weight, on.block_bytes):
-        pytest.skip("the tile is not used here")
-    split.partial_sums(torch.zeros(196, 1152, dtype=torch.bfloat16), weight, tile)
-    check(compiled["_partial_sums"], on, tmp_path)

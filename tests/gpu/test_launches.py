@@ -137,11 +137,11 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def norms(device: torch.device) -> list[Tensor]:
     rows, added = torch.randn(2, 65, 1152, dtype=BF16, device=device)
     norm, rms = nn.LayerNorm(1152, dtype=BF16, device=device), nn.RMSNorm(1152, 1e-6, dtype=BF16, device=device)
-    bias, parts, own = norm.bias + 1, torch.randn(3, 65, 1152, device=device), Norm.of(norm)
+    bias, own = norm.bias + 1, Norm.of(norm)
     return [
         *add_norm(rows, None, own),
         *add_norm(rows, added, Norm.of(rms), overlapping=True),
-        *add_norm(rows, parts, own, bias, bias=bias, overlapping=True),
+        *add_norm(rows, added, own, bias, factor=bias, overlapping=True),
     ]
 
 

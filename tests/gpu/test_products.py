@@ -1,7 +1,4 @@
-"""Products of recorded forwards: split, by a chosen algorithm, beside blocks.
-
-`make kernel-test` runs the split ones on a CPU.
-"""
+"""Products of recorded forwards: by a chosen algorithm, beside blocks."""
 
 import sys
 from pathlib import Path
@@ -13,13 +10,11 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from tests.gpu.test_kernels import distance, interpreted
+from tests.gpu.test_kernels import distance
 
 from vitwire_server.runtime.fused.surroundings import hasten_mergers
 from vitwire_server.runtime.graph_recording import recording
 from vitwire_server.runtime.graphs import CudaRecorder
-from vitwire_server.runtime.kernels.norms import Norm, add_norm
-from vitwire_server.runtime.kernels.split_products import TILES, Tile, partial_sums
 from vitwire_server.runtime.products import quack_tiles
 from vitwire_server.runtime.products.choices import Choices
 from vitwire_server.runtime.products.cublaslt import CublasLt, Epilogue
@@ -27,18 +22,6 @@ from vitwire_server.runtime.products.quack_tiles import quack_on
 from vitwire_server.runtime.products.tuned import Products
 
 HOPPER = (9, 0)
-SHARED = 200_000
-
-
-@pytest.fixture
-def dtype(device: torch.device) -> torch.dtype:
-    if device.type == "cuda":
-        if torch.cuda.get_device_capability(device) < HOPPER:
-            pytest.skip("needs the copy engine of compute capability 9.0")
-        return torch.bfloat16
-    if not interpreted():
-        pytest.skip("a CPU runs Triton's kernels only in its interpreter: make kernel-test")
-    return torch.float32
 
 
 @pytest.fixture
@@ -46,29 +29,6 @@ def cuda(device: torch.device) -> torch.device:
     if device.type != "cuda":
         pytest.skip("cuBLASLt")
     return device
-
-
-@pytest.mark.parametrize("tile", [*TILES, Tile(64, 64, 32, 4, 3, 1)], ids=str)
-@pytest.mark.parametrize(("count", "columns", "depth"), [(70, 144, 400), (196, 1152, 1152), (49, 1152, 4304)])
-def test_parts_add_up_to_the_product(
-    tile: Tile, count: int, columns: int, depth: int, device: torch.device, dtype: torch.dtype
-) -> None:
-    if device.type == "cpu" and count * depth > 70 * 400:
-        pytest.skip("takes long in the interpreter")
-    rows, hidden = (torch.randn(count, each, device=device, dtype=dtype) for each in (depth, columns))
-    linear = nn.Linear(depth, columns, device=device, dtype=dtype).requires_grad_(False)
-    norm = nn.LayerNorm(columns, eps=1e-6, device=device, dtype=dtype).requires_grad_(False)
-    if not tile.fits(linear.weight, SHARED):
-        pytest.skip("the inner dimension has too few steps for this tile")
-    parts = partial_sums(rows, linear.weight, tile)
-    assert parts.shape == (tile.splits, count, columns)
-    assert distance(parts.sum(0), rows.float() @ linear.weight.float().t()) <= 1e-5
-    summed, normed = add_norm(hidden, parts, Norm.of(norm), norm.bias, bias=linear.bias, overlapping=True)
-    exact = hidden.float() + functional.linear(rows.float(), linear.weight.float(), linear.bias.float())
-    eps = torch.finfo(dtype).eps
-    assert distance(summed, exact + norm.bias.float()) <= max(1e-6, eps)
-    expected = functional.layer_norm(exact, (columns,), norm.weight.float(), norm.bias.float(), 1e-6)
-    assert distance(normed, expected) <= max(1e-5, 2 * eps)
 
 
 @torch.inference_mode()
@@ -80,7 +40,6 @@ def test_recorded_products_are_those_of_torch(
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     layers = [nn.Linear(1152, 1152, device=cuda, dtype=torch.bfloat16) for _ in range(3)]
-    norm = nn.LayerNorm(1152, eps=1e-6, device=cuda, dtype=torch.bfloat16)
     rows, hidden = torch.randn(2, count, 1152, device=cuda, dtype=torch.bfloat16)
     linear = layers[1]
 
@@ -90,7 +49,6 @@ def test_recorded_products_are_those_of_torch(
             products.linear(rows, linear.weight, None),
             products.linear(rows, linear.weight, linear.bias, gelu=True),
             products.add(hidden.clone(), rows, linear.weight),
-            *products.add_norm(hidden, rows, (linear.weight, linear.bias), Norm.of(norm), ahead=norm.bias),
         ]
 
     expected = [each.clone() for each in results(Products())]
@@ -144,7 +102,6 @@ def test_a_forward_that_is_captured_later_takes_the_choices_for_more_rows(
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     layer = nn.Linear(1152, 1152, device=cuda, dtype=torch.bfloat16)
-    norm = Norm.of(nn.LayerNorm(1152, eps=1e-6, device=cuda, dtype=torch.bfloat16))
     rows, hidden = torch.randn(2, count, 1152, device=cuda, dtype=torch.bfloat16)
     products, stream = Products(), torch.cuda.Stream(cuda)
     recorder = CudaRecorder(stream)
@@ -154,18 +111,17 @@ def test_a_forward_that_is_captured_later_takes_the_choices_for_more_rows(
         return [
             products.linear(rows[:used], layer.weight, layer.bias, gelu=True),
             products.add(hidden[:used].clone(), rows[:used], layer.weight),
-            *products.add_norm(hidden[:used].clone(), rows[:used], (layer.weight, layer.bias), norm),
+            products.linear(rows[:used], layer.weight, layer.bias),
         ]
 
     results = [torch.full_like(each, torch.nan) for each in forward(fewer)]
     expected = [each.clone() for each in forward(fewer)]
     kept = recorder.record(lambda: forward(count).clear())  # with its memory pool
-    tuned, tiles = dict(products._algorithms), dict(products._tiles)
+    tuned = dict(products._algorithms)
     products._algorithms |= {  # None is torch's
         size: None if size.accumulates else CublasLt(cuda).proposals(count, layer.weight, size.epilogue)[0]
         for size in tuned
     }
-    products._tiles |= dict.fromkeys(tiles, TILES[0])
 
     def later() -> None:
         for target, each in zip(results, forward(fewer), strict=True):
@@ -180,8 +136,7 @@ def test_a_forward_that_is_captured_later_takes_the_choices_for_more_rows(
     for got, want in zip(results, expected, strict=True):
         assert distance(got, want) <= 2 * torch.finfo(torch.bfloat16).eps
     taken = {size.name for size, each in products._algorithms.items() if size.rows == fewer and each}
-    split = {f"{fewer}x1152x1152 bfloat16 bias"} if tiles else set()
-    assert taken | split == {name.replace(str(count), str(fewer), 1) for name in (size.name for size in tuned)}
+    assert taken == {name.replace(str(count), str(fewer), 1) for name in (size.name for size in tuned)}
 
 
 @torch.inference_mode()

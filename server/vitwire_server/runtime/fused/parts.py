@@ -156,11 +156,12 @@ class End:
     def __call__(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """See `Parts.end`."""
         products, (weight, bias) = self._products, self._last
+        added = products.linear(attended, *self._output)
         if not self._factors:
-            hidden, normed = products.add_norm(hidden, attended, self._output, self._norm, ahead=bias)
+            hidden, normed = add_norm(hidden, added, self._norm, bias, overlapping=True)
             return products.add(hidden, self._activated(normed), weight)
         first, second = self._factors
-        hidden, normed = products.add_norm(hidden, attended, self._output, self._norm, factor=first)
+        hidden, normed = add_norm(hidden, added, self._norm, factor=first, overlapping=True)
         added = products.linear(self._activated(normed), weight, bias)
         following = self.following
         return following.enter(hidden, added, second) if following else torch.addcmul(hidden, added, second)

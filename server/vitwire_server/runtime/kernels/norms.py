@@ -41,55 +41,31 @@ def add_norm(
     norm: Norm,
     ahead: Tensor | None = None,
     *,
-    bias: Tensor | None = None,
     factor: Tensor | None = None,
     overlapping: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`hidden + added`, rounded to their dtype, and its norm; `(rows, columns)` each, contiguous.
 
-    Without `added`, the first result is `hidden` itself. `added` may be partial sums in float32, `(parts, rows,
-    columns)`, and lack the `bias (columns,)` of their layer. `ahead (columns,)`, the bias of the next layer, is added
-    to the first result only, before rounding. `factor (columns,)` multiplies what is added, with `bias` and without
-    `ahead`. `overlapping` launches the kernel while the one before it runs, where the device can.
+    Without `added`, the first result is `hidden` itself. `ahead (columns,)`, the bias of the next layer, is added to
+    the first result only, before rounding. `factor (columns,)` multiplies what is added, without `ahead`.
+    `overlapping` launches the kernel while the one before it runs, where the device can.
     """
-    assert added is not None or (bias is None and factor is None and ahead is None), "columns are for what is added"
+    assert added is not None or (factor is None and ahead is None), "columns are for what is added"
     rows, columns = hidden.shape
     weight, shift, epsilon, centres = norm
     normed = torch.empty_like(hidden)
     summed = None if added is None else torch.empty_like(hidden)
-    parts = 0 if added is None else 1 if added.dim() < 3 else len(added)
     warps = 1 if rows >= _MANY_ROWS and columns <= _NARROW else 4
-    launch = _bound(columns, parts, centres, warps, overlapping and is_dependent(hidden.device))
-    launch((rows,), hidden, added, summed, normed, weight, shift, bias, factor, ahead, epsilon)
+    launch = _bound(columns, added is not None, centres, warps, overlapping and is_dependent(hidden.device))
+    launch((rows,), hidden, added, summed, normed, weight, shift, factor, ahead, epsilon)
     return hidden if summed is None else summed, normed
 
 
 @lru_cache
-def _bound(columns: int, parts: int, centres: bool, warps: int, dependent: bool) -> Bound:
-    """The kernel for rows of this width, and this number of parts to add."""
+def _bound(columns: int, adds: bool, centres: bool, warps: int, dependent: bool) -> Bound:
+    """The kernel for rows of this width, with something to add or without."""
     options = {"num_warps": warps, **constants_of(dependent)}
-    return _add_norm.bound(COUNT=columns, COLUMNS=power_of_two(columns), PARTS=parts, CENTRE=centres, **options)
-
-
-@triton.jit
-def _added(
-    added_ptr,
-    bias_ptr,
-    factor_ptr,
-    stride,
-    column,
-    there,
-    PARTS: tl.constexpr,
-):
-    """What is added to one row; the parts of it are `stride` values apart."""
-    added = tl.load(added_ptr + column, mask=there, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        added += tl.load(added_ptr + part * stride + column, mask=there, other=0.0).to(tl.float32)
-    if bias_ptr is not None:
-        added += tl.load(bias_ptr + column, mask=there, other=0.0).to(tl.float32)
-    if factor_ptr is not None:
-        added *= tl.load(factor_ptr + column, mask=there, other=0.0).to(tl.float32)
-    return added
+    return _add_norm.bound(COUNT=columns, COLUMNS=power_of_two(columns), ADDS=adds, CENTRE=centres, **options)
 
 
 @Kernel
@@ -101,13 +77,12 @@ def _add_norm(
     normed_ptr,
     weight_ptr,
     shift_ptr,
-    bias_ptr,
     factor_ptr,
     ahead_ptr,
     epsilon,
     COUNT: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
+    ADDS: tl.constexpr,
     CENTRE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -117,12 +92,13 @@ def _add_norm(
     at = row * COUNT + column
     begin(DEPENDENT)
     values = tl.load(hidden_ptr + at, mask=there, other=0.0).to(tl.float32)
-    if PARTS:
-        added_ptr += row * COUNT
-        stride = tl.num_programs(0).to(tl.int64) * COUNT
-        values += _added(added_ptr, bias_ptr, factor_ptr, stride, column, there, PARTS)
+    if ADDS:
+        added = tl.load(added_ptr + at, mask=there, other=0.0).to(tl.float32)
+        if factor_ptr is not None:
+            added *= tl.load(factor_ptr + column, mask=there, other=0.0).to(tl.float32)
+        values += added
     end(DEPENDENT)
-    if PARTS:
+    if ADDS:
         summed = values
         if ahead_ptr is not None:
             summed += tl.load(ahead_ptr + column, mask=there, other=0.0).to(tl.float32)

@@ -15,11 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vitwire_server.runtime.devices import architecture
 from vitwire_server.runtime.graph_recording import is_recording, is_tuning
-from vitwire_server.runtime.kernels.dependent import is_dependent
-from vitwire_server.runtime.kernels.norms import Norm, add_norm
-from vitwire_server.runtime.kernels.split_products import TILES, Tile, partial_sums
 from vitwire_server.runtime.products.choices import Choices
 from vitwire_server.runtime.products.cublaslt import Algorithm, CublasLt, CublasLtError, Epilogue
 from vitwire_server.runtime.products.quack_tiles import NAME, Plan, Quack, quack_on
@@ -29,9 +25,6 @@ _log = logging.getLogger(__name__)
 Linear: TypeAlias = tuple[Tensor, Tensor | None]
 """Weight and bias of a linear layer."""
 _TUNED = (torch.bfloat16, torch.float16)
-_SPLIT_ROWS = 512
-"""Rows up to which a product may be split: with more, there are enough tiles."""
-_LEAST_GAIN = 0.98
 _MOST_ERROR = 1.1
 """Accepted error, relative to that of torch's product."""
 
@@ -61,7 +54,6 @@ class Products:
     _weights: dict[tuple[int, ...], list[Tensor]] = field(default_factory=dict)
     """By shape."""
     _algorithms: dict[_Size, Algorithm | Plan | None] = field(default_factory=dict)
-    _tiles: dict[_Size, Tile | None] = field(default_factory=dict)
     _library: CublasLt | None = None
     _quack: Quack | None = None
     _choices: Choices | None = None
@@ -86,25 +78,6 @@ class Products:
             algorithm.run(rows, weight, None, hidden)
             return hidden
         return hidden.addmm_(rows, weight.t())
-
-    def add_norm(
-        self,
-        hidden: Tensor,
-        rows: Tensor,
-        linear: Linear,
-        norm: Norm,
-        *,
-        ahead: Tensor | None = None,
-        factor: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """`hidden` with the linear layer of `rows` added, and its norm; as `norms.add_norm`."""
-        weight, bias = linear
-        tile = self._tile(hidden, rows, linear, norm) if is_recording() else None
-        if tile is None:
-            added = self.linear(rows, weight, bias)
-            return add_norm(hidden, added, norm, ahead, factor=factor, overlapping=True)
-        added = partial_sums(rows, weight, tile)
-        return add_norm(hidden, added, norm, ahead, bias=bias, factor=factor, overlapping=True)
 
     def _tunes(self, rows: Tensor, weight: Tensor) -> bool:
         """Whether this product may be tuned."""
@@ -198,54 +171,6 @@ class Products:
             if taken < least:
                 best, least = proposal, taken
         return best
-
-    def _tile(self, hidden: Tensor, rows: Tensor, linear: Linear, norm: Norm) -> Tile | None:
-        weight, bias = linear
-        if not self._tunes(rows, weight) or len(rows) > _SPLIT_ROWS or not is_dependent(rows.device):
-            return None
-        size = _Size(len(rows), *_sides(weight), rows.dtype, _epilogue(bias, gelu=False))
-        if size not in self._tiles:
-            if is_tuning():
-                self.linear(rows, weight, bias)  # chooses what tiles are compared with
-                self._tiles[size] = self._fastest_tile(size, hidden, rows, linear, norm)
-            else:
-                larger = _with_more_rows(self._tiles, size)
-                self._tiles[size] = self._tiles[larger] if larger else None
-        return self._tiles[size]
-
-    def _fastest_tile(self, size: _Size, hidden: Tensor, rows: Tensor, linear: Linear, norm: Norm) -> Tile | None:
-        own, bias = linear
-        if self._choices is None:  # the library is missing
-            return None
-        shared = architecture(rows.device).block_bytes
-        fitting = {str(index): tile for index, tile in enumerate(TILES) if tile.fits(own, shared)}
-        name = f"{size.name} and norm"
-        if (known := self._choices.get(name)) is not None:
-            return fitting.get(known)
-        weights = self._weights[size.columns, size.depth]
-
-        generator = torch.Generator(rows.device).manual_seed(0)
-        sample = torch.randn(rows.shape, generator=generator, device=rows.device, dtype=rows.dtype)
-
-        def whole(weight: Tensor) -> None:
-            add_norm(hidden, self.linear(sample, weight, bias), norm, overlapping=True)
-
-        exact = exact_product(sample, own, None, gelu=False)
-        most = _MOST_ERROR * relative_error(_linear(sample, own, None, gelu=False), exact)
-        best, least = "", _LEAST_GAIN * cold_seconds(whole, weights)
-        for index, tile in fitting.items():
-            if not relative_error(partial_sums(sample, own, tile).sum(0), exact) <= most:
-                continue
-
-            def split(weight: Tensor, tile: Tile = tile) -> None:
-                add_norm(hidden, partial_sums(sample, weight, tile), norm, bias=bias, overlapping=True)
-
-            split(own)
-            taken = cold_seconds(split, weights)
-            if taken < least:
-                best, least = index, taken
-        self._choices.put(name, best)
-        return fitting.get(best)
 
 
 def _with_more_rows(sizes: Iterable[_Size], size: _Size) -> _Size | None:
