@@ -17,12 +17,14 @@ from vitwire_cli.connection import INTERRUPTED, warn
 from vitwire_cli.encode import encode
 from vitwire_cli.gateway import router, sglang_encoder
 from vitwire_cli.info import health, info
+from vitwire_cli.parity import parity
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(encode)
 app.command()(info)
 app.command()(health)
 app.command()(bench)
+app.command()(parity)
 app.command()(router)
 app.command()(sglang_encoder)
 

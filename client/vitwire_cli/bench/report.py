@@ -4,15 +4,15 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
 from vitwire.shared.extras import remedy
-from vitwire_cli.bench.capacity import Finding, Verdict
+from vitwire_cli.bench.capacity import Finding
 from vitwire_cli.bench.results import Run
-from vitwire_cli.bench.workload import Shape
 
 _BLUE, _RED, _GREY = "#1a5fb4", "#b3261e", "#888888"
 
@@ -42,11 +42,11 @@ def rows(document: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str
             yield name, ", ".join(f"{inner.replace('_', ' ')} {_text(each)}" for inner, each in known.items())
 
 
-def list_table(entries: Sequence[Verdict] | Sequence[Shape]) -> Table:
-    """Trials of a search for capacity, or what the model makes of each size; one a row."""
+def list_table(entries: Sequence[Any]) -> Table:
+    """Dataclasses of one kind, one a row."""
     shown = Table(*(each.name.replace("_", " ") for each in fields(entries[0])))
     for entry in entries:
-        shown.add_row(*("" if value is None else _text(value) for value in astuple(entry)))
+        shown.add_row(*("" if value is None else escape(_text(value)) for value in astuple(entry)))
     return shown
 
 

@@ -15,16 +15,23 @@ SECONDS = 120
 
 
 @contextmanager
-def served(model: Path, target: str, path: Path, plugins: str = "vitwire") -> Iterator[EngineProcess]:
-    """vLLM's HTTP server in front of an engine of `in_process.py`. Raises Failed."""
+def served(
+    model: Path, target: str, path: Path, plugins: str = "vitwire", *, tower: str = "ones", **more: str
+) -> Iterator[EngineProcess]:
+    """vLLM's HTTP server in front of an engine of `in_process.py`, with our connector if there is a target.
+
+    tower: "vllm" for vLLM's own. more: further flags. Raises Failed.
+    """
     transfer = {
         "ec_connector": "VitwireECConnector",
         "ec_connector_module_path": "vitwire.integrations.vllm",
         "ec_role": "ec_consumer",
         "ec_connector_extra_config": {"target": target},
     }
-    flags = {"--ec-transfer-config": json.dumps(transfer), "--max-model-len": "4096", "--enable-scale-out": ""}
-    environment = installed(path) | {"VLLM_PLUGINS": plugins}
+    flags = {"--ec-transfer-config": json.dumps(transfer)} if target else {}
+    flags |= {"--max-model-len": "4096", "--enable-scale-out": ""}
+    flags |= {f"--{name.replace('_', '-')}": value for name, value in more.items()}
+    environment = installed(path) | {"VLLM_PLUGINS": plugins, "ENGINE_TOWER": tower}
     with engine(ENGINE, model, Settings(flags, environment), None) as process:
         process.wait(time.monotonic() + SECONDS)
         yield process

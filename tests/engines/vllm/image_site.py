@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -23,6 +24,30 @@ def picture(width: int, height: int, kind: str = "JPEG", seed: int = 0) -> bytes
 
 def data_url(content: bytes, kind: str = "image/jpeg") -> str:
     return f"data:{kind};base64,{b64encode(content).decode()}"
+
+
+def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+    image.save(file := BytesIO(), kind, **options)
+    return file.getvalue()
+
+
+def awkward() -> dict[str, bytes]:
+    """Files whose size, or whether it is honoured, is easily got wrong."""
+    colours = Image.open(BytesIO(picture(130, 70)))
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    return {
+        "turned": saved(colours, "JPEG", exif=turned),
+        "turned PNG": saved(colours, "PNG", exif=turned),
+        "transparent": saved(colours.convert("RGBA"), "PNG"),
+        "palette": saved(colours.convert("P"), "GIF"),
+        "grey": saved(colours.convert("L"), "JPEG"),
+        "CMYK": saved(colours.convert("CMYK"), "JPEG"),
+        "WebP": saved(colours, "WEBP"),
+        "BMP": saved(colours, "BMP"),
+        "tiny": saved(colours.resize((1, 1)), "PNG"),
+        "long": saved(colours.resize((400, 20)), "JPEG"),
+    }
 
 
 class Site(BaseHTTPRequestHandler):

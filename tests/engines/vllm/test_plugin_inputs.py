@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from tests.engines.vllm.conftest import SERVER_FLAGS
 from tests.engines.vllm.engine import vllm_config
-from tests.engines.vllm.image_site import data_url, picture
+from tests.engines.vllm.image_site import awkward, data_url, picture, saved
 from tests.engines.vllm.in_process import WithTower
 from vllm.exceptions import RetryableRequestError, VLLMValidationError
 from vllm.renderers import ChatParams
@@ -66,30 +66,6 @@ def since(before: dict[str, int]) -> dict[str, int]:
 
 def part(file: bytes, kind: str = "image/jpeg") -> Json:
     return {"type": "image_url", "image_url": {"url": data_url(file, kind)}}
-
-
-def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
-    image.save(file := BytesIO(), kind, **options)
-    return file.getvalue()
-
-
-def awkward() -> dict[str, bytes]:
-    """Files whose size, or whether it is honoured, is easily got wrong."""
-    colours = Image.open(BytesIO(picture(130, 70)))
-    turned = Image.Exif()
-    turned[0x0112] = 6
-    return {
-        "turned": saved(colours, "JPEG", exif=turned),
-        "turned PNG": saved(colours, "PNG", exif=turned),
-        "transparent": saved(colours.convert("RGBA"), "PNG"),
-        "palette": saved(colours.convert("P"), "GIF"),
-        "grey": saved(colours.convert("L"), "JPEG"),
-        "CMYK": saved(colours.convert("CMYK"), "JPEG"),
-        "WebP": saved(colours, "WEBP"),
-        "BMP": saved(colours, "BMP"),
-        "tiny": saved(colours.resize((1, 1)), "PNG"),
-        "long": saved(colours.resize((400, 20)), "JPEG"),
-    }
 
 
 def rendered(frontend: InputProcessor, parts: list[Json], **chat: Any) -> Json:
