@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from vitwire.integrations.vllm.tensors import TorchFile, torch_base64
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import parse
+from vitwire_gateway.gateway_settings import Engine, RouterSettings
 from vitwire_gateway.requests.chat import images_of
+from vitwire_gateway.requests.dialects import dialect_of
 from vitwire_gateway.requests.filling import Hole, cut, filled
 from vitwire_gateway.requests.image_sources import Limits
 from vitwire_gateway.requests.request_reading import CutRequest, cut_request
@@ -191,6 +193,12 @@ def test_options_that_set_the_size_of_images_are_the_encoders(given: Any, option
     others = {"mm_processor_kwargs": given}
     assert dict(read(chat(image("data:,"), clip) | others, sized=True, with_clips=False).images.options) == options
     assert not read(chat() | {"mm_processor_kwargs": {"max_pixels": 0}}, sized=True).images.options
+
+
+def test_the_encoder_of_sglang_gets_no_options() -> None:
+    """SGLang requests the embeddings, by a protocol that has none."""
+    engines: tuple[Engine, ...] = ("vllm", "sglang")
+    assert [dialect_of(RouterSettings(engine=each)).sized for each in engines] == [True, False]
 
 
 @pytest.mark.parametrize(
