@@ -27,6 +27,7 @@ from vitwire.errors import (
 )
 from vitwire.items import Item, Modality, Priority
 from vitwire.model import Budget, Limits, Model, TileShapes
+from vitwire.options import ProcessorOptions
 
 __all__ = [
     "Accepted",
@@ -45,6 +46,7 @@ __all__ = [
     "NotCached",
     "Overloaded",
     "Priority",
+    "ProcessorOptions",
     "Report",
     "Result",
     "Stored",

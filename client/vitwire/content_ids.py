@@ -6,17 +6,21 @@ from pathlib import Path
 
 from vitwire.items import Modality
 from vitwire.model import Model
+from vitwire.options import ProcessorOptions
 
 _LEAST_BYTES, _MOST_BYTES = 32, 4096
 
 
-def content_id(digest: bytes, modality: Modality, model: Model, key: bytes) -> str:
-    """An id that equal files have under equal weights, preparation and key, and no others.
+def content_id(
+    digest: bytes, modality: Modality, model: Model, key: bytes, options: ProcessorOptions | None = None
+) -> str:
+    """An id that equal files have under equal weights, preparation, options and key, and no others.
 
     digest: sha256 of the file.
     """
-    options = ""  # requests with options of images are refused
-    recipe = (model.weights_fingerprint, model.dtype, model.preparation_fingerprint, modality, options)
+    given = options.given() if options else {}
+    named = repr(sorted(given.items())) if given else ""
+    recipe = (model.weights_fingerprint, model.dtype, model.preparation_fingerprint, modality, named)
     digests = [hashlib.sha256(each.encode()).digest() for each in recipe]
     return hmac.digest(key, b"".join((*digests, digest)), "sha256").hex()
 

@@ -12,6 +12,7 @@ from vitwire._inputs.sources import CLIPS, FileLike, encoding_of, file_bytes, pi
 from vitwire._inputs.splitting import Cut
 from vitwire._inputs.tensors import DATA_TYPES, Pixels, TorchTensor, invalid, type_name
 from vitwire.errors import InvalidItem, Violation
+from vitwire.options import ProcessorOptions
 from vitwire.v1 import encoder_pb2 as pb
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class Item:
     crops: for towers that take crops; the same types as `pixels`.
     encoded: a file, which the server decodes and prepares; without `pixels`, `crops` and `grid`.
         `Model.encodings` lists the formats: JPEG, PNG, WebP, GIF, BMP, MP4, WebM.
+    options: of the processor, for an image that the server prepares: `ProcessorOptions`, or a mapping of its fields
+        and `size`, which becomes one.
 
     Raises InvalidItem, naming the field, for errors that can be found without the model.
     """
@@ -56,6 +59,7 @@ class Item:
     keep_ratio: float = 0.0
     crops: Pixels | None = None
     encoded: bytes | bytearray | memoryview | None = None
+    options: ProcessorOptions | Mapping[str, object] | None = None
 
     @classmethod
     def from_file(
@@ -65,6 +69,7 @@ class Item:
         modality: Modality | None = None,
         content_id: str | None = None,
         keep_ratio: float = 0.0,
+        options: ProcessorOptions | Mapping[str, object] | None = None,
     ) -> Self:
         """An item with the bytes of a file, which the server decodes.
 
@@ -75,19 +80,29 @@ class Item:
         encoded = file_bytes(path)
         if modality is None:
             modality = "video" if encoding_of(encoded) in CLIPS else "image"
-        return cls(modality=modality, content_id=content_id, keep_ratio=keep_ratio, encoded=encoded)
+        return cls(modality=modality, content_id=content_id, keep_ratio=keep_ratio, encoded=encoded, options=options)
 
     @classmethod
-    def from_image(cls, image: object, *, content_id: str | None = None) -> Self:
+    def from_image(
+        cls,
+        image: object,
+        *,
+        content_id: str | None = None,
+        options: ProcessorOptions | Mapping[str, object] | None = None,
+    ) -> Self:
         """An item with a picture, which the server prepares.
 
         image: a Pillow image, or a uint8 array `(H, W)`, `(H, W, C)` or `(C, H, W)` with 1, 3 or 4 channels.
         Raises ValueError or TypeError for anything else.
         """
-        return cls(pixels_of(image), content_id=content_id)
+        return cls(pixels_of(image), content_id=content_id, options=options)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "options", ProcessorOptions.of(self.options))
         violations = list(self._violations())
+        if self.options and not self._is_prepared_image:
+            text = "are only for images that the server prepares: files, and pictures without a grid"
+            violations.append(Violation("options", text))
         if violations:
             text = "; ".join(f"{each.field}: {each.description}" for each in violations)
             raise InvalidItem(text, violations=violations)
@@ -132,12 +147,18 @@ class Item:
             "modality": self.modality,
             "content_id": None if self.content_id is None else repr(self.content_id),
             "keep_ratio": self.keep_ratio or None,
+            "options": self.options,
         }
         return f"Item({', '.join(f'{name}={value}' for name, value in shown.items() if value is not None)})"
 
     @property
     def _has_grid(self) -> bool:
         return not (isinstance(self.grid, tuple) and self.grid == _UNKNOWN_GRID)
+
+    @property
+    def _is_prepared_image(self) -> bool:
+        has_picture = self.pixels is not None and not self._has_grid
+        return self.modality == "image" and (self.encoded is not None or has_picture)
 
     def _violations(self) -> Iterator[Violation]:
         if self.encoded is not None:
@@ -204,7 +225,7 @@ def pixel_bytes(item: Item) -> int:
 
 def without_pixels(item: Item) -> Item:
     """The item without its content, to look up its content_id in the cache; without a content_id, the item itself."""
-    return replace(item, pixels=None, crops=None, encoded=None) if item.content_id else item
+    return replace(item, pixels=None, crops=None, encoded=None, options=None) if item.content_id else item
 
 
 def ids_of(content_ids: Sequence[str | None] | None, count: int) -> Sequence[str | None]:

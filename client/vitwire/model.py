@@ -97,6 +97,8 @@ class Model:
     """Modalities whose pictures and files the server prepares: image, video."""
     preparation_fingerprint: str = ""
     """SHA-256 over all that affects this preparation, in hex."""
+    options: tuple[str, ...] = ()
+    """Fields of `ProcessorOptions` that images may have."""
     tiles: TileShapes | None = None
     """None if the model takes patches."""
     rows_by_grid: tuple[str, ...] = ()
@@ -123,6 +125,7 @@ class Model:
             dtype=_name(pb.DataType.DESCRIPTOR, message.data_type),
             budgets=tuple(_same(Budget, each) for each in message.budgets),
             limits=_same(Limits, message.limits),
+            options=tuple(message.options),
             available_poolings=poolings or ("none",),
             tiles=_tile_shapes(message.tiles) if message.HasField("tiles") else None,
             matryoshka=tuple(message.matryoshka.dimensions) if message.HasField("matryoshka") else None,

@@ -16,7 +16,7 @@ _SECTIONS = {
     "model": ("model_id", "model_type", "weights_fingerprint", "dtype", "pooling", "available_poolings"),
     "embeddings": ("embedding_width", "deepstack_levels", "matryoshka", "rows_by_grid", "deliveries"),
     "pixels": ("patch_size", "merge_size", "temporal_patch_size", "channels"),
-    "preparation": ("prepared", "encodings", "preparation_fingerprint"),
+    "preparation": ("prepared", "encodings", "options", "preparation_fingerprint"),
     "server": ("server_version", "device", "attention_backend", "graphs", "budgets"),
 }
 

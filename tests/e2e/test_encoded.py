@@ -9,14 +9,17 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+from transformers import AutoImageProcessor
 
 from checkpoints import Checkpoints
 from encoded_files import HOSTILE, clip, frames_of, jpeg_of_size, moving, photograph, saved, sound, turned
 from prepared import clip_items, image_items, of_clips, of_images
+from references import reference_of
 from servers import ServerProcess, serving
 from vitwire import Accepted, AsyncClient, Client, Embedding, InvalidItem, Item, NotCached, Stored, VitwireError
 from vitwire_server.preparing.rules.recipe import Recipe
@@ -274,3 +277,77 @@ def test_the_command_uploads_files(server: ServerProcess, tmp_path: Path) -> Non
     )
     items = json.loads(run.stdout.splitlines()[-1])["items"]
     assert [item["grid"] for item in items] == [[1, 18, 24], [2, 10, 14]]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"max_pixels": 128 * 128},
+    {"min_pixels": 400 * 400},
+    {"size": {"shortest_edge": 64 * 64, "longest_edge": 200 * 200}, "max_pixels": 150 * 150},
+]
+"""Options of a processor; the checkpoints' smallest area is above the first one's largest."""
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["qwen3_vl", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("qwen2_vl", "qwen2_5_vl", "qwen3_5"))],
+)
+def test_options_are_those_of_plain_transformers(checkpoints: Checkpoints, model_type: str) -> None:
+    folder, photo = checkpoints(model_type), photograph(230, 310)
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    reference, grids = reference_of(model_type, folder), set[tuple[int, int, int]]()
+    for prepare in ("cpu", "device"):
+        flags = (*FLAGS, *SHAPES["edges"], "--prepare", prepare)
+        with serving(folder, *flags) as server, Client(server.target) as client:
+            assert client.model().options == ("min_pixels", "max_pixels")
+            for options in OPTIONS:
+                made = processor(images=[photo], return_tensors="np", **options)
+                grid = tuple(made["image_grid_thw"][0].tolist())
+                expected = reference.item(grid, made["pixel_values"], None)
+                png = saved(photo, "PNG")
+                items = [Item.from_file(png, options=options), Item.from_image(photo, options=options)]
+                results = dict(client.iter_encode(items, return_exceptions=True))
+                for each in (*client.encode(items), results[0], results[1]):
+                    assert isinstance(each, Embedding)
+                    assert each.grid == grid
+                    np.testing.assert_allclose(each.numpy(), expected, rtol=0, atol=1e-4)
+                grids.add(grid)
+    assert len(grids) == len(OPTIONS)
+
+
+def test_rows_of_other_options_are_not_those_in_the_cache(client: Client) -> None:
+    file, photo = saved(photograph(300, 200), quality=83), np.asarray(photograph(300, 200))
+    for make in (lambda options: Item(encoded=file, options=options), lambda options: Item(photo, options=options)):
+        plain, small, again, alike, once_more = (
+            client.encode([make(each)])[0] for each in ({}, {"max_pixels": 90_000 // 9}, {}, {"max_pixels": 90_001}, {})
+        )
+        assert (plain.grid, small.grid) != (small.grid, plain.grid)
+        assert small.report.path == "eager"
+        for each in (again, once_more):
+            assert each.report.path == "cache"
+            assert_same(each, plain)
+        assert_same(alike, plain)
+
+
+def test_a_name_is_of_the_content_that_was_last_sent_with_it(client: Client) -> None:
+    file = saved(photograph(300, 200), quality=82)
+    for options in ({}, {"max_pixels": 10_000}):
+        (sent,) = client.encode([Item(encoded=file, content_id="by name", options=options)])
+        (named,) = client.encode([Item(content_id="by name")])
+        assert_same(named, sent)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_invalid_options_fail_alone(client: Client, stream: bool) -> None:
+    file, most = saved(photograph(96, 64), quality=81), client.model().limits.patches_per_item
+    wide = Item(encoded=saved(photograph(20, 3000)), options={"min_pixels": most * 16 * 16})
+    items = [Item(encoded=file), wide, Item(encoded=file, options={"max_pixels": (1 << 63) - 1})]
+    results = results_of(client, items, stream=stream)
+    assert isinstance(error := results[1], InvalidItem)
+    assert (error.item, error.violations[0].field) == (1, "items[1].grid")
+    assert isinstance(results[0], Embedding)
+    assert isinstance(results[2], Embedding)
+    assert_same(results[0], results[2])
+    huge = Item(encoded=file, options={"min_pixels": (1 << 63) - 1})
+    with pytest.raises(InvalidItem, match=r"items\[0\].options.min_pixels: 9223372036854775807 exceeds"):
+        client.encode([huge])
+    assert isinstance(results_of(client, [huge, items[0]], stream=True)[1], Embedding)

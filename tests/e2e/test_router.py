@@ -108,6 +108,45 @@ def test_images_become_embeddings(llm: OpenAI, received: EngineProcess, server: 
     assert parts[1]["uuid"] != parts[3]["uuid"]
 
 
+@pytest.mark.parametrize("mode", ["inline", "reference"])
+def test_options_of_images_are_the_encoders(
+    server: ServerProcess, stand_in: EngineProcess, received: EngineProcess, mode: str
+) -> None:
+    """The engine gets rows of the grid that its processor would choose, and its own options with them."""
+    messages, grids, ids = user(image(data_uri(COFFEE)), text("and"), image(data_uri(HOPPER))), [], set[str]()
+    with router(server.target, stand_in.url, f"--mode={mode}") as proxy, Client(server.target) as client:
+        for options in ({}, {"max_pixels": 128 * 128}, {"size": {"shortest_edge": 4096, "longest_edge": 16384}}):
+            answer = httpx2.post(
+                proxy.url + CHAT, json={"messages": messages, "mm_processor_kwargs": options}, timeout=60
+            )
+            assert answer.status_code == 200, answer.text
+            body = received.requests()[-1]["body"]
+            assert body["mm_processor_kwargs"] == options
+            first, _, second = body["messages"][1]["content"]
+            for part, file in ((first, COFFEE), (second, HOPPER)):
+                (own,) = client.encode([Item.from_file(file, options=options)])
+                grid = part["image_embeds"]["image_grid_thw"]
+                assert tuple(grid if isinstance(grid, list) else decoded(grid).tolist()) == own.grid
+                if mode == "inline":
+                    torch.testing.assert_close(
+                        decoded(part["image_embeds"]["image_embeds"]), own.torch(), rtol=0, atol=0.05
+                    )
+                else:
+                    (stored,) = client.encode([Item(content_id=part["uuid"])])
+                    assert stored.grid == own.grid
+                grids.append(own.grid)
+                ids.add(part["uuid"])
+        count = len(received.requests())
+        for wrong in ({"max_pixels": 0}, {"max_pixels": 9, "image_mean": [0, 0, 0]}, {"min_pixels": (1 << 63) - 1}):
+            answer = httpx2.post(
+                proxy.url + CHAT, json={"messages": messages, "mm_processor_kwargs": wrong}, timeout=60
+            )
+            assert answer.status_code == 400, answer.text
+            assert ("min_pixels" if "min_pixels" in wrong else "mm_processor_kwargs") in answer.text
+        assert len(received.requests()) == count
+    assert (len(set(grids)), len(ids)) == (4, 6)
+
+
 def test_a_stream_arrives_piece_by_piece(llm: OpenAI, stand_in: EngineProcess) -> None:
     messages = user(text("What is this?"), image(data_uri(COFFEE)))
     with llm.chat.completions.create(model="slow", messages=messages, stream=True) as stream:

@@ -215,7 +215,7 @@ def test_beside_an_encoded_image(server: ServerProcess, stand_in: EngineProcess,
         assert (first["uuid"], sound) == (second["uuid"], MEDIA[0])
         assert body["ec_transfer_params"] == {"content_ids": [first["uuid"]] * 2}
         assert UUID not in json.dumps(body)
-        refused = posted(proxy, CHAT, in_chat(IMAGE) | {"mm_processor_kwargs": {"min_pixels": 9}})
+        refused = posted(proxy, CHAT, in_chat(IMAGE) | {"mm_processor_kwargs": {"resample": 0}})
         assert refused.json()["error"]["param"] == "mm_processor_kwargs"
 
 

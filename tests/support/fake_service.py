@@ -123,6 +123,10 @@ class Fake(encoder_pb2_grpc.EncoderServiceServicer):
     """Of the weights."""
     prepares: bool = True
     """Whether it prepares pictures and files."""
+    takes: tuple[str, ...] = ()
+    """Options of images. An older server has none."""
+    sent: list[pb.Item] = field(default_factory=list)
+    """Items of `Encode`."""
 
     def _enter(self, method: str, context: grpc.ServicerContext) -> None:
         self.methods.append(method)
@@ -142,6 +146,7 @@ class Fake(encoder_pb2_grpc.EncoderServiceServicer):
     def Encode(self, request: pb.EncodeRequest, context: grpc.ServicerContext) -> Iterator[Any]:  # noqa: N802
         self._enter("Encode", context)
         self.options.append((request.output_type, request.priority))
+        self.sent += request.items
 
         def responses() -> Iterator[Any]:
             for number in reversed(range(len(request.items))):
@@ -180,6 +185,7 @@ class Fake(encoder_pb2_grpc.EncoderServiceServicer):
         self._enter("GetModel", context)
         message = model_message()
         message.weights_fingerprint = self.fingerprint
+        message.options.extend(self.takes)
         if not self.prepares:
             message.ClearField("prepared")
         return message

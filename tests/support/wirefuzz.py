@@ -15,6 +15,7 @@ _UINT32 = st.one_of(
     st.integers(0, 64), st.sampled_from([2**16, 2**31 - 1, 2**31, 2**32 - 1]), st.integers(0, 2**32 - 1)
 )
 _UINT64 = st.one_of(st.integers(0, 4096), st.sampled_from([2**31, 2**32, 2**62, 2**63, 2**64 - 1]))
+_INT64 = st.one_of(st.integers(-1, 9000), st.sampled_from([2**31, 2**63 - 1, -(2**63)]))
 _ENUM = st.one_of(st.integers(0, 6), st.sampled_from([-1, 99, 2**31 - 1, -(2**31)]))
 _FLOAT = st.one_of(st.floats(width=32), st.sampled_from([0.0, 0.5, 1.0, -0.0, 1e-30]))
 _DATA = st.one_of(st.binary(max_size=64), st.integers(0, 1 << 18).map(bytes))
@@ -103,10 +104,14 @@ def _fill(item: pb.Item, dtype: Any, pattern: bytes) -> None:
         item.pixels.data = pattern * (rows * COLUMNS * size // len(pattern))
 
 
+def _options(item: pb.Item, draw: Draw) -> None:
+    setattr(item.options, draw(st.sampled_from(["min_pixels", "max_pixels"])), draw(_INT64))
+
+
 _MOST_ROWS = 256
 _ALTERATIONS = (
     *(_modality, _grid, _type, _shape, _data, _cut, _content_id, _without, _keep_ratio, _crops, _encoded),
-    *(_clip, _clip, _floats, _floats),
+    *(_clip, _clip, _floats, _floats, _options),
 )
 
 

@@ -5,11 +5,13 @@ from dataclasses import dataclass, replace
 
 from vitwire._delivery.answers import Expected
 from vitwire._delivery.nixl import Leases, Leasing
+from vitwire._inputs.tensors import invalid
 from vitwire._transport.balancing import Share
 from vitwire._transport.uploads import Patch, WireItem, to_wire
 from vitwire.embeddings import OUTPUT_TYPES, DType
 from vitwire.items import Item, Priority
 from vitwire.model import Model
+from vitwire.options import ProcessorOptions
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import Frame, Request
 
@@ -173,7 +175,15 @@ def _regions(leases: Leases | None, sent: int, *, wait: int | None = None) -> It
 
 
 def parts_of(items: Mapping[int, Item], shares: Sequence[Share], options: Options, model: Model) -> list[Part]:
-    """The messages of each share, without those items of a share that are not among `items`; no part is empty."""
+    """The messages of each share, without those items of a share that are not among `items`; no part is empty.
+
+    Raises InvalidItem for options that the server does not list: older ones would ignore them.
+    """
+    for index, item in items.items():
+        given = own.given() if (own := ProcessorOptions.of(item.options)) else {}
+        if missing := [name for name in given if name not in model.options]:
+            text = f"the server has no option {missing[0]} for {model.model_type}"
+            raise invalid(f"items[{index}].options.{missing[0]}", text, index)
     present = [({index: items[index] for index in share.indices if index in items}, share) for share in shares]
     return [_part(own, share, options, model) for own, share in present if own]
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from vitwire._inputs.tensors import DATA_TYPES, Array, Pixels, Tensor, TorchTensor, type_name
 from vitwire.items import MODALITIES, Item, bytes_of
+from vitwire.options import ProcessorOptions
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import ItemTensors
 
@@ -50,12 +51,14 @@ def to_wire(item: Item, dtype: str = "float32", patch: Patch | None = None, *, s
     patch: of the tower; equal frames of an image are sent once.
     """
     t, h, w = item.grid
+    options = ProcessorOptions.of(item.options)
     message = pb.Item(
         modality=MODALITIES[item.modality],
         grid=pb.Grid(t=t, h=h, w=w) if any(item.grid) else None,
         content_id=item.content_id or "",
         keep_ratio=item.keep_ratio,
         store_only=store_only,
+        options=pb.ProcessorOptions(**options.given()) if options else None,
     )
     pixels = crops = memoryview(b"")
     if item.pixels is not None:

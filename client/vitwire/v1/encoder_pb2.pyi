@@ -269,6 +269,37 @@ class Tensor(google.protobuf.message.Message):
 Global___Tensor: typing_extensions.TypeAlias = Tensor
 
 @typing.final
+class ProcessorOptions(google.protobuf.message.Message):
+    """Options of the model's processor, in place of the checkpoint's settings. A bound
+    that is absent is the checkpoint's, even if the two then cross.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MIN_PIXELS_FIELD_NUMBER: builtins.int
+    MAX_PIXELS_FIELD_NUMBER: builtins.int
+    min_pixels: builtins.int
+    """Smallest area of the resized image in pixels, which processors also name
+    size.shortest_edge; at least 1.
+    """
+    max_pixels: builtins.int
+    """Largest area, size.longest_edge; if both are present, at least min_pixels."""
+    def __init__(
+        self,
+        *,
+        min_pixels: builtins.int | None = ...,
+        max_pixels: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_pixels", b"_max_pixels", "_min_pixels", b"_min_pixels", "max_pixels", b"max_pixels", "min_pixels", b"min_pixels"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_pixels", b"_max_pixels", "_min_pixels", b"_min_pixels", "max_pixels", b"max_pixels", "min_pixels", b"min_pixels"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_pixels", b"_max_pixels"]) -> typing.Literal["max_pixels"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_min_pixels", b"_min_pixels"]) -> typing.Literal["min_pixels"] | None: ...
+
+Global___ProcessorOptions: typing_extensions.TypeAlias = ProcessorOptions
+
+@typing.final
 class Item(google.protobuf.message.Message):
     """One image or one clip: what the model's Hugging Face processor returned, or a
     picture or a file that the server prepares.
@@ -282,14 +313,15 @@ class Item(google.protobuf.message.Message):
     KEEP_RATIO_FIELD_NUMBER: builtins.int
     REGION_FIELD_NUMBER: builtins.int
     STORE_ONLY_FIELD_NUMBER: builtins.int
+    OPTIONS_FIELD_NUMBER: builtins.int
     ENCODED_FIELD_NUMBER: builtins.int
     CROPS_FIELD_NUMBER: builtins.int
     PIXELS_FIELD_NUMBER: builtins.int
     modality: Global___Modality.ValueType
     content_id: builtins.str
-    """Key of the content in the embedding cache. An item without pixels requests
-    the cached embedding, and waits for it if an item of this content_id is in
-    flight.
+    """Key of the content, with its options, in the embedding cache. An item without
+    pixels requests the cached embedding, and waits for it if an item of this
+    content_id is in flight.
     """
     keep_ratio: builtins.float
     """Share of a video's tokens to keep, in (0, 1); 0 or 1 keeps all of them."""
@@ -313,6 +345,10 @@ class Item(google.protobuf.message.Message):
         """
 
     @property
+    def options(self) -> Global___ProcessorOptions:
+        """For an image that the server prepares: those of GetModelResponse.options."""
+
+    @property
     def crops(self) -> Global___Tensor:
         """Crops, in towers that take them: (crops, C, H, W)."""
 
@@ -334,12 +370,13 @@ class Item(google.protobuf.message.Message):
         keep_ratio: builtins.float = ...,
         region: Global___Region | None = ...,
         store_only: builtins.bool = ...,
+        options: Global___ProcessorOptions | None = ...,
         encoded: builtins.bytes = ...,
         crops: Global___Tensor | None = ...,
         pixels: Global___Tensor | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["crops", b"crops", "grid", b"grid", "pixels", b"pixels", "region", b"region"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["content_id", b"content_id", "crops", b"crops", "encoded", b"encoded", "grid", b"grid", "keep_ratio", b"keep_ratio", "modality", b"modality", "pixels", b"pixels", "region", b"region", "store_only", b"store_only"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["crops", b"crops", "grid", b"grid", "options", b"options", "pixels", b"pixels", "region", b"region"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["content_id", b"content_id", "crops", b"crops", "encoded", b"encoded", "grid", b"grid", "keep_ratio", b"keep_ratio", "modality", b"modality", "options", b"options", "pixels", b"pixels", "region", b"region", "store_only", b"store_only"]) -> None: ...
 
 Global___Item: typing_extensions.TypeAlias = Item
 
@@ -929,6 +966,7 @@ class GetModelResponse(google.protobuf.message.Message):
     PREPARATION_FIELD_NUMBER: builtins.int
     DECODING_FIELD_NUMBER: builtins.int
     MATRYOSHKA_FIELD_NUMBER: builtins.int
+    OPTIONS_FIELD_NUMBER: builtins.int
     model_id: builtins.str
     """Hugging Face id, or name of the directory that the server loaded."""
     model_type: builtins.str
@@ -1020,6 +1058,12 @@ class GetModelResponse(google.protobuf.message.Message):
         checkpoint's config.json (is_matryoshka, matryoshka_dimensions).
         """
 
+    @property
+    def options(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Fields of ProcessorOptions that images may have. A server that does not list a
+        field may ignore it.
+        """
+
     def __init__(
         self,
         *,
@@ -1054,9 +1098,10 @@ class GetModelResponse(google.protobuf.message.Message):
         preparation: Global___Preparation | None = ...,
         decoding: Global___Preparation | None = ...,
         matryoshka: Global___Matryoshka | None = ...,
+        options: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["decoding", b"decoding", "limits", b"limits", "matryoshka", b"matryoshka", "preparation", b"preparation", "tiles", b"tiles"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "available_poolings", b"available_poolings", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "decoding", b"decoding", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "limits", b"limits", "matryoshka", b"matryoshka", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "patch_size", b"patch_size", "pooling", b"pooling", "preparation", b"preparation", "preparation_fingerprint", b"preparation_fingerprint", "prepared", b"prepared", "raster_patches", b"raster_patches", "rows_by_grid", b"rows_by_grid", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "tiles", b"tiles", "unavailable", b"unavailable", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "available_poolings", b"available_poolings", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "decoding", b"decoding", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "limits", b"limits", "matryoshka", b"matryoshka", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "options", b"options", "patch_size", b"patch_size", "pooling", b"pooling", "preparation", b"preparation", "preparation_fingerprint", b"preparation_fingerprint", "prepared", b"prepared", "raster_patches", b"raster_patches", "rows_by_grid", b"rows_by_grid", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "tiles", b"tiles", "unavailable", b"unavailable", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
 
 Global___GetModelResponse: typing_extensions.TypeAlias = GetModelResponse
 

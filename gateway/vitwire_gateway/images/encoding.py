@@ -203,7 +203,7 @@ class Encoder:
             )
             raise ApiError(502, message, "encoder_without_decoders")
         await self.media_type(image)
-        return Item(encoded=image.content, modality=image.modality)
+        return Item(encoded=image.content, modality=image.modality, options=image.options)
 
     async def media_type(self, image: ImageFile) -> str:
         """The media type of a file, such as image/png, from its header. Raises as `header`."""
@@ -242,4 +242,4 @@ def _times(image: ImageFile, answer: Accepted | Stored) -> Accepted | Report | N
 
 def content_id_of(image: ImageFile, model: Model, key: bytes) -> str:
     """The id of a file's content."""
-    return content_id(image.digest, image.modality, model, key)
+    return content_id(image.digest, image.modality, model, key, image.options)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from PIL import Image, MpoImagePlugin, UnidentifiedImageError, WebPImagePlugin  # noqa: F401 - workers cannot import
 
+from vitwire import ProcessorOptions
 from vitwire.items import Modality
 from vitwire.wire import Buffer
 from vitwire_gateway.api_errors import ApiError
@@ -25,13 +26,14 @@ class ImageFile(NamedTuple):
     content: bytes
     digest: bytes
     modality: Modality = "image"
+    options: ProcessorOptions | None = None
 
     @classmethod
-    def of(cls, content: Buffer, modality: Modality = "image") -> "ImageFile":
+    def of(cls, content: Buffer, modality: Modality = "image", options: ProcessorOptions | None = None) -> "ImageFile":
         digest = hashlib.sha256(content).digest()
         if modality == "video":  # sent as an image too, the same bytes are other content
             digest = hashlib.sha256(b"video" + digest).digest()
-        return cls(bytes(content), digest, modality)
+        return cls(bytes(content), digest, modality, options if modality == "image" else None)
 
 
 class Header(NamedTuple):

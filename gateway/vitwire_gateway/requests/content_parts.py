@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 from anyio.to_thread import run_sync
 
-from vitwire import Model, VitwireError
+from vitwire import Model, ProcessorOptions, VitwireError
 from vitwire.items import Modality
 from vitwire_gateway.api_errors import ApiError, from_encoder, of_clip
 from vitwire_gateway.callers import Caller
@@ -19,7 +19,7 @@ from vitwire_gateway.images.fetching import Fetcher, Hold
 from vitwire_gateway.images.image_files import ImageFile
 from vitwire_gateway.metrics import Metrics
 from vitwire_gateway.requests.dialects import MakePart, Part
-from vitwire_gateway.requests.image_sources import RequestImages, Source
+from vitwire_gateway.requests.image_sources import RequestImages
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class Images:
             params.setdefault(place.source, place.param)
         try:
             async with asyncio.timeout_at(until):
-                images = await _each(lambda key: self._load(request.sources[key], params[key]), params)
+                images = await _each(lambda key: self._load(request, key, params[key]), params)
         except TimeoutError as error:
             text = f"the images took longer than {self.settings.encode_seconds:g} s"
             raise ApiError(504, text, "images_timeout") from error
@@ -123,7 +123,8 @@ class Images:
             with _naming(param, self.settings.refusal, image.modality):
                 await self.encoder.check_stored(image, still=still)
 
-    async def _load(self, source: Source, param: str) -> ImageFile:
+    async def _load(self, request: RequestImages, key: int, param: str) -> ImageFile:
+        source = request.sources[key]
         image, is_clip = source.content, source.modality == "video"
         counter = self.metrics.clips if is_clip else self.metrics.images
         try:
@@ -137,7 +138,8 @@ class Images:
             counter.labels(source.kind, "refused").inc()
             raise of_clip(error) if is_clip else error from None
         counter.labels(source.kind, "loaded").inc()
-        return await run_sync(ImageFile.of, image, source.modality)
+        options = ProcessorOptions.of(dict(request.options))
+        return await run_sync(ImageFile.of, image, source.modality, options)
 
 
 def _late() -> ApiError:

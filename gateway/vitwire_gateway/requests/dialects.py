@@ -37,6 +37,8 @@ class Dialect(NamedTuple):
     part: MakePart
     has_ids: bool = False
     """The request repeats the uuids of its parts, which vLLM replaces if it has options of media."""
+    sized: bool = True
+    """The encoder gets a request's options that set the size of images; SGLang requests embeddings without any."""
 
 
 def mode_of(settings: RouterSettings) -> Mode:
@@ -52,7 +54,7 @@ def dialect_of(settings: RouterSettings) -> Dialect:
             raise ValueError("--mode inline: SGLang's chat API takes no embeddings; use --mode reference with SGLang")
         if settings.on_encoder_failure == "engine":
             raise ValueError("--on-encoder-failure engine: SGLang requests embeddings itself; leave it out with SGLang")
-        return Dialect("url", _file)
+        return Dialect("url", _file, sized=False)
     from vitwire.integrations.vllm import parts  # noqa: PLC0415  # only for this engine
 
     async def inline(encoder: Encoder, image: ImageFile) -> Part:

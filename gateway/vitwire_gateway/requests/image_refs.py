@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from vitwire import InvalidItem, ProcessorOptions
 from vitwire.items import Modality
 from vitwire_gateway.api_errors import invalid
 from vitwire_gateway.bodies import Json
@@ -12,6 +13,8 @@ Path = tuple[str | int, ...]
 _OPTIONS = ("mm_processor_kwargs", "media_io_kwargs")
 """Fields of a request by which engines prepare its images and clips."""
 _CLIP_OPTIONS = (*_OPTIONS, "video_config", "use_audio_in_video")
+_OF_ENCODER = {"min_pixels", "max_pixels", "size"}
+"""Options that `ProcessorOptions.of` takes."""
 _NOT_OF_IMAGES = {"audio", "audio_kwargs", "fps", "num_frames", "use_audio_in_video", "video", "videos_kwargs"}
 
 
@@ -38,10 +41,15 @@ def param_of(path: Path) -> str:
     return "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in path)[1:]
 
 
-def check_options(request: Json, source: object, ref: ImageRef) -> None:
-    """Raises ApiError if an image or clip has options, which would have no effect on its embedding."""
+def check_options(request: Json, source: object, ref: ImageRef, *, sized: bool) -> None:
+    """Raises ApiError if an image or clip has options that would have no effect on its embedding.
+
+    sized: the encoder gets the options by `options_of`.
+    """
     is_clip = ref.modality == "video"
     others, known = (set[str](), ("url",)) if is_clip else (_NOT_OF_IMAGES, ("url", "detail"))
+    if sized and not is_clip:
+        others = others | _OF_ENCODER
     options = {name: request.get(name) for name in (_CLIP_OPTIONS if is_clip else _OPTIONS)}
     given = [
         name for name, value in options.items() if value and not (isinstance(value, dict) and value.keys() <= others)
@@ -52,6 +60,17 @@ def check_options(request: Json, source: object, ref: ImageRef) -> None:
         what = "clips" if is_clip else "images"
         text = f"it has no effect on {what} that the encoder prepares, by the rule of its model; leave it out"
         raise invalid(text, given[0], "unsupported_option")
+
+
+def options_of(request: Json) -> list[tuple[str, int]]:
+    """The options of all images of a request, which the encoder gets. Raises ApiError."""
+    given = request.get("mm_processor_kwargs") or {}
+    try:
+        found = ProcessorOptions.of({name: value for name, value in given.items() if name in _OF_ENCODER})
+        return list(found.given().items()) if found else []
+    except InvalidItem as error:
+        ((field, reason),) = error.violations
+        raise invalid(reason, field.replace("options", "mm_processor_kwargs", 1), "invalid_option") from error
 
 
 def url_of(source: object, path: Path) -> str:

@@ -52,12 +52,14 @@ class RequestImages(NamedTuple):
     """Each once."""
     model: str = ""
     """As the request names it, cut to 256 characters."""
+    options: Sequence[tuple[str, int]] = ()
+    """Name and value of each option of all images: workers send no objects."""
 
     @classmethod
     def of(cls, answer: Sequence[Any]) -> Self:
         """The images as a worker sends them."""
-        places, sources, model = answer
-        return cls([Place(*each) for each in places], [Source(*each) for each in sources], model)
+        places, sources, model, options = answer
+        return cls([Place(*each) for each in places], [Source(*each) for each in sources], model, options)
 
 
 def images_in(request: Json, refs: Sequence[ImageRef], files: Mapping[str, bytes], limits: Limits) -> RequestImages:

@@ -12,6 +12,7 @@ from vitwire_gateway.callers import Caller
 from vitwire_gateway.requests.caller_fields import cleaned
 from vitwire_gateway.requests.chat import images_of
 from vitwire_gateway.requests.filling import Hole, cut, serialised
+from vitwire_gateway.requests.image_refs import options_of
 from vitwire_gateway.requests.image_sources import Limits, RequestImages, images_in
 from vitwire_gateway.requests.multipart_forms import opened
 from vitwire_gateway.workers import Workers
@@ -48,12 +49,19 @@ async def read(
     return await workers.run(caller, job, body, 4 * len(body) + _LONGER_BYTES, form, limits)
 
 
-def cut_request(body: bytes, form: str | None, limits: Limits, hole: Hole, *, with_clips: bool) -> CutRequest:
-    """The chat request in a body; `form` is the type of a form. Clips are perhaps the engine's. Raises ApiError."""
+def cut_request(
+    body: bytes, form: str | None, limits: Limits, hole: Hole, *, with_clips: bool, sized: bool = False
+) -> CutRequest:
+    """The chat request in a body; `form` is the type of a form. Clips are perhaps the engine's. Raises ApiError.
+
+    sized: images may have options that set their size.
+    """
     content, files = opened(body, form, limits.max_images)
     request, is_new = cleaned(content, limits)
-    found = images_of(request, with_clips=with_clips)
+    found = images_of(request, with_clips=with_clips, sized=sized)
     images = images_in(request, found, files, limits)
+    if sized and any(each.modality == "image" for each in found):
+        images = images._replace(options=options_of(request))
     if not found:
         return CutRequest([serialised(request)] if form or is_new else [], images)
     return CutRequest(cut(request, found, hole), images)

@@ -107,7 +107,8 @@ class Router:
         return await read(workers, ticket.caller, job, body, exchange.request.headers.get("content-type", ""), limits)
 
     async def _completed(self, dialect: Dialect, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
-        job = partial(cut_request, hole=dialect.hole, with_clips=self.settings.clips == "encode")
+        clips = self.settings.clips == "encode"
+        job = partial(cut_request, hole=dialect.hole, with_clips=clips, sized=dialect.sized)
         request = CutRequest.of(await self._read(job, exchange, ticket, body))
         exchange.images, exchange.model = len(request.images.places), request.images.model
         if request.images.places:

@@ -34,6 +34,10 @@ class DType(Enum):
         return cls[label.upper()]
 
 
+Areas = tuple[int, int]
+"""Bounds of the area of a resized image, in pixels."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pixels:
     """A tensor as a view of a buffer owned elsewhere; little-endian, C order."""
@@ -72,6 +76,8 @@ class Item:
     """Whether the rows are only cached, on the device if there is room."""
     is_picture: bool = False
     """Whether the pixels are a picture, `(H, W, 3)` or `(F, H, W, 3)`, that the engine prepares."""
+    areas: Areas | None = None
+    """Bounds for such a picture, in place of the checkpoint's."""
 
     def filled(self, data: memoryview) -> "Item":
         """The item with its `nbytes` bytes at the beginning of `data`: pixels, then crops."""

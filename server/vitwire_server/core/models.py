@@ -220,6 +220,12 @@ class Preprocessing:
     """Chooses frames of encoded clips; None if clips come as pixels only."""
 
     @property
+    def options(self) -> tuple[str, ...]:
+        """Names of the settings that a request may replace."""
+        by_area = self.tiling is None and self.resizing in (Resizing.AREA, Resizing.ENLARGED_AREA)
+        return ("min_pixels", "max_pixels") if by_area else ()
+
+    @property
     def of_crops(self) -> "Preprocessing":
         """The same with the normalisation of crops."""
         return replace(self, mean=self.crop_mean or self.mean, std=self.crop_std or self.std)
@@ -326,6 +332,11 @@ class ModelCard:
     poolings: tuple[Pooling, ...] = (Pooling.NONE,)
     matryoshka: tuple[int, ...] | None = None
     """Lengths that pooled vectors may be cut to, any if empty; None if they may not be cut."""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Options that images may have."""
+        return self.preprocessing[Modality.IMAGE].options if Modality.IMAGE in self.prepared else ()
 
     @property
     def rows_by_grid(self) -> tuple[Modality, ...]:

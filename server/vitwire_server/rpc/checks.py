@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from math import prod
 
+from google.protobuf.unknown_fields import UnknownFieldSet
+
 from vitwire.shared.agents import problem_of
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.core.delivery import Consumer, MemoryKind, Region
@@ -133,6 +135,30 @@ def wrong_file(item: pb.Item, nbytes: int, limits: Limits) -> Iterator[Violation
         ("encoded", "must be empty if the item has pixels", item.HasField("pixels")),
         ("crops", "must be absent: the server makes the crops of a file", item.HasField("crops")),
         ("grid", "must be absent: the server chooses the grid of a file", item.HasField("grid")),
+    )
+
+
+def wrong_processor_options(item: pb.Item, card: ModelCard, *, is_prepared: bool) -> Iterator[Violation]:
+    """Options of an item; only images that are prepared here have any."""
+    given = {field.name: value for field, value in item.options.ListFields()}
+    if not item.options.ByteSize():
+        return
+    if not is_prepared or item.modality != pb.MODALITY_IMAGE:
+        yield Violation(
+            "options", "must be absent: they are for files and pictures of images, which the server prepares"
+        )
+        return
+    most = card.limits.patches_per_item * card.geometry.row // card.geometry.channels
+    for name, value in given.items():
+        if name not in card.options:
+            yield Violation(f"options.{name}", f"is not an option of {card.model_type}")
+        elif value < 1:
+            yield Violation(f"options.{name}", f"must be positive, got {value}")
+    least, largest = given.get("min_pixels", 1), given.get("max_pixels", most)
+    yield from violations(
+        ("options", "has fields that this server does not know", len(UnknownFieldSet(item.options))),
+        ("options.min_pixels", f"{least} exceeds {most}, the largest min_pixels here", least > most),
+        ("options.max_pixels", f"{largest} is less than min_pixels, {least}", 0 < largest < least <= most),
     )
 
 

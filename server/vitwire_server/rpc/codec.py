@@ -21,7 +21,7 @@ from vitwire_server.preparing.rules.forms import form_of
 from vitwire_server.preparing.rules.recipe import recipes_of
 from vitwire_server.rpc import checks
 from vitwire_server.rpc.checks import MODALITIES, refuse, region_of, wrong_region
-from vitwire_server.rpc.file_items import Unprepared, goes_to_device, is_picture
+from vitwire_server.rpc.file_items import Unprepared, areas_of, goes_to_device, is_picture
 from vitwire_server.scheduling.tickets import Priority
 
 T = TypeVar("T")
@@ -74,6 +74,7 @@ class Codec:
         if goes_to_device(found.picture, self._card):
             message.pixels.shape.extend(found.picture)
         else:
+            message.ClearField("options")
             message.grid.t, message.grid.h, message.grid.w = found.grid
             message.pixels.shape.extend(found.pixels)
             if found.crops:
@@ -131,9 +132,11 @@ class Codec:
             wrong += checks.wrong_file(item, file_bytes, self._card.limits)
         elif modality:
             wrong += checks.wrong_picture(item, modality, self._card)
+        wrong += checks.wrong_processor_options(item, self._card, is_prepared=True)
         refuse(wrong, field)
         assert modality, "it was checked"
-        return Unprepared(item, modality, output, prod(picture) if picture else file_bytes, picture)
+        nbytes = prod(picture) if picture else file_bytes
+        return Unprepared(item, modality, output, nbytes, picture, areas_of(item, self._card))
 
     def _parsed(self, field: str, raw: bytes, output: DType) -> Item | CacheLookup:
         return self.header(field, pb.Item.FromString(raw), output)
@@ -142,6 +145,7 @@ class Codec:
         """An item without its bytes. Raises InvalidRequest."""
         card, region = self._card, region_of(item)
         wrong = [*checks.wrong_extras(item, card), *wrong_region(region, consumer, needed=0)]
+        wrong += checks.wrong_processor_options(item, card, is_prepared=is_picture(item))
         modality = MODALITIES.get(item.modality)
         grid = Grid(item.grid.t, item.grid.h, item.grid.w)
         if item.content_id and not item.HasField("pixels") and not wrong:
@@ -152,7 +156,8 @@ class Codec:
             wrong += checks.wrong_picture(item, modality, card)
             refuse(wrong, field)
             try:
-                grid = Grid(*form_of(tuple(item.pixels.shape), self._recipes[modality]).grid)
+                recipe = self._recipes[modality].within(areas_of(item, card))
+                grid = Grid(*form_of(tuple(item.pixels.shape), recipe).grid)
             except ValueError as error:
                 refuse([Violation("pixels", str(error))], field)
             wrong += checks.wrong_grid(grid, modality, card)
@@ -174,6 +179,7 @@ class Codec:
             on_device=bool(region and consumer and consumer.memory is MemoryKind.DEVICE),
             store_only=item.store_only,
             is_picture=is_picture(item),
+            areas=areas_of(item, card),
         )
         nbytes, cached = made.rows_nbytes(card.geometry.width), card.limits.cached_bytes
         wrong = wrong_region(region, consumer, nbytes)

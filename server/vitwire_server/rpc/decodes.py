@@ -99,7 +99,10 @@ async def _decode(call: Call, index: int, given: Unprepared, region_seconds: flo
     if item.store_only:  # its client waits until it is accepted, and need not wait for a decoder
         memory = await reserve()
         reserve = partial(asyncio.sleep, 0, memory)
-    done = await pool.decode(flow, given.data, given.modality, measured, reserve, given.picture, raw=item.is_picture)
+    shape, areas = given.picture, given.areas
+    done = await pool.decode(
+        flow, given.data, given.modality, measured, reserve, shape, areas=areas, raw=item.is_picture
+    )
     metrics.decoded(given.modality, time.monotonic() - began)
     reason = None if done.on_device or item.is_picture else decoding.preparation.reason or NotOnDevice.TOO_LARGE
     if reason or done.on_device:
@@ -116,9 +119,9 @@ async def _measured(pool: DecodePool, flow: Path, index: int, given: Unprepared)
     """Sizes of the prepared item, and attributes of its spans. Raises NotDone."""
     began = time.monotonic()
     if given.picture:
-        measured = pool.measure_picture(given.picture, given.modality)
+        measured = pool.measure_picture(given.picture, given.modality, given.areas)
     else:
-        measured = await pool.measure(flow, given.data, given.modality)
+        measured = await pool.measure(flow, given.data, given.modality, given.areas)
     *_, height, width, _ = measured.picture
     attributes: Attributes = {
         "vitwire.item": index,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
-from vitwire_server.core.items import DType, Modality
+from vitwire_server.core.items import Areas, DType, Modality
 from vitwire_server.core.models import Limits, ModelCard, Place, Preparation
 from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.preparing.files.pool import DecodePool
@@ -34,6 +34,8 @@ class Unprepared:
     nbytes: int
     picture: tuple[int, ...] | None = None
     """The shape of a picture, or of the frames of a clip; None for a file."""
+    areas: Areas | None = None
+    """Bounds of an image's area in place of the checkpoint's."""
     data: wire.Buffer = b""
     """The file or picture; empty while its bytes are still to come."""
 
@@ -65,6 +67,15 @@ class Decoding:
 def is_picture(item: pb.Item) -> bool:
     """Whether the item's pixels are a picture that the server prepares: they come without a grid."""
     return item.HasField("pixels") and not item.HasField("grid")
+
+
+def areas_of(item: pb.Item, card: ModelCard) -> Areas | None:
+    """The bounds by the options of an item, which were checked; None without any."""
+    if not item.options.ByteSize():
+        return None
+    own, given = card.preprocessing[Modality.IMAGE], item.options
+    least = given.min_pixels if given.HasField("min_pixels") else own.min_pixels
+    return least, given.max_pixels if given.HasField("max_pixels") else own.max_pixels
 
 
 def goes_to_device(picture: tuple[int, ...], card: ModelCard) -> bool:

@@ -147,6 +147,7 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         preparation=_preparation(card.preparation),
         decoding=_preparation(card.decoding),
         preparation_fingerprint=card.preparation_fingerprint,
+        options=card.options,
         tiles=_tiles(card),
         matryoshka=None if card.matryoshka is None else pb.Matryoshka(dimensions=card.matryoshka),
         unavailable=[pb.Unavailable(feature=name, reason=why) for name, why in sorted(card.unavailable.items())],

@@ -231,7 +231,7 @@ class Engine:
 
     def _job(self, item: Item, source: Tensor, pixels: Tensor, crops: Tensor | None) -> Job:
         """The job that prepares the flat picture of an item into its rows of the tower's inputs."""
-        recipe = self._recipes[item.modality]
+        recipe = self._recipes[item.modality].within(item.areas)
         return Job(source.view(item.pixels.shape), recipe, pixels, crops if crops is not None and len(crops) else None)
 
 

@@ -8,7 +8,7 @@ from msgspec.msgpack import Decoder
 
 from vitwire_server.core.delivery import Delivered, Fallback, NotDelivered, Region, Stored
 from vitwire_server.core.grids import Footprint, Grid
-from vitwire_server.core.items import CacheLookup, DType, Embedding, Item, Modality, Pixels
+from vitwire_server.core.items import Areas, CacheLookup, DType, Embedding, Item, Modality, Pixels
 from vitwire_server.core.reports import Encoded, ItemReport
 from vitwire_server.sessions.session import Opening
 
@@ -37,6 +37,7 @@ class ItemForm(Message):
     footprint: Footprint | None = None
     on_device: bool = False
     is_picture: bool = False
+    areas: Areas | None = None
 
 
 # -- from RPCs to the engine; `session` and `number` are chosen by the sender ----------------------
@@ -225,7 +226,8 @@ def form_of(item: Item | CacheLookup) -> ItemForm:
     crops = (item.crops.dtype.label, item.crops.shape) if item.crops else None
     tensors = (item.pixels.dtype.label, item.pixels.shape), crops
     form = ItemForm(item.modality, item.grid, label, item.keep_ratio, *named, tensors)
-    form.footprint, form.on_device, form.is_picture = item.footprint, item.on_device, item.is_picture
+    form.footprint, form.on_device = item.footprint, item.on_device
+    form.is_picture, form.areas = item.is_picture, item.areas
     return form
 
 
@@ -246,6 +248,7 @@ def item_of(form: ItemForm) -> Item:
         on_device=form.on_device,
         store_only=form.store_only,
         is_picture=form.is_picture,
+        areas=form.areas,
     )
 
 

@@ -65,10 +65,10 @@ def embedding(model: Model, grid: tuple[int, int, int], dtype: str = "bfloat16",
     return Embedding(stored, dtype, model.deepstack_levels, Report(**report), grid)
 
 
-def chat(frontend: InputProcessor, parts: list[dict[str, Any]]) -> Any:
+def chat(frontend: InputProcessor, parts: list[dict[str, Any]], **extras: Any) -> Any:
     """The request that the engine gets for a chat completion with these parts."""
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
-    (_,), (prompt,) = frontend.renderer.render_chat([messages], ChatParams())
+    (_,), (prompt,) = frontend.renderer.render_chat([messages], ChatParams(), prompt_extras=extras)
     return frontend.process_inputs("request", prompt, SamplingParams(), ("generate",))
 
 
@@ -88,6 +88,21 @@ def test_content_parts(frontends: Frontends, describe: Any, model_type: str, dty
             assert data["image_grid_thw"].tolist() == list(each.grid)
     unnamed = chat(frontends(model_type), [image_part(embeddings[0], model)])
     assert torch.equal(unnamed.mm_features[0].data.get_data()["image_embeds"], embeddings[0].torch())
+
+
+@pytest.mark.parametrize("model_type", QWEN)
+def test_options_beside_embeddings(frontends: Frontends, describe: Any, model_type: str) -> None:
+    """vLLM keeps the grid that the encoder chose by the same options, and names the content by them too."""
+    model = describe(model_type)
+    each = embedding(model, (1, 8, 12))
+    names = set[str]()
+    for options in ({}, {"max_pixels": 9000}, {"size": {"shortest_edge": 4096, "longest_edge": 9000}}):
+        request = chat(frontends(model_type), [image_part(each, model, uuid="cat")], mm_processor_kwargs=options)
+        (feature,) = request.mm_features
+        assert feature.data.get_data()["image_grid_thw"].tolist() == list(each.grid)
+        assert feature.mm_position.get_num_embeds() == each.shape[0]
+        names.add(feature.identifier)
+    assert len(names) == 3
 
 
 @pytest.mark.parametrize("model_type", WIDTHS)

@@ -1,14 +1,18 @@
 """Items on their way out, embeddings on their way in."""
 
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from vitwire import Embedding, InvalidItem, Item
+from client_models import described
+from vitwire import Embedding, InvalidItem, Item, ProcessorOptions
 from vitwire._transport.uploads import to_wire
+from vitwire.content_ids import content_id
 from vitwire.embeddings import STORAGE, Report
+from vitwire.items import without_pixels
 from vitwire.v1 import encoder_pb2 as pb
 
 PIXELS = np.arange(48, dtype=np.float32).reshape(8, 6)
@@ -161,3 +165,90 @@ def test_a_report_keeps_every_field_and_survives_newer_paths() -> None:
     assert Report.from_message(message) == Report("eager", "oversize", 0, 4, 0.5, 2.0, (1, 3))
     message.path = 77  # type: ignore[assignment]
     assert Report.from_message(message).path == "unspecified"
+
+
+# -- options of the processor ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"max_pixels": 99, "min_pixels": None}, (None, 99)),
+        ({"size": {"shortest_edge": 4, "longest_edge": 9}}, (4, 9)),
+        ({"size": {"shortest_edge": 4, "longest_edge": 9}, "min_pixels": 5}, (5, 9)),  # as processors have it
+        (ProcessorOptions(4, 9), (4, 9)),
+    ],
+)
+def test_options_travel_by_their_own_names(given: Any, expected: tuple[int | None, int | None]) -> None:
+    for item in (
+        Item(encoded=b"file", options=given),
+        Item.from_file(b"file", options=given),
+        Item.from_image(np.zeros((2, 3), np.uint8), options=given),
+    ):
+        assert item.options == ProcessorOptions(*expected)
+        sent = to_wire(item).message.options
+        assert [sent.HasField(name) for name in ("min_pixels", "max_pixels")] == [each is not None for each in expected]
+        assert (sent.min_pixels, sent.max_pixels) == tuple(each or 0 for each in expected)
+        assert pickle.loads(pickle.dumps(item)).options == item.options
+        assert "max_pixels" in repr(item)
+
+
+@pytest.mark.parametrize("none", [None, {}, {"max_pixels": None}, ProcessorOptions()])
+def test_no_options_are_none(none: Any) -> None:
+    item = Item(encoded=b"file", options=none)
+    assert item.options is None
+    assert not to_wire(item).message.HasField("options")
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"max_pixels": 0}, "options.max_pixels"),
+        ({"min_pixels": -1}, "options.min_pixels"),
+        ({"max_pixels": 1 << 63}, "options.max_pixels"),
+        ({"max_pixels": 10**9999}, "options.max_pixels"),
+        ({"max_pixels": True}, "options.max_pixels"),
+        ({"max_pixels": 9.0}, "options.max_pixels"),
+        ({"max_pixels": "9"}, "options.max_pixels"),
+        ({"min_pixels": 9, "max_pixels": 8}, "options.max_pixels"),
+        ({"size": {"longest_edge": 9}}, "options.size"),
+        ({"size": 448}, "options.size"),
+        ({"size": {"height": 9, "width": 9}}, "options.size"),
+        ({"resample": 3}, "options.resample"),
+        ({7: 3}, "options.7"),
+        ([("max_pixels", 9)], "options"),
+        ("max_pixels", "options"),
+    ],
+    ids=lambda given: repr(given)[:40] if isinstance(given, str | list) else None,
+)
+def test_wrong_options_are_named(given: Any, field: str) -> None:
+    with pytest.raises(InvalidItem) as error:
+        Item(encoded=b"file", options=given)
+    assert [violation.field for violation in error.value.violations] == [field]
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"pixels": PIXELS, "grid": GRID},
+        {"encoded": b"file", "modality": "video"},
+        {"pixels": np.zeros((2, 4, 4, 3), np.uint8), "modality": "video"},
+        {"content_id": "seen"},
+    ],
+)
+def test_options_are_for_images_that_the_server_prepares(item: dict[str, Any]) -> None:
+    with pytest.raises(InvalidItem, match="options: are only for images that the server prepares"):
+        Item(**item, options={"max_pixels": 9})
+
+
+def test_a_name_is_looked_up_without_options() -> None:
+    """It names the content with its options."""
+    item = without_pixels(Item(encoded=b"file", content_id="name", options={"max_pixels": 9}))
+    assert (item.content_id, item.options) == ("name", None)
+
+
+def test_options_are_part_of_a_content_id() -> None:
+    given = [None, ProcessorOptions(), ProcessorOptions(9), ProcessorOptions(None, 9), ProcessorOptions(9, 9)]
+    found = [content_id(b"d" * 32, "image", described(tiling=False), b"k" * 32, each) for each in given]
+    assert found[0] == found[1] == content_id(b"d" * 32, "image", described(tiling=False), b"k" * 32)
+    assert len(set(found)) == 4

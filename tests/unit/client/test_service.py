@@ -6,12 +6,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import replace
+from io import BytesIO
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2
+from PIL import Image
 
 from both_clients import Call, both, large
 from fake_service import (
@@ -32,6 +35,7 @@ from vitwire import (
     DeadlineExceeded,
     EncodeFailed,
     InvalidItem,
+    Item,
     NotCached,
     Overloaded,
     Unauthenticated,
@@ -411,3 +415,26 @@ async def test_a_model_that_does_not_parse_is_refused(make: Call) -> None:
         with pytest.raises(EncodeFailed, match="cannot be parsed"):
             await client.model()
     server.stop(0)
+
+
+@both
+async def test_options_are_sent_to_servers_that_list_them_only(make: Call, running: Running) -> None:
+    """An older server would ignore the field, and answer with rows of another grid."""
+    photo = BytesIO()
+    Image.new("RGB", (40, 40)).save(photo, "PNG")
+    plain, sized = Item(encoded=photo.getvalue()), Item(encoded=photo.getvalue(), options={"max_pixels": 99})
+    async with make(running.target, timeout=20) as client:
+        for takes in ((), ("min_pixels",)):
+            running.fake.takes = takes
+            for name in ("encode", "encode_cached", "store"):
+                items = [replace(each, content_id="name" * (name == "store")) for each in (plain, sized)]
+                with pytest.raises(InvalidItem, match="the server has no option max_pixels for qwen3_vl") as error:
+                    await getattr(client, name)(items)
+                assert error.value.item == 1
+                assert [each.field for each in error.value.violations] == ["items[1].options.max_pixels"]
+            assert set(running.fake.methods) == {"GetModel"}
+        running.fake.takes = ("min_pixels", "max_pixels")  # it was upgraded
+        await client.encode([plain, sized])
+        assert [each.HasField("options") for each in running.fake.sent] == [False, True]
+        assert running.fake.sent[1].options == pb.ProcessorOptions(max_pixels=99)
+        assert (await client.model()).options == ("min_pixels", "max_pixels")

@@ -30,6 +30,7 @@ SURFACE = [
     "NotCached",
     "Overloaded",
     "Priority",
+    "ProcessorOptions",
     "Report",
     "Result",
     "Stored",

@@ -175,7 +175,7 @@ def _answering(hardware: Hardware, setup: Setup) -> tuple[Callable[[Decode], obj
 
     def write(picture: Tensor, job: Decode) -> None:
         at, end = setup.sizes.input_bytes, setup.sizes.input_bytes + job.output_bytes
-        for rows in prepared(picture, setup.recipes[job.modality]):
+        for rows in prepared(picture, setup.recipes[job.modality].within(job.areas)):
             if rows is not None and at + rows.numel() <= end:
                 torch.frombuffer(memory, dtype=torch.uint8, count=rows.numel(), offset=at).copy_(rows.view(-1))
             at += rows.numel() if rows is not None else 0

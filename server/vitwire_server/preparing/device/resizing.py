@@ -10,7 +10,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vitwire_server.core.models import Preprocessing
 from vitwire_server.preparing.device.passes import program
 from vitwire_server.preparing.device.tables import Field, Memory, Program, Table, Taps
 from vitwire_server.preparing.rules.filters import taps
@@ -112,7 +111,8 @@ def prepare(jobs: Sequence[Job]) -> None:
         assert job.picture.dtype is torch.uint8
         assert all(each.dtype is dtype for each in rows)
     recipes = {recipe: place for place, recipe in enumerate({job.recipe: None for job in jobs})}
-    scales = _affine(tuple(recipe.settings for recipe in recipes), device)
+    settings = [each for recipe in recipes for each in (recipe.settings, recipe.settings.of_crops)]
+    scales = _affine(tuple(map(affine, settings)), device)
     for group in _groups([part for job in jobs for part in _parts(job, 2 * recipes[job.recipe])]):
         _run(group, device, dtype, scales)
 
@@ -195,7 +195,6 @@ def _moved(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 @lru_cache
-def _affine(settings: tuple[Preprocessing, ...], device: torch.device) -> Tensor:
-    """Scale and offset of pixels and of crops, for each: `(pairs, 2, 3)` float32."""
-    pairs = [affine(each) for one in settings for each in (one, one.of_crops)]
+def _affine(pairs: tuple[tuple[tuple[float, ...], tuple[float, ...]], ...], device: torch.device) -> Tensor:
+    """Scales and offsets of pixels and of crops, in turn: `(pairs, 2, 3)` float32."""
     return _moved(np.array(pairs, np.float32), device)

@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from vitwire_server.core.items import Modality
+from vitwire_server.core.items import Areas, Modality
 from vitwire_server.preparing.rules.forms import Form
 from vitwire_server.preparing.rules.patches import CHANNELS
 from vitwire_server.preparing.rules.recipe import Recipe
@@ -41,6 +41,8 @@ class Measure(Struct, frozen=True):
     modality: Modality
     seconds: float
     """Processor time."""
+    areas: Areas | None = None
+    """Bounds in place of the recipe's."""
 
 
 class Decode(Struct, frozen=True):
@@ -58,6 +60,8 @@ class Decode(Struct, frozen=True):
     """True to return the picture in RGB, for the engine to prepare."""
     orientation: int = 1
     """By EXIF, for a decoder on a device."""
+    areas: Areas | None = None
+    """Bounds in place of the recipe's."""
 
 
 # -- from a decoder --------------------------------------------------------------------------------

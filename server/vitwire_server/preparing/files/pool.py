@@ -13,7 +13,7 @@ from vitwire.shared.fairness.shares import Path
 from vitwire.wire import Buffer
 from vitwire_children.lending import Pool
 from vitwire_children.serving import Fault, NotDone
-from vitwire_server.core.items import Modality
+from vitwire_server.core.items import Areas, Modality
 from vitwire_server.observe.metrics.rpc import RpcMetrics
 from vitwire_server.preparing.files.decoders import DEVICE_SECONDS, Decoder, DeviceDecoder
 from vitwire_server.preparing.files.messages import Decode, Decoded, Measure, Measured, Setup
@@ -95,7 +95,7 @@ class DecodePool:
         """True if a file goes to the decoder on the device, which prepares it too."""
         return self._device is not None and self._device.takes(found)
 
-    async def measure(self, flow: Path, data: Buffer, modality: Modality) -> Measured:
+    async def measure(self, flow: Path, data: Buffer, modality: Modality, areas: Areas | None = None) -> Measured:
         """Form and cost of the prepared item, from its file. Raises NotDone.
 
         Clips share places with files that are decoded: their frames are counted, and some are decoded for that.
@@ -105,12 +105,12 @@ class DecodePool:
         seconds, wall = (_HEADER_SECONDS, _PATIENCE * _HEADER_SECONDS) if is_image else self._bounds(len(data))
         async with self._lent(self._decoders, places, flow, predicted(0), is_open=not is_image) as child:
             await child.write(data)
-            return await child.do(Measure(len(data), modality, seconds), wall, Measured)
+            return await child.do(Measure(len(data), modality, seconds, areas), wall, Measured)
 
-    def measure_picture(self, shape: tuple[int, ...], modality: Modality) -> Measured:
+    def measure_picture(self, shape: tuple[int, ...], modality: Modality, areas: Areas | None = None) -> Measured:
         """Form and cost of a prepared picture, or the frames of a clip, from their shape. Raises NotDone."""
         try:
-            form = form_of(shape, self._setup.recipes[modality])
+            form = form_of(shape, self._setup.recipes[modality].within(areas))
         except ValueError as error:
             raise NotDone(Fault.UNSUPPORTED, str(error)) from error
         return Measured.of(form, prod(shape[:-1]), shape)
@@ -124,12 +124,13 @@ class DecodePool:
         reserve: Callable[[], Awaitable[memoryview]],
         picture: tuple[int, ...] | None = None,
         *,
+        areas: Areas | None = None,
         raw: bool = False,
     ) -> Prepared:
         """Prepare a file, or a picture of this shape, that was measured. Raises NotDone.
 
         `reserve` gets the memory for the pixels once the item has a decoder. `raw` leaves the picture, in RGB, for the
-        engine to prepare.
+        engine to prepare. `areas` are as for `measure`.
         """
         start = time.perf_counter()
         target: memoryview | None = None
@@ -140,7 +141,7 @@ class DecodePool:
                 waited = time.perf_counter() - start
                 target = target or await reserve()
                 await child.write(data)
-                job = Decode(len(data), modality, seconds, len(target), picture, raw, found.orientation)
+                job = Decode(len(data), modality, seconds, len(target), picture, raw, found.orientation, areas)
                 answer = await child.do(job, wall, Decoded)
                 await child.read(target)
             on_device = decoders is self._device

@@ -58,15 +58,13 @@ class _Worker:
 
     def _measured(self, job: Measure) -> Measured:
         reader = images if job.modality is Modality.IMAGE else self._clip_reader
-        measured: Measured = reader.measure(
-            self._memory[: job.nbytes], self._recipe(job.modality), self._setup.sizes.pixels
-        )
+        measured: Measured = reader.measure(self._memory[: job.nbytes], self._recipe(job), self._setup.sizes.pixels)
         if len(measured.frame_seconds) > _MOST_FRAMES:
             raise NotDone(Fault.TOO_LARGE, "the model's rule chooses too many frames of it")
         return measured
 
     def _decoded(self, job: Decode) -> Decoded:
-        recipe, data = self._recipe(job.modality), self._memory
+        recipe, data = self._recipe(job), self._memory
         start = time.perf_counter()
         if job.picture:
             picture: pillow.AnyPicture = np.frombuffer(data, np.uint8, job.nbytes).reshape(job.picture)
@@ -85,10 +83,10 @@ class _Worker:
         self._write(_parts(made), job)
         return Decoded(decoded - start, time.perf_counter() - decoded)
 
-    def _recipe(self, modality: Modality) -> Recipe:
-        if modality not in self._setup.recipes:
-            raise NotDone(Fault.UNSUPPORTED, f"is one of the {modality}s, which this model takes as pixels only")
-        return self._setup.recipes[modality]
+    def _recipe(self, job: Measure | Decode) -> Recipe:
+        if job.modality not in self._setup.recipes:
+            raise NotDone(Fault.UNSUPPORTED, f"is one of the {job.modality}s, which this model takes as pixels only")
+        return self._setup.recipes[job.modality].within(job.areas)
 
     @property
     def _clip_reader(self) -> ModuleType:

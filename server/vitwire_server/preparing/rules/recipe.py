@@ -1,10 +1,10 @@
 """All that decides how pictures and files of one modality are prepared."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
-from vitwire_server.core.items import Modality
+from vitwire_server.core.items import Areas, Modality
 from vitwire_server.core.models import Geometry, Preprocessing, Resizing
 
 
@@ -26,6 +26,12 @@ class Recipe:
     def of(cls, settings: Preprocessing, geometry: Geometry) -> Self:
         """The recipe of a modality."""
         return cls(settings, geometry.patch, geometry.merge, geometry.temporal, geometry.raster, geometry.channels_last)
+
+    def within(self, areas: Areas | None) -> Self:
+        """The recipe with these bounds of areas; itself with None."""
+        if areas is None:
+            return self
+        return replace(self, settings=replace(self.settings, min_pixels=areas[0], max_pixels=areas[1]))
 
     @property
     def factor(self) -> int:

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from vitwire.integrations.vllm.tensors import TorchFile, torch_base64
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import parse
+from vitwire_gateway.gateway_settings import Engine, RouterSettings
 from vitwire_gateway.requests.chat import images_of
+from vitwire_gateway.requests.dialects import dialect_of
 from vitwire_gateway.requests.filling import Hole, cut, filled
 from vitwire_gateway.requests.image_sources import Limits
 from vitwire_gateway.requests.request_reading import CutRequest, cut_request
@@ -24,8 +26,8 @@ def chat(*parts: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": list(parts)}]}
 
 
-def read(request: Any, limits: Limits = LIMITS, *, with_clips: bool = True) -> CutRequest:
-    return cut_request(json.dumps(request).encode(), None, limits, "part", with_clips=with_clips)
+def read(request: Any, limits: Limits = LIMITS, *, with_clips: bool = True, sized: bool = False) -> CutRequest:
+    return cut_request(json.dumps(request).encode(), None, limits, "part", with_clips=with_clips, sized=sized)
 
 
 def image(url: Any) -> dict[str, Any]:
@@ -166,6 +168,54 @@ def test_options_of_images_are_refused(options: dict[str, Any], param: str) -> N
     with pytest.raises(ApiError, match="no effect on images") as caught:
         read(chat(image(url)) | options)
     assert (caught.value.code, caught.value.param) == ("unsupported_option", param)
+
+
+SIZE = {"shortest_edge": 4, "longest_edge": 9}
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ({"max_pixels": 9, "fps": 1}, {"max_pixels": 9}),
+        ({"size": SIZE, "min_pixels": 5}, {"min_pixels": 5, "max_pixels": 9}),
+        ({"min_pixels": None}, {}),
+        ({"videos_kwargs": {"size": SIZE}}, {}),
+    ],
+)
+def test_options_that_set_the_size_of_images_are_the_encoders(given: Any, options: dict[str, int]) -> None:
+    request = chat(image("data:image/png;base64,QUJD")) | {"mm_processor_kwargs": given}
+    found = read(request, sized=True)
+    assert dict(found.images.options) == options
+    assert json.loads(b"".join(filled(found.pieces, [{"type": "x"}])))["mm_processor_kwargs"] == given
+    clip = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,QUJD"}}
+    with pytest.raises(ApiError, match="no effect on clips"):
+        read(chat(image("data:image/png;base64,QUJD"), clip) | {"mm_processor_kwargs": given}, sized=True)
+    others = {"mm_processor_kwargs": given}
+    assert dict(read(chat(image("data:,"), clip) | others, sized=True, with_clips=False).images.options) == options
+    assert not read(chat() | {"mm_processor_kwargs": {"max_pixels": 0}}, sized=True).images.options
+
+
+def test_the_encoder_of_sglang_gets_no_options() -> None:
+    """SGLang requests the embeddings, by a protocol that has none."""
+    engines: tuple[Engine, ...] = ("vllm", "sglang")
+    assert [dialect_of(RouterSettings(engine=each)).sized for each in engines] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"max_pixels": 0}, "mm_processor_kwargs.max_pixels"),
+        ({"max_pixels": 10**99}, "mm_processor_kwargs.max_pixels"),
+        ({"size": {"longest_edge": 9}}, "mm_processor_kwargs.size"),
+        ({"max_pixels": 9, "image_mean": [0, 0, 0]}, "mm_processor_kwargs"),
+        ({"images_kwargs": {"max_pixels": 9}}, "mm_processor_kwargs"),
+        ("max_pixels", "mm_processor_kwargs"),
+    ],
+)
+def test_wrong_options_of_images_are_named(given: Any, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        read(chat(image("data:image/png;base64,QUJD")) | {"mm_processor_kwargs": given}, sized=True)
+    assert (caught.value.status, caught.value.param) == (400, param)
 
 
 def test_one_url_may_be_of_an_image_and_of_a_clip() -> None:

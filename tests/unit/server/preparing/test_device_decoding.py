@@ -22,7 +22,7 @@ from PIL.ExifTags import Base
 from prepared import MODELS
 from vitwire_children.serving import Fault, NotDone
 from vitwire_server.config.settings import ServeSettings
-from vitwire_server.core.items import Modality
+from vitwire_server.core.items import Areas, Modality
 from vitwire_server.core.models import NotOnDevice, Place
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.device import hardware
@@ -220,17 +220,18 @@ class Counts:
     def waiting(self, count: int) -> None: ...
 
 
-async def decoded(pool: DecodePool, data: bytes) -> Prepared:
-    found = await pool.measure(FLOW, data, Modality.IMAGE)
+async def decoded(pool: DecodePool, data: bytes, areas: Areas | None = None) -> Prepared:
+    found = await pool.measure(FLOW, data, Modality.IMAGE, areas)
 
     async def reserve() -> memoryview:
         return np.zeros(int(np.prod(found.pixels)), np.uint8).data
 
-    return await pool.decode(FLOW, data, Modality.IMAGE, found, reserve)
+    return await pool.decode(FLOW, data, Modality.IMAGE, found, reserve, areas=areas)
 
 
-def assert_pixels(done: Prepared, data: bytes) -> None:
-    expected = pillow.image(pillow.read(BytesIO(data), RECIPES[Modality.IMAGE], ("JPEG",)), RECIPES[Modality.IMAGE])
+def assert_pixels(done: Prepared, data: bytes, areas: Areas | None = None) -> None:
+    recipe = RECIPES[Modality.IMAGE].within(areas)
+    expected = pillow.image(pillow.read(BytesIO(data), recipe, ("JPEG",)), recipe)
     np.testing.assert_array_equal(np.frombuffer(done.pixels, np.uint8), expected.pixels.reshape(-1))
 
 
@@ -258,6 +259,18 @@ async def test_plain_files_go_to_the_device() -> None:
         assert_pixels(done, OTHERS["progressive"])
         with pytest.raises(NotDone):
             await decoded(pool, OTHERS["cut"])
+
+
+async def test_options_of_a_file_reach_either_decoder() -> None:
+    async with pool_of() as pool:
+        for name, on_device in (("4:2:0", True), ("progressive", False)):
+            data, sizes = (PLAIN | OTHERS)[name], set[int]()
+            for areas in (None, (1, 64 * 64), (200 * 200, 300 * 300)):
+                done = await decoded(pool, data, areas)
+                assert done.on_device is on_device
+                assert_pixels(done, data, areas)
+                sizes.add(len(done.pixels))
+            assert len(sizes) == 3
 
 
 async def test_the_decoder_sees_the_devices_that_the_server_sees(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cards
+from prepared import recipe, tiled
 from vitwire import wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_server.caching.cache import Content, EmbeddingCache, Key, Name, nbytes_of
@@ -16,11 +17,13 @@ from vitwire_server.core.budgets import Ladder, budget
 from vitwire_server.core.errors import InvalidRequest
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import CacheLookup, DType, Embedding, Item, Modality
-from vitwire_server.core.models import Encoding, Preprocessing
+from vitwire_server.core.models import Encoding, ModelCard, Place, Preparation, Preprocessing, Resizing
+from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.preparing.files.messages import Measured
 from vitwire_server.rpc.codec import Codec, parsed
 from vitwire_server.rpc.file_items import Unprepared
 from vitwire_server.rpc.response_messages import model_message
+from vitwire_server.sessions.messages import form_of, item_of
 
 GEOMETRY = cards.CARD.geometry
 SINGLE, FULL = GEOMETRY.columns(frames=1), GEOMETRY.columns(frames=2)
@@ -185,6 +188,76 @@ def test_wrong_options_and_counts_are_named() -> None:
     assert violated(request(message(), output_type=55)) == {"output_type"}
     assert violated(request(message(), priority=7)) == {"priority"}
     assert violated(request(message(), data=bytes(5))) == {"items[0].pixels.data"}
+
+
+SIZED = replace(
+    CARD,
+    limits=replace(CARD.limits, encoded_bytes=100, encoded_pixels=10_000, cached_bytes=10_000),
+    prepared=tuple(Modality),
+    preparation=Preparation(Place.DEVICE, None),
+    preprocessing=dict.fromkeys(Modality, replace(PREPROCESSING[Modality.IMAGE], min_pixels=16)),
+)
+MOST = SIZED.limits.patches_per_item * GEOMETRY.row // 3
+PICTURE = pb.Tensor(data_type=pb.DATA_TYPE_UINT8, shape=[40, 40, 3])
+
+
+def optioned(card: ModelCard, item: pb.Item, **options: int) -> Item | CacheLookup | Unprepared:
+    sent = pb.Item(options=pb.ProcessorOptions(**options))
+    sent.MergeFrom(item)
+    codec, nbytes = Codec(card, CODEC._footprints), 0 if item.HasField("pixels") or item.content_id else 4
+    if codec.is_unprepared(sent, nbytes):
+        return codec.unprepared("items[0]", sent, nbytes, DType.FLOAT32)
+    return codec.header("items[0]", sent, DType.FLOAT32)
+
+
+@pytest.mark.parametrize(
+    ("item", "options", "wrong"),
+    [
+        (pb.Item(modality=1), {"max_pixels": 0}, "options.max_pixels"),
+        (pb.Item(modality=1), {"min_pixels": -1}, "options.min_pixels"),
+        (pb.Item(modality=1), {"max_pixels": -(1 << 63)}, "options.max_pixels"),
+        (pb.Item(modality=1), {"min_pixels": 9, "max_pixels": 8}, "options.max_pixels"),
+        (pb.Item(modality=1), {"min_pixels": MOST + 1}, "options.min_pixels"),
+        (pb.Item(modality=1), {"min_pixels": (1 << 63) - 1, "max_pixels": (1 << 63) - 1}, "options.min_pixels"),
+        (pb.Item(modality=1, options=pb.ProcessorOptions.FromString(b"\x18\x01")), {}, "options"),
+        (pb.Item(modality=2), {"max_pixels": 99}, "options"),
+        (pb.Item(modality=1, content_id="cat"), {"max_pixels": 99}, "options"),
+        (message(), {"max_pixels": 99}, "options"),
+    ],
+)
+def test_wrong_options_of_the_processor_are_named(item: pb.Item, options: dict[str, int], wrong: str) -> None:
+    items = [item, pb.Item(modality=1, pixels=PICTURE)] if wrong != "options" else [item]
+    for each in items:
+        with pytest.raises(InvalidRequest) as error:
+            optioned(SIZED, each, **options)
+        assert f"items[0].{wrong}" in {violation.field for violation in error.value.violations}
+
+
+@pytest.mark.parametrize(
+    ("card", "options"),
+    [
+        (replace(SIZED, prepared=()), ()),
+        (replace(SIZED, preprocessing={Modality.IMAGE: tiled(Tiling(TilingRule.STRETCH, (8, 8))).settings}), ()),
+        (replace(SIZED, preprocessing={Modality.IMAGE: recipe(resizing=Resizing.LONGEST_SIDE).settings}), ()),
+        (SIZED, ("min_pixels", "max_pixels")),
+    ],
+)
+def test_a_server_names_its_options_and_refuses_others(card: ModelCard, options: tuple[str, ...]) -> None:
+    assert tuple(model_message(card).options) == options
+    file = pb.Item(modality=pb.MODALITY_IMAGE)
+    with nullcontext() if options else pytest.raises(InvalidRequest, match=r"\.options\.max_pixels: is not an option"):
+        optioned(card, file, max_pixels=99)
+
+
+def test_options_set_the_grid_of_a_picture() -> None:
+    sent = pb.Item(modality=pb.MODALITY_IMAGE, pixels=PICTURE)
+    usual, larger, largest = (optioned(SIZED, sent, **each) for each in ({}, {"max_pixels": 144}, {"min_pixels": 225}))
+    assert [each.grid for each in (usual, larger) if isinstance(each, Item)] == [Grid(1, 4, 4), Grid(1, 6, 6)]
+    assert isinstance(largest, Item)
+    assert [each.areas for each in (usual, larger, largest)] == [None, (16, 144), (225, 64)]
+    assert item_of(form_of(largest)).areas == (225, 64)
+    with pytest.raises(InvalidRequest, match=r"items\[0\].grid: has 400 patches, at most 64"):
+        optioned(SIZED, sent, max_pixels=(1 << 63) - 1)
 
 
 def test_every_wrong_field_is_named_at_once() -> None:

@@ -1,0 +1,55 @@
+"""Options of a model's processor for one image."""
+
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, fields
+from typing import Self
+
+from vitwire._inputs.tensors import invalid
+
+_MOST = 2**63 - 1
+_EDGES = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
+"""Names of the options in `size`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorOptions:
+    """Bounds of the area that an image is resized to, in pixels; None: as the checkpoint has it.
+
+    `Model.options` names those that a server takes. Raises InvalidItem, naming the field, for values that no server
+    takes.
+    """
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in self.given().items():
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MOST:
+                raise invalid(f"options.{name}", "expected a whole number from 1 to 2**63 - 1")
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise invalid("options.max_pixels", f"{self.max_pixels} is less than min_pixels, {self.min_pixels}")
+
+    def given(self) -> dict[str, int]:
+        """The options that are not None, by name."""
+        named = zip((each.name for each in fields(self)), astuple(self), strict=True)
+        return {name: value for name, value in named if value is not None}
+
+    @classmethod
+    def of(cls, options: "ProcessorOptions | Mapping[str, object] | None") -> Self | None:
+        """The options by the names of processors, among them `size`, which the others override; None without any.
+
+        Raises InvalidItem, naming the field.
+        """
+        if isinstance(options, cls):
+            return options if options.given() else None
+        if not isinstance(options, Mapping | None):
+            raise invalid("options", f"expected ProcessorOptions or a mapping, got {type(options).__name__}")
+        given = {str(name): value for name, value in (options or {}).items() if value is not None}
+        size = given.pop("size", None)
+        if size is not None:
+            if not isinstance(size, Mapping) or size.keys() != _EDGES.keys():
+                raise invalid("options.size", f"expected {' and '.join(_EDGES)}, as processors do")
+            given = {_EDGES[edge]: value for edge, value in size.items()} | given
+        if unknown := given.keys() - _EDGES.values():
+            raise invalid(f"options.{min(unknown)[:64]}", f"is unknown: expected {', '.join(_EDGES.values())} or size")
+        return cls(**given) if given else None  # type: ignore[arg-type]  # which it checks
