@@ -46,8 +46,8 @@ class Item:
     crops: for towers that take crops; the same types as `pixels`.
     encoded: a file, which the server decodes and prepares; without `pixels`, `crops` and `grid`.
         `Model.encodings` lists the formats: JPEG, PNG, WebP, GIF, BMP, MP4, WebM.
-    options: of the processor, for an image that the server prepares: `ProcessorOptions`, or a mapping of its fields
-        and `size`, which becomes one.
+    options: of the processor, for an image that the server prepares, or a clip's file: `ProcessorOptions`, or a mapping
+        of its fields and `size`, which becomes one.
 
     Raises InvalidItem, naming the field, for errors that can be found without the model.
     """
@@ -100,9 +100,7 @@ class Item:
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", ProcessorOptions.of(self.options))
         violations = list(self._violations())
-        if self.options and not self._is_prepared_image:
-            text = "are only for images that the server prepares: files, and pictures without a grid"
-            violations.append(Violation("options", text))
+        violations += self._option_violations(ProcessorOptions.of(self.options))
         if violations:
             text = "; ".join(f"{each.field}: {each.description}" for each in violations)
             raise InvalidItem(text, violations=violations)
@@ -155,10 +153,14 @@ class Item:
     def _has_grid(self) -> bool:
         return not (isinstance(self.grid, tuple) and self.grid == _UNKNOWN_GRID)
 
-    @property
-    def _is_prepared_image(self) -> bool:
+    def _option_violations(self, options: ProcessorOptions | None) -> Iterator[Violation]:
         has_picture = self.pixels is not None and not self._has_grid
-        return self.modality == "image" and (self.encoded is not None or has_picture)
+        is_image = self.modality == "image" and (self.encoded is not None or has_picture)
+        if options and options.areas() and not is_image:
+            text = "is only for images that the server prepares: files, and pictures without a grid"
+            yield Violation(f"options.{min(options.areas())}", text)
+        if options and options.frames and (self.modality != "video" or self.encoded is None):
+            yield Violation("options.frames", "is only for files of clips")
 
     def _violations(self) -> Iterator[Violation]:
         if self.encoded is not None:

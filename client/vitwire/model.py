@@ -98,7 +98,7 @@ class Model:
     preparation_fingerprint: str = ""
     """SHA-256 over all that affects this preparation, in hex."""
     options: tuple[str, ...] = ()
-    """Fields of `ProcessorOptions` that images may have."""
+    """Fields of `ProcessorOptions` that items may have."""
     tiles: TileShapes | None = None
     """None if the model takes patches."""
     rows_by_grid: tuple[str, ...] = ()

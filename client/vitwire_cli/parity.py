@@ -80,7 +80,7 @@ def parity(
             outcomes = _outcomes(encoder) - before
             differs, apart = _differs(one, other, tolerance)
             pairs = ([one.status, other.status], [one.tokens, other.tokens], [one.text, other.text])
-            outcome = ", ".join(sorted(name for name, _ in outcomes))
+            outcome = ", ".join(sorted(name for _, name, _ in outcomes))
             control = _apart(one.logprobs, again.logprobs)
             rows.append(_Compared(printable(shown), ", ".join(differs), *pairs, apart, control, outcome))
         ended = f"--engine {engine} has Vitwire's connector too" if _outcomes(tower) else ""
@@ -159,11 +159,10 @@ def _asked(engine: _Engine, file: Path, uuid: str | None = None) -> _Answer:
         raise OSError(f"{engine.args[0]} {engine.args[1]}: not a chat completion: {text[:300]}") from None
 
 
-def _outcomes(engine: _Engine) -> set[tuple[str, str]]:
-    """What became of images and how often, counted by a front end that has our connector."""
-    return set(
-        re.findall(r'^vitwire_front_end_images_total{outcome="(\w+)"} (\S+)', engine("/metrics")[1], re.MULTILINE)
-    )
+def _outcomes(engine: _Engine) -> set[tuple[str, str, str]]:
+    """What became of images and clips, and how often, counted by a front end that has our connector."""
+    counter = r'^vitwire_front_end_(images|clips)_total{outcome="(\w+)"} (\S+)'
+    return set(re.findall(counter, engine("/metrics")[1], re.MULTILINE))
 
 
 def _sent(

@@ -142,6 +142,22 @@ def test_clips_are_sampled_by_the_rule_of_the_model(client: Client, checkpoints:
         client.encode([Item(encoded=sound(), modality="video")])
 
 
+def test_a_request_chooses_the_frames_of_a_clip(client: Client) -> None:
+    """Any, an odd number of them too; under the same name of a file, the cache has each choice by itself."""
+    file, rows = clip(moving(30), 10.0), []
+    for indices in ([0, 1, 29], [0, 1, 28], [7, 9]):
+        (own,) = client.encode_clips([np.stack(frames_of(file, indices))])
+        for _ in range(2):
+            (one,) = client.encode([Item(encoded=file, modality="video", options={"frames": indices})])
+            assert_same(one, own)
+            assert one.report.frame_seconds == pytest.approx([index / 10 for index in indices])
+        rows.append(one.numpy())
+    assert not np.array_equal(rows[0], rows[1])
+    with pytest.raises(InvalidItem, match=r"items\[0\]\.encoded: .*frame 30 was asked for, of 30"):
+        client.encode([Item(encoded=file, modality="video", options={"frames": [2, 30]})])
+    assert "frames" in client.model().options
+
+
 def test_a_stored_clip_comes_with_the_seconds_of_its_frames(client: Client) -> None:
     """In every answer, so that whoever lays out a prompt need not wait for the rows."""
     item = Item(encoded=clip(moving(30), 10.0), modality="video", content_id="a clip")
@@ -298,7 +314,7 @@ def test_options_are_those_of_plain_transformers(checkpoints: Checkpoints, model
     for prepare in ("cpu", "device"):
         flags = (*FLAGS, *SHAPES["edges"], "--prepare", prepare)
         with serving(folder, *flags) as server, Client(server.target) as client:
-            assert client.model().options == ("min_pixels", "max_pixels")
+            assert client.model().options == ("min_pixels", "max_pixels", "frames")
             for options in OPTIONS:
                 made = processor(images=[photo], return_tensors="np", **options)
                 grid = tuple(made["image_grid_thw"][0].tolist())

@@ -270,28 +270,35 @@ Global___Tensor: typing_extensions.TypeAlias = Tensor
 
 @typing.final
 class ProcessorOptions(google.protobuf.message.Message):
-    """Options of the model's processor, in place of the checkpoint's settings. A bound
-    that is absent is the checkpoint's, even if the two then cross.
+    """Options of the model's processor, in place of the checkpoint's settings: bounds
+    for images, frames for the files of clips. A bound that is absent is the
+    checkpoint's, even if the two then cross.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MIN_PIXELS_FIELD_NUMBER: builtins.int
     MAX_PIXELS_FIELD_NUMBER: builtins.int
+    FRAMES_FIELD_NUMBER: builtins.int
     min_pixels: builtins.int
     """Smallest area of the resized image in pixels, which processors also name
     size.shortest_edge; at least 1.
     """
     max_pixels: builtins.int
     """Largest area, size.longest_edge; if both are present, at least min_pixels."""
+    @property
+    def frames(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Ascending indices of the frames to use, in place of the model's rule."""
+
     def __init__(
         self,
         *,
         min_pixels: builtins.int | None = ...,
         max_pixels: builtins.int | None = ...,
+        frames: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_pixels", b"_max_pixels", "_min_pixels", b"_min_pixels", "max_pixels", b"max_pixels", "min_pixels", b"min_pixels"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_pixels", b"_max_pixels", "_min_pixels", b"_min_pixels", "max_pixels", b"max_pixels", "min_pixels", b"min_pixels"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_pixels", b"_max_pixels", "_min_pixels", b"_min_pixels", "frames", b"frames", "max_pixels", b"max_pixels", "min_pixels", b"min_pixels"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_pixels", b"_max_pixels"]) -> typing.Literal["max_pixels"] | None: ...
     @typing.overload
@@ -346,7 +353,9 @@ class Item(google.protobuf.message.Message):
 
     @property
     def options(self) -> Global___ProcessorOptions:
-        """For an image that the server prepares: those of GetModelResponse.options."""
+        """For an image that the server prepares, or the file of a clip: fields that are
+        in GetModelResponse.options.
+        """
 
     @property
     def crops(self) -> Global___Tensor:
@@ -1060,7 +1069,7 @@ class GetModelResponse(google.protobuf.message.Message):
 
     @property
     def options(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Fields of ProcessorOptions that images may have. A server that does not list a
+        """Fields of ProcessorOptions that items may have. A server that does not list a
         field may ignore it.
         """
 

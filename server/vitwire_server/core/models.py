@@ -335,8 +335,10 @@ class ModelCard:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Options that images may have."""
-        return self.preprocessing[Modality.IMAGE].options if Modality.IMAGE in self.prepared else ()
+        """Options that images, and `frames` that files of clips, may have."""
+        of_images = self.preprocessing[Modality.IMAGE].options if Modality.IMAGE in self.prepared else ()
+        takes_clips = Modality.VIDEO in self.prepared and Encoding.MP4 in self.encodings
+        return (*of_images, "frames") if takes_clips else of_images
 
     @property
     def rows_by_grid(self) -> tuple[Modality, ...]:

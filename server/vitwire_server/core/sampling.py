@@ -15,6 +15,8 @@ class SamplingRule(StrEnum):
     RATE_BY_DURATION = "rate_by_duration"
     MIDDLES = "middles"
     RATE_WITHIN = "rate_within"
+    GIVEN = "given"
+    """Not a processor's: a request names the frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +29,5 @@ class Sampling:
     min_frames: int = 0
     max_frames: int = 0
     max_seconds: float = 0.0
+    given: tuple[int, ...] = ()
+    """Ascending indices."""

@@ -1,6 +1,7 @@
 """Checks of requests, field by field. Fields of an item are named within the item."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from math import prod
 
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -12,7 +13,8 @@ from vitwire_server.core.errors import InvalidRequest, Violation
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import DType, Modality
 from vitwire_server.core.models import Limits, ModelCard, Shape
-from vitwire_server.rpc.file_items import AXES_OF_CLIP, AXES_OF_IMAGE, RGB, RGBA, picture_bytes
+from vitwire_server.preparing.files.messages import MOST_FRAMES
+from vitwire_server.rpc.file_items import AXES_OF_CLIP, AXES_OF_IMAGE, RGB, RGBA, is_picture, picture_bytes
 
 DTYPES = {
     pb.DATA_TYPE_FLOAT32: DType.FLOAT32,
@@ -139,13 +141,24 @@ def wrong_file(item: pb.Item, nbytes: int, limits: Limits) -> Iterator[Violation
 
 
 def wrong_processor_options(item: pb.Item, card: ModelCard, *, is_prepared: bool) -> Iterator[Violation]:
-    """Options of an item; only images that are prepared here have any."""
+    """Options of an item; only images that are prepared here, and files of clips, have any."""
     given = {field.name: value for field, value in item.options.ListFields()}
     if not item.options.ByteSize():
         return
-    if not is_prepared or item.modality != pb.MODALITY_IMAGE:
+    yield from violations(
+        ("options", "has fields that this server does not know", len(UnknownFieldSet(item.options))),
+    )
+    if item.modality == pb.MODALITY_VIDEO and is_prepared and given.keys() == {"frames"} and not is_picture(item):
+        frames = given["frames"]
+        yield from violations(
+            ("options.frames", f"is not an option of {card.model_type} here", "frames" not in card.options),
+            ("options.frames", "must be ascending", any(one >= other for one, other in pairwise(frames))),
+            ("options.frames", f"has {len(frames)} frames, at most {MOST_FRAMES}", len(frames) > MOST_FRAMES),
+        )
+        return
+    if not is_prepared or item.modality != pb.MODALITY_IMAGE or "frames" in given:
         yield Violation(
-            "options", "must be absent: they are for files and pictures of images, which the server prepares"
+            "options", "must be absent, but for files and pictures of images, and `frames` of a clip's file"
         )
         return
     most = card.limits.patches_per_item * card.geometry.row // card.geometry.channels
@@ -156,7 +169,6 @@ def wrong_processor_options(item: pb.Item, card: ModelCard, *, is_prepared: bool
             yield Violation(f"options.{name}", f"must be positive, got {value}")
     least, largest = given.get("min_pixels", 1), given.get("max_pixels", most)
     yield from violations(
-        ("options", "has fields that this server does not know", len(UnknownFieldSet(item.options))),
         ("options.min_pixels", f"{least} exceeds {most}, the largest min_pixels here", least > most),
         ("options.max_pixels", f"{largest} is less than min_pixels, {least}", 0 < largest < least <= most),
     )

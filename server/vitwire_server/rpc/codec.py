@@ -71,6 +71,7 @@ class Codec:
         message.CopyFrom(item.message)
         message.ClearField("pixels")
         message.pixels.data_type = pb.DATA_TYPE_UINT8
+        message.options.ClearField("frames")  # which were chosen
         if goes_to_device(found.picture, self._card):
             message.pixels.shape.extend(found.picture)
         else:
@@ -136,7 +137,8 @@ class Codec:
         refuse(wrong, field)
         assert modality, "it was checked"
         nbytes = prod(picture) if picture else file_bytes
-        return Unprepared(item, modality, output, nbytes, picture, areas_of(item, self._card))
+        frames = tuple(item.options.frames)
+        return Unprepared(item, modality, output, nbytes, picture, areas_of(item, self._card), frames)
 
     def _parsed(self, field: str, raw: bytes, output: DType) -> Item | CacheLookup:
         return self.header(field, pb.Item.FromString(raw), output)

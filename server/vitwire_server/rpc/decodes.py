@@ -91,7 +91,7 @@ async def _decode(call: Call, index: int, given: Unprepared, region_seconds: flo
     asked = time.monotonic()
     item = await call.placed(index, item, region_seconds)
     began += time.monotonic() - asked  # the client's time
-    digests = await call.digests({index: [repr(given.picture).encode(), given.data]}, _OTHER_SEED)
+    digests = await call.digests({index: [repr((given.picture, given.frames)).encode(), given.data]}, _OTHER_SEED)
     if digests and await call.answer(index, item, digests[index]):
         return
     asked = time.monotonic()
@@ -99,9 +99,16 @@ async def _decode(call: Call, index: int, given: Unprepared, region_seconds: flo
     if item.store_only:  # its client waits until it is accepted, and need not wait for a decoder
         memory = await reserve()
         reserve = partial(asyncio.sleep, 0, memory)
-    shape, areas = given.picture, given.areas
     done = await pool.decode(
-        flow, given.data, given.modality, measured, reserve, shape, areas=areas, raw=item.is_picture
+        flow,
+        given.data,
+        given.modality,
+        measured,
+        reserve,
+        given.picture,
+        areas=given.areas,
+        frames=given.frames,
+        raw=item.is_picture,
     )
     metrics.decoded(given.modality, time.monotonic() - began)
     reason = None if done.on_device or item.is_picture else decoding.preparation.reason or NotOnDevice.TOO_LARGE
@@ -121,7 +128,7 @@ async def _measured(pool: DecodePool, flow: Path, index: int, given: Unprepared)
     if given.picture:
         measured = pool.measure_picture(given.picture, given.modality, given.areas)
     else:
-        measured = await pool.measure(flow, given.data, given.modality, given.areas)
+        measured = await pool.measure(flow, given.data, given.modality, given.areas, given.frames)
     *_, height, width, _ = measured.picture
     attributes: Attributes = {
         "vitwire.item": index,

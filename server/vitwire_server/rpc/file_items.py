@@ -36,6 +36,8 @@ class Unprepared:
     """The shape of a picture, or of the frames of a clip; None for a file."""
     areas: Areas | None = None
     """Bounds of an image's area in place of the checkpoint's."""
+    frames: tuple[int, ...] = ()
+    """Frames of a clip's file in place of those that the model's rule chooses."""
     data: wire.Buffer = b""
     """The file or picture; empty while its bytes are still to come."""
 
@@ -71,7 +73,7 @@ def is_picture(item: pb.Item) -> bool:
 
 def areas_of(item: pb.Item, card: ModelCard) -> Areas | None:
     """The bounds by the options of an item, which were checked; None without any."""
-    if not item.options.ByteSize():
+    if not item.options.HasField("min_pixels") and not item.options.HasField("max_pixels"):
         return None
     own, given = card.preprocessing[Modality.IMAGE], item.options
     least = given.min_pixels if given.HasField("min_pixels") else own.min_pixels

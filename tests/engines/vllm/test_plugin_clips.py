@@ -99,6 +99,28 @@ def test_prompts_are_those_of_the_tower(
         assert outcomes() == {"accepted": 2 * len(files) + 4}
 
 
+def test_the_frames_are_those_of_media_io_kwargs(
+    engines: Callable[..., WithTower], checkpoint: Path, server: ServerProcess, client: Client, clips: dict[str, bytes]
+) -> None:
+    """Of a request: other frames than the model's rule would choose, under another id."""
+    options = {"media_io_kwargs": {"video": {"fps": 4}}}
+    tower = InputProcessor(vllm_config(checkpoint, "localhost:1", **VIDEOS, ec_transfer_config=None))
+    vllm, part = engines(server.target, **VIDEOS), video(clips["usual"])
+    plain, ours, theirs = (
+        rendered(vllm.frontend, [part]),
+        rendered(vllm.frontend, [part], **options),
+        rendered(tower, [part], **options),
+    )
+    assert ours["prompt_token_ids"] == theirs["prompt_token_ids"] != plain["prompt_token_ids"]
+    assert ours["mm_hashes"] != plain["mm_hashes"]
+    name = queued(vllm, ours)
+    vllm.run(name)
+    assert not vllm.errors
+    frames = tuple(round(index * 29 / 11) for index in range(12))  # the rule of Qwen3-VL at 4 frames each second
+    item = Item(encoded=clips["usual"], modality="video", options={"frames": frames})
+    assert torch.equal(vllm.gathered[name][0], client.encode([item])[0].torch())
+
+
 def test_what_vllm_decodes_itself(
     engines: Callable[..., WithTower],
     server: ServerProcess,

@@ -25,7 +25,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from routers import until
 from servers import ServerProcess, serving
-from vitwire import Client
+from vitwire import Client, Item
 from vitwire.integrations.vllm import plugin
 from vitwire.integrations.vllm.files import IMAGES
 from vitwire.integrations.vllm.sizes import may_encode
@@ -126,8 +126,9 @@ def test_images_that_the_encoder_does_not_take_are_mixed_with_those_that_it_does
 
 
 def test_options_that_the_encoder_does_not_have_are_the_towers(
-    engines: Callable[..., WithTower], server: ServerProcess
+    engines: Callable[..., WithTower], server: ServerProcess, client: Client
 ) -> None:
+    """The encoder has those that set the size of images."""
     vllm, before = engines(server.target), counted()
     info = vllm.frontend.renderer.mm_processor.info
     for options, may in [({}, True), ({"max_pixels": 9}, True), ({"fps": 2}, True), ({"image_mean": [0, 0, 0]}, False)]:
@@ -144,9 +145,13 @@ def test_options_that_the_encoder_does_not_have_are_the_towers(
         {},
     ):
         vllm.frontend.renderer.clear_mm_cache()
-        vllm.run(queued(vllm, rendered(vllm.frontend, [photo], **chat)))
-    assert since(before) == {"grid": 2, "options": 2, "accepted": 2}
-    assert len(vllm.encoded) == 3
+        name = queued(vllm, rendered(vllm.frontend, [photo], **chat))
+        vllm.run(name)
+        if chat is small:
+            item = Item(encoded=picture(640, 480), options=small["mm_processor_kwargs"])
+            assert torch.equal(vllm.gathered[name][0], client.encode([item])[0].torch())
+    assert since(before) == {"options": 2, "accepted": 4}
+    assert len(vllm.encoded) == 2
     assert not vllm.errors
 
 

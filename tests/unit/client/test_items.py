@@ -214,6 +214,10 @@ def test_no_options_are_none(none: Any) -> None:
         ({"size": {"longest_edge": 9}}, "options.size"),
         ({"size": 448}, "options.size"),
         ({"size": {"height": 9, "width": 9}}, "options.size"),
+        ({"frames": [2, 2]}, "options.frames"),
+        ({"frames": []}, "options.frames"),
+        ({"frames": 3}, "options.frames"),
+        ({"frames": [1 << 32]}, "options.frames"),
         ({"resample": 3}, "options.resample"),
         ({7: 3}, "options.7"),
         ([("max_pixels", 9)], "options"),
@@ -237,7 +241,7 @@ def test_wrong_options_are_named(given: Any, field: str) -> None:
     ],
 )
 def test_options_are_for_images_that_the_server_prepares(item: dict[str, Any]) -> None:
-    with pytest.raises(InvalidItem, match="options: are only for images that the server prepares"):
+    with pytest.raises(InvalidItem, match=r"options\.max_pixels: is only for images that the server prepares"):
         Item(**item, options={"max_pixels": 9})
 
 

@@ -10,6 +10,7 @@ from vllm.multimodal.processing import BaseProcessingInfo
 
 from vitwire.integrations.vllm.files import ClipFile
 from vitwire.integrations.vllm.parts import WITH_GRIDS, WITHOUT_GRIDS
+from vitwire.options import ProcessorOptions
 
 MODELS = frozenset({*WITH_GRIDS, *WITHOUT_GRIDS})
 """Model types whose images the front end gives to the encoder."""
@@ -30,14 +31,14 @@ class Sized(NamedTuple):
     """Places of its embedding."""
     fields: Mapping[str, object]
     """The processor's outputs without pixels."""
-    frames: tuple[int, ...] = ()
-    """Indices of the frames to use of a clip."""
+    options: ProcessorOptions | None = None
+    """For the encoder, so that it makes the same of it: areas of an image, frames of a clip."""
 
 
 def may_encode(info: BaseProcessingInfo, options: Mapping[str, object]) -> bool:
     """Whether the processor's options, of server and request, at most change the size of images.
 
-    The encoder has no other options, and an image whose size it computes differently is declined later.
+    The encoder has no other options.
     """
     return _has_only(info, options, "images_kwargs", _SIZES, _OTHERS)
 
@@ -80,11 +81,20 @@ def sized(info: BaseProcessingInfo, size: tuple[int, int], options: Mapping[str,
         modality="image",
     )
     grid = (1, resized.height // vision.patch_size, resized.width // vision.patch_size)
-    return Sized(tokens, {"image_grid_thw": torch.tensor(grid)})
+    return Sized(tokens, {"image_grid_thw": torch.tensor(grid)}, _areas(info, options))
+
+
+def _areas(info: BaseProcessingInfo, options: Mapping[str, object]) -> ProcessorOptions | None:
+    """The bounds of an image's area, if options of the engine or the request set them."""
+    scoped = info._merge_and_resolve_mm_processor_kwargs(options).get("images_kwargs", {})  # noqa: SLF001  # as above
+    if not scoped.keys() & _SIZES:
+        return None
+    size = info._get_vision_size(scoped, default_size=info.get_image_processor().size)  # noqa: SLF001  # as above
+    return ProcessorOptions(min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"])
 
 
 def sized_clip(info: BaseProcessingInfo, clip: ClipFile, options: Mapping[str, object]) -> Sized | None:
-    """As `sized`; the number of tokens includes no timestamps. None for options, as the encoder has none for clips.
+    """As `sized`; the number of tokens includes no timestamps. None for options of the processor, not of the loader.
 
     info: vLLM's `ProcessingInfo` of a model of `CLIPS`.
     """
@@ -113,4 +123,4 @@ def sized_clip(info: BaseProcessingInfo, clip: ClipFile, options: Mapping[str, o
     vision = info.get_hf_config().vision_config
     times = -(-len(frames) // vision.temporal_patch_size)
     grid = (times, resized.height // vision.patch_size, resized.width // vision.patch_size)
-    return Sized(tokens, {"video_grid_thw": torch.tensor(grid), **fields}, tuple(frames))
+    return Sized(tokens, {"video_grid_thw": torch.tensor(grid), **fields}, ProcessorOptions(frames=tuple(frames)))

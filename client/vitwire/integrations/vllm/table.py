@@ -8,6 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from vitwire.items import Modality
+from vitwire.options import ProcessorOptions
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 FILE = "vitwire_file"
 """Field of an image's data with its file: bytes in a tensor."""
 _log = logging.getLogger("vitwire.vllm")
+OPTIONS = "vitwire_options"
+"""Field with the options that the encoder got, see `packed`."""
 COUNTED = ("fetched", "missing", "failed", "resent", "seconds", "streamed_bytes", "nixl_bytes")
 """Items, and sums over the outcomes of all workers."""
 _SHARE_OF_LAST = 0.2
@@ -35,6 +38,20 @@ class Content:
     """Embeddings that the prompt has places for."""
     file: "torch.Tensor | None" = field(default=None, repr=False, compare=False)
     """To be sent again if the server has lost it; bytes."""
+    options: ProcessorOptions | None = field(default=None, repr=False, compare=False)
+    """Of the file."""
+
+
+def packed(options: ProcessorOptions | None) -> list[int]:
+    """Options as numbers: the areas, 0 if absent, and the frames."""
+    own = options or ProcessorOptions()
+    return [own.min_pixels or 0, own.max_pixels or 0, *(own.frames or ())]
+
+
+def unpacked(numbers: Sequence[int]) -> ProcessorOptions | None:
+    """What `packed` made."""
+    least, most, *frames = numbers
+    return ProcessorOptions.of(ProcessorOptions(least or None, most or None, tuple(frames) or None))
 
 
 class Order(NamedTuple):

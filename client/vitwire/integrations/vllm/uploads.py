@@ -17,9 +17,10 @@ from vitwire.errors import DeadlineExceeded, NotCached, Overloaded, Unavailable,
 from vitwire.integrations.vllm.files import ACCEPTING, CLIPS, IMAGES, Reference
 from vitwire.integrations.vllm.settings import Settings
 from vitwire.integrations.vllm.sizes import Sized
-from vitwire.integrations.vllm.table import FILE
+from vitwire.integrations.vllm.table import FILE, OPTIONS, packed
 from vitwire.items import Item, Modality
 from vitwire.model import Model
+from vitwire.options import ProcessorOptions
 from vitwire.shared.recent import Recent
 
 T = TypeVar("T")
@@ -125,17 +126,17 @@ class Uploads:
         digest = b""
         try:
             model = await self._model.get()
-            self._check(model, modality)
+            self._check(model, modality, sized.options)
             if len(content) > model.limits.encoded_bytes:
                 raise Declined("refused")
             digest, file = await asyncio.to_thread(_read, content) if len(content) > _LARGE_BYTES else _read(content)
             if digest in self._refused:
                 raise Declined("refused")
-            name = content_id(digest, modality, model, self._key)
-            found = Reference(name, {**sized.fields, FILE: file})
+            name = content_id(digest, modality, model, self._key, sized.options)
+            found = Reference(name, {**sized.fields, FILE: file, OPTIONS: torch.tensor(packed(sized.options))})
             if name in self._known and await self._is_cached(name, modality, sized):
                 return found
-            item = Item(encoded=content, modality=modality, content_id=name)
+            item = Item(encoded=content, modality=modality, content_id=name, options=sized.options)
             async with aclosing(self._client.iter_store([item])) as answers:
                 async for _, answer in answers:
                     if isinstance(answer, VitwireError):
@@ -148,10 +149,12 @@ class Uploads:
             raise self._declined(error, digest, was_accepted=accepted.done()) from error
         return found
 
-    def _check(self, model: Model, modality: Modality) -> None:
+    def _check(self, model: Model, modality: Modality, options: ProcessorOptions | None) -> None:
         """Raises Declined for a server that cannot encode for this engine."""
         if modality == "video" and modality not in model.prepared and "image" in model.prepared:
             raise Declined("format")  # it was started without PyAV
+        if options and options.given().keys() - set(model.options):
+            raise Declined("options")
         if not model.limits.cached_bytes or "image" not in model.prepared or model.embedding_width != self._width:
             text = "%s cannot encode for this engine: its width is %d, expected %d, with --cache-bytes and decoders"
             _log.error(text, self._settings.target, model.embedding_width, self._width)

@@ -100,7 +100,12 @@ class Fetcher:
                 if content.file is None:
                     raise
                 resent = 1  # once: a server that loses it again has no room for it
-                item = Item(encoded=content.file.numpy().data, modality=content.modality, content_id=content.content_id)
+                item = Item(
+                    encoded=content.file.numpy().data,
+                    modality=content.modality,
+                    content_id=content.content_id,
+                    options=content.options,
+                )
                 rows = self._encoded(item, content)
         except Exception as error:
             seconds, missing = time.monotonic() - start, isinstance(error, NotCached)

@@ -7,6 +7,9 @@ from vitwire_server.preparing.rules.forms import Form
 from vitwire_server.preparing.rules.patches import CHANNELS
 from vitwire_server.preparing.rules.recipe import Recipe
 
+MOST_FRAMES = 1 << 14
+"""Frames of a clip: their times are sent to the server."""
+
 # -- to a decoder ----------------------------------------------------------------------------------
 
 
@@ -43,6 +46,8 @@ class Measure(Struct, frozen=True):
     """Processor time."""
     areas: Areas | None = None
     """Bounds in place of the recipe's."""
+    frames: tuple[int, ...] = ()
+    """Frames in place of the recipe's rule."""
 
 
 class Decode(Struct, frozen=True):
@@ -61,7 +66,8 @@ class Decode(Struct, frozen=True):
     orientation: int = 1
     """By EXIF, for a decoder on a device."""
     areas: Areas | None = None
-    """Bounds in place of the recipe's."""
+    frames: tuple[int, ...] = ()
+    """As in Measure."""
 
 
 # -- from a decoder --------------------------------------------------------------------------------

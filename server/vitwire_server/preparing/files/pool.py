@@ -95,7 +95,9 @@ class DecodePool:
         """True if a file goes to the decoder on the device, which prepares it too."""
         return self._device is not None and self._device.takes(found)
 
-    async def measure(self, flow: Path, data: Buffer, modality: Modality, areas: Areas | None = None) -> Measured:
+    async def measure(
+        self, flow: Path, data: Buffer, modality: Modality, areas: Areas | None = None, frames: tuple[int, ...] = ()
+    ) -> Measured:
         """Form and cost of the prepared item, from its file. Raises NotDone.
 
         Clips share places with files that are decoded: their frames are counted, and some are decoded for that.
@@ -105,7 +107,7 @@ class DecodePool:
         seconds, wall = (_HEADER_SECONDS, _PATIENCE * _HEADER_SECONDS) if is_image else self._bounds(len(data))
         async with self._lent(self._decoders, places, flow, predicted(0), is_open=not is_image) as child:
             await child.write(data)
-            return await child.do(Measure(len(data), modality, seconds, areas), wall, Measured)
+            return await child.do(Measure(len(data), modality, seconds, areas, frames), wall, Measured)
 
     def measure_picture(self, shape: tuple[int, ...], modality: Modality, areas: Areas | None = None) -> Measured:
         """Form and cost of a prepared picture, or the frames of a clip, from their shape. Raises NotDone."""
@@ -125,12 +127,13 @@ class DecodePool:
         picture: tuple[int, ...] | None = None,
         *,
         areas: Areas | None = None,
+        frames: tuple[int, ...] = (),
         raw: bool = False,
     ) -> Prepared:
         """Prepare a file, or a picture of this shape, that was measured. Raises NotDone.
 
         `reserve` gets the memory for the pixels once the item has a decoder. `raw` leaves the picture, in RGB, for the
-        engine to prepare. `areas` are as for `measure`.
+        engine to prepare. `areas` and `frames` are as for `measure`.
         """
         start = time.perf_counter()
         target: memoryview | None = None
@@ -141,7 +144,7 @@ class DecodePool:
                 waited = time.perf_counter() - start
                 target = target or await reserve()
                 await child.write(data)
-                job = Decode(len(data), modality, seconds, len(target), picture, raw, found.orientation, areas)
+                job = Decode(len(data), modality, seconds, len(target), picture, raw, found.orientation, areas, frames)
                 answer = await child.do(job, wall, Decoded)
                 await child.read(target)
             on_device = decoders is self._device

@@ -18,13 +18,11 @@ from vitwire_children.serving import Fault, NotDone, serve
 from vitwire_server.core.items import Modality
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.files import images
-from vitwire_server.preparing.files.messages import Decode, Decoded, Measure, Measured, Setup
+from vitwire_server.preparing.files.messages import MOST_FRAMES, Decode, Decoded, Measure, Measured, Setup
 from vitwire_server.preparing.rules.patches import Pixels
 from vitwire_server.preparing.rules.recipe import Recipe
 
 _MAX_REASON = 200
-_MOST_FRAMES = 1 << 14
-"""Frames of a clip: their times are sent to the server."""
 
 
 def shared_memory() -> mmap.mmap:
@@ -59,7 +57,7 @@ class _Worker:
     def _measured(self, job: Measure) -> Measured:
         reader = images if job.modality is Modality.IMAGE else self._clip_reader
         measured: Measured = reader.measure(self._memory[: job.nbytes], self._recipe(job), self._setup.sizes.pixels)
-        if len(measured.frame_seconds) > _MOST_FRAMES:
+        if len(measured.frame_seconds) > MOST_FRAMES:
             raise NotDone(Fault.TOO_LARGE, "the model's rule chooses too many frames of it")
         return measured
 
@@ -86,7 +84,7 @@ class _Worker:
     def _recipe(self, job: Measure | Decode) -> Recipe:
         if job.modality not in self._setup.recipes:
             raise NotDone(Fault.UNSUPPORTED, f"is one of the {job.modality}s, which this model takes as pixels only")
-        return self._setup.recipes[job.modality].within(job.areas)
+        return self._setup.recipes[job.modality].within(job.areas).taking(job.frames)
 
     @property
     def _clip_reader(self) -> ModuleType:

@@ -6,6 +6,7 @@ from typing import Self
 
 from vitwire_server.core.items import Areas, Modality
 from vitwire_server.core.models import Geometry, Preprocessing, Resizing
+from vitwire_server.core.sampling import Sampling, SamplingRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,12 @@ class Recipe:
         if areas is None:
             return self
         return replace(self, settings=replace(self.settings, min_pixels=areas[0], max_pixels=areas[1]))
+
+    def taking(self, frames: tuple[int, ...]) -> Self:
+        """The recipe with these frames in place of its rule for clips; itself without any."""
+        if not frames:
+            return self
+        return replace(self, settings=replace(self.settings, sampling=Sampling(SamplingRule.GIVEN, given=frames)))
 
     @property
     def factor(self) -> int:

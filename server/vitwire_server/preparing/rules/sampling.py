@@ -20,7 +20,9 @@ def sampled(total: int, fps: float, sampling: Sampling, group: int = 1) -> list[
     """
     if total < 1:
         raise ValueError("the clip has no frames")
-    needs_rate = sampling.rule is not SamplingRule.ALL and not (sampling.frames and sampling.rule in _COUNTING)
+    needs_rate = sampling.rule not in (SamplingRule.ALL, SamplingRule.GIVEN) and not (
+        sampling.frames and sampling.rule in _COUNTING
+    )
     if needs_rate and not (fps > 0 and math.isfinite(fps)):
         raise ValueError("the clip has no frame rate, which the model's processor needs to choose frames")
     chosen = _RULES[sampling.rule](total, fps, sampling, group)
@@ -30,6 +32,13 @@ def sampled(total: int, fps: float, sampling: Sampling, group: int = 1) -> list[
 def _all(total: int, fps: float, sampling: Sampling, group: int) -> Sequence[int]:
     del fps, sampling, group
     return range(total)
+
+
+def _given(total: int, fps: float, sampling: Sampling, group: int) -> Sequence[int]:
+    del fps, group
+    if sampling.given[-1] >= total:
+        raise ValueError(f"frame {sampling.given[-1]} was asked for, of {total}")
+    return sampling.given
 
 
 def _count(total: int, fps: float, sampling: Sampling, group: int) -> Sequence[int]:
@@ -128,6 +137,7 @@ def _spaced(last: int, count: int, *, rounded: bool = False) -> list[int]:
 _COUNTING = (SamplingRule.COUNT, SamplingRule.MIDDLES, SamplingRule.RATE, SamplingRule.RATE_TO_LAST)
 _RULES: dict[SamplingRule, Callable[[int, float, Sampling, int], Sequence[int]]] = {
     SamplingRule.ALL: _all,
+    SamplingRule.GIVEN: _given,
     SamplingRule.COUNT: _count,
     SamplingRule.MIDDLES: _middles,
     SamplingRule.RATE: _rate,

@@ -1,8 +1,9 @@
 """What a client may send, and what is said of the rest."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,7 @@ from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import CacheLookup, DType, Embedding, Item, Modality
 from vitwire_server.core.models import Encoding, ModelCard, Place, Preparation, Preprocessing, Resizing
 from vitwire_server.core.tilings import Tiling, TilingRule
-from vitwire_server.preparing.files.messages import Measured
+from vitwire_server.preparing.files.messages import MOST_FRAMES, Measured
 from vitwire_server.rpc.codec import Codec, parsed
 from vitwire_server.rpc.file_items import Unprepared
 from vitwire_server.rpc.response_messages import model_message
@@ -201,7 +202,7 @@ MOST = SIZED.limits.patches_per_item * GEOMETRY.row // 3
 PICTURE = pb.Tensor(data_type=pb.DATA_TYPE_UINT8, shape=[40, 40, 3])
 
 
-def optioned(card: ModelCard, item: pb.Item, **options: int) -> Item | CacheLookup | Unprepared:
+def optioned(card: ModelCard, item: pb.Item, **options: Any) -> Item | CacheLookup | Unprepared:
     sent = pb.Item(options=pb.ProcessorOptions(**options))
     sent.MergeFrom(item)
     codec, nbytes = Codec(card, CODEC._footprints), 0 if item.HasField("pixels") or item.content_id else 4
@@ -219,13 +220,14 @@ def optioned(card: ModelCard, item: pb.Item, **options: int) -> Item | CacheLook
         (pb.Item(modality=1), {"min_pixels": 9, "max_pixels": 8}, "options.max_pixels"),
         (pb.Item(modality=1), {"min_pixels": MOST + 1}, "options.min_pixels"),
         (pb.Item(modality=1), {"min_pixels": (1 << 63) - 1, "max_pixels": (1 << 63) - 1}, "options.min_pixels"),
-        (pb.Item(modality=1, options=pb.ProcessorOptions.FromString(b"\x18\x01")), {}, "options"),
+        (pb.Item(modality=1, options=pb.ProcessorOptions.FromString(b"\x20\x01")), {}, "options"),
         (pb.Item(modality=2), {"max_pixels": 99}, "options"),
         (pb.Item(modality=1, content_id="cat"), {"max_pixels": 99}, "options"),
         (message(), {"max_pixels": 99}, "options"),
+        (pb.Item(modality=1), {"frames": [1]}, "options"),
     ],
 )
-def test_wrong_options_of_the_processor_are_named(item: pb.Item, options: dict[str, int], wrong: str) -> None:
+def test_wrong_options_of_the_processor_are_named(item: pb.Item, options: dict[str, Any], wrong: str) -> None:
     items = [item, pb.Item(modality=1, pixels=PICTURE)] if wrong != "options" else [item]
     for each in items:
         with pytest.raises(InvalidRequest) as error:
@@ -247,6 +249,15 @@ def test_a_server_names_its_options_and_refuses_others(card: ModelCard, options:
     file = pb.Item(modality=pb.MODALITY_IMAGE)
     with nullcontext() if options else pytest.raises(InvalidRequest, match=r"\.options\.max_pixels: is not an option"):
         optioned(card, file, max_pixels=99)
+
+
+@pytest.mark.parametrize("frames", [[1, 1], range(MOST_FRAMES + 1), [3]])
+def test_wrong_frames_are_named(frames: Sequence[int]) -> None:
+    """The last ones are right, for a server that decodes clips."""
+    clips = SIZED if frames == [3] else replace(SIZED, encodings=(Encoding.MP4,))
+    assert "frames" in replace(SIZED, encodings=(Encoding.MP4,)).options
+    with pytest.raises(InvalidRequest, match=r"items\[0\]\.options\.frames"):
+        optioned(clips, pb.Item(modality=pb.MODALITY_VIDEO), frames=frames)
 
 
 def test_options_set_the_grid_of_a_picture() -> None:
