@@ -140,14 +140,12 @@ def wrong_file(item: pb.Item, nbytes: int, limits: Limits) -> Iterator[Violation
 
 def wrong_processor_options(item: pb.Item, card: ModelCard, *, is_prepared: bool) -> Iterator[Violation]:
     """Options of an item; only images that are prepared here have any."""
-    given = {field.name: value for field, value in item.options.ListFields()}
     if not item.options.ByteSize():
         return
     if not is_prepared or item.modality != pb.MODALITY_IMAGE:
-        yield Violation(
-            "options", "must be absent: they are for files and pictures of images, which the server prepares"
-        )
+        yield Violation("options", "must be absent: only images that the server prepares have any")
         return
+    given = {field.name: value for field, value in item.options.ListFields()}
     most = card.limits.patches_per_item * card.geometry.row // card.geometry.channels
     for name, value in given.items():
         if name not in card.options:
