@@ -346,7 +346,9 @@ class Item(google.protobuf.message.Message):
 
     @property
     def options(self) -> Global___ProcessorOptions:
-        """For an image that the server prepares: those of GetModelResponse.options."""
+        """For an image that the server prepares; GetModelResponse.options lists the
+        fields that the server takes.
+        """
 
     @property
     def crops(self) -> Global___Tensor:
