@@ -1,5 +1,6 @@
 """A Vitwire server of a tiny Qwen3-VL, and engines of vLLM that fetch from it."""
 
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from tests.engines.vllm.checkpoints import write_checkpoints
 from tests.engines.vllm.engine import Engine, vllm_config
 from vllm.v1.engine.input_processor import InputProcessor
 
-from servers import ServerProcess, serving
+from servers import PYTHON, ServerProcess, serving
 from vitwire import Client, Embedding, Item, Model
 
 SERVER_FLAGS = ("--cache-bytes", str(64 << 20), "--dtype", "bfloat16", "--graphs", "off")
@@ -23,6 +24,30 @@ def item(content_id: str, grid: tuple[int, int, int] = (1, 4, 4), **arguments: A
     """An image of its own for every id."""
     pixels = np.random.default_rng(list(content_id.encode())).standard_normal((int(np.prod(grid)), 1536))
     return Item(pixels.astype(np.float32), grid, content_id=content_id, **arguments)
+
+
+_WRITE = """
+import sys
+from pathlib import Path
+from encoded_files import clip, moving
+turned = (0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30)
+for name, file in {
+    "usual": clip(moving(30), 10.0),
+    "turned": clip(moving(12), 8.0, matrix=turned),
+    "every frame": clip(moving(5), 2.0),
+    "NTSC, VP9": clip(moving(40), 29.97, "webm", "libvpx-vp9"),
+    "odd": clip(moving(17, 98, 134), 7.0),
+}.items():
+    (Path(sys.argv[1]) / name).write_bytes(file)
+"""
+
+
+@pytest.fixture(scope="session")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Clips of several rates, codecs and lengths; PyAV of the server's environment makes them."""
+    folder = tmp_path_factory.mktemp("clips")
+    subprocess.run([PYTHON, "-c", _WRITE, str(folder)], check=True)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,7 @@ def served(
     }
     flags = {"--ec-transfer-config": json.dumps(transfer)} if target else {}
     flags |= {"--max-model-len": "4096", "--enable-scale-out": ""}
+    flags |= {"--limit-mm-per-prompt": '{"image": 4, "video": 2}'}
     flags |= {f"--{name.replace('_', '-')}": value for name, value in more.items()}
     environment = installed(path) | {"VLLM_PLUGINS": plugins, "ENGINE_TOWER": tower}
     with engine(ENGINE, model, Settings(flags, environment), None) as process:

@@ -26,6 +26,11 @@ def data_url(content: bytes, kind: str = "image/jpeg") -> str:
     return f"data:{kind};base64,{b64encode(content).decode()}"
 
 
+def video(file: bytes) -> dict[str, Any]:
+    """The part of a message with a clip."""
+    return {"type": "video_url", "video_url": {"url": data_url(file, "video/mp4")}}
+
+
 def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
     image.save(file := BytesIO(), kind, **options)
     return file.getvalue()

@@ -13,7 +13,7 @@ from bench.engine.photos import MODEL
 from bench.engine.serving import EngineProcess, Failed
 from openai import OpenAI
 from tests.engines.vllm.hooked import served
-from tests.engines.vllm.image_site import data_url, picture
+from tests.engines.vllm.image_site import data_url, picture, video
 
 from servers import ServerProcess
 
@@ -54,10 +54,8 @@ def chat(*parts: Json, **fields: Any) -> Json:
     return {"model": MODEL, "messages": [{"role": "user", "content": [*parts, TEXT]}], "max_tokens": 2, **fields}
 
 
-def outcomes(vllm: EngineProcess) -> dict[str, int]:
-    lines = [
-        each for each in vllm.page("/metrics")[1].splitlines() if each.startswith("vitwire_front_end_images_total")
-    ]
+def outcomes(vllm: EngineProcess, of: str = "images") -> dict[str, int]:
+    lines = [each for each in vllm.page("/metrics")[1].splitlines() if each.startswith(f"vitwire_front_end_{of}_total")]
     return {line.split('"')[1]: int(float(line.rpartition(" ")[2])) for line in lines}
 
 
@@ -94,6 +92,19 @@ def test_images_of_every_dialect(vllm: EngineProcess) -> None:
     counts = vllm.counters()
     assert counts["vitwire_ec_fetched_items_total"] >= 7
     assert not counts["vitwire_ec_failed_items_total"] + counts["vitwire_ec_missing_items_total"]
+
+
+def test_clips(vllm: EngineProcess, clips: dict[str, bytes]) -> None:
+    """Among images, whole and streamed; who counts tokens uploads none; a file that is no clip is vLLM's to refuse."""
+    client, parts = OpenAI(base_url=f"{vllm.url}/v1", api_key="-"), [image(5), video(clips["usual"])]
+    answer = client.chat.completions.create(**chat(*parts, video(clips["NTSC, VP9"])))
+    assert answer.usage.completion_tokens == 2
+    chunks = list(client.chat.completions.create(**chat(*parts), stream=True))
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert asked(vllm, {"model": MODEL, "messages": chat(video(clips["odd"]))["messages"]}, "/tokenize")[0] == 200
+    assert outcomes(vllm, "clips") == {"accepted": 3}
+    assert asked(vllm, chat(video(b"no clip")))[0] == 400
+    assert asked(vllm, chat(*parts))[0] == 200
 
 
 def test_who_counts_tokens_uploads_nothing(vllm: EngineProcess, server: ServerProcess) -> None:

@@ -1,21 +1,18 @@
 """What the hooked front end makes of clips: vLLM's own prompts, times and places, and the frames that vLLM chooses."""
 
-import base64
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tests.engines.vllm.conftest import SERVER_FLAGS
 from tests.engines.vllm.engine import vllm_config
-from tests.engines.vllm.image_site import picture
+from tests.engines.vllm.image_site import picture, video
 from tests.engines.vllm.in_process import WithTower
 from tests.engines.vllm.test_plugin_inputs import LIMITS, engines, hooked, part, queued, rendered
 from vllm.v1.engine.input_processor import InputProcessor
 
-from servers import PYTHON, ServerProcess, serving
+from servers import ServerProcess, serving
 from vitwire import Client, Item
 from vitwire.integrations.vllm import uploads
 from vitwire.integrations.vllm.files import CLIPS
@@ -25,10 +22,6 @@ __all__ = ["engines", "hooked"]
 VIDEOS = LIMITS | {"limit_mm_per_prompt": {"image": 10, "video": 10}, "mm_processor_cache_gb": 0}
 TIMES = {"qwen2_5_vl": "second_per_grid_ts", "qwen3_vl": "timestamps", "qwen3_5": "timestamps"}
 """What positions or prompts are made from, beside the grid."""
-
-
-def video(file: bytes) -> dict[str, Any]:
-    return {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{base64.b64encode(file).decode()}"}}
 
 
 @pytest.fixture
@@ -41,30 +34,6 @@ def outcomes() -> Callable[[], dict[str, int]]:
 
     before = counted()
     return lambda: {name: more for name, value in counted().items() if (more := value - before.get(name, 0))}
-
-
-_WRITE = """
-import sys
-from pathlib import Path
-from encoded_files import clip, moving
-turned = (0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30)
-for name, file in {
-    "usual": clip(moving(30), 10.0),
-    "turned": clip(moving(12), 8.0, matrix=turned),
-    "every frame": clip(moving(5), 2.0),
-    "NTSC, VP9": clip(moving(40), 29.97, "webm", "libvpx-vp9"),
-    "odd": clip(moving(17, 98, 134), 7.0),
-}.items():
-    (Path(sys.argv[1]) / name).write_bytes(file)
-"""
-
-
-@pytest.fixture(scope="module")
-def clips(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Clips of several rates, codecs and lengths; PyAV of the server's environment makes them."""
-    folder = tmp_path_factory.mktemp("clips")
-    subprocess.run([PYTHON, "-c", _WRITE, str(folder)], check=True)
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
