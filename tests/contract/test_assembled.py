@@ -1,15 +1,14 @@
 """Towers whose rows are put together from those of tiles: what budgets are timed and calibrated with."""
 
 import pytest
-import torch
 
+import broken
 from checkpoints import Checkpoints
 from vitwire_server.assembling.capturing import bounds_of, default_ladder
 from vitwire_server.config.settings import ServeSettings
 from vitwire_server.core.budgets import Ladder
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality, total
-from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.tower import Tower
 
 
@@ -17,15 +16,9 @@ def ladder_of(settings: ServeSettings, tower: Tower) -> Ladder:
     return default_ladder(settings, bounds_of(settings, tower), tower, "simulated")
 
 
-def tower_of(checkpoint: str) -> Tower:
-    device = torch.device("cpu")
-    opened = open_checkpoint(checkpoint)
-    return load_tower(opened, dtype=torch.float32, device=device, track=lambda shards, *_: shards).tower
-
-
 @pytest.mark.parametrize("model_type", ["aria", "mllama", "phi4_multimodal"])
 def test_samples_fit_their_budgets(model_type: str, checkpoints: Checkpoints) -> None:
-    tower = tower_of(str(checkpoints(model_type)))
+    tower = broken.load(checkpoints(model_type)).tower
     sizes = tower.sizes(3000)
     assert len(sizes) > 5
     for tokens in (1, *sizes):
@@ -48,7 +41,7 @@ def test_a_bound_below_the_smallest_budget_is_reported(
     checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An image of Llama 3.2 Vision has 6404 tokens, which is more than the default of --max-budget-tokens."""
-    tower = tower_of(str(checkpoints("mllama")))
+    tower = broken.load(checkpoints("mllama")).tower
     assert len(ladder_of(bounded(68), tower)) == 1
     assert not caplog.messages
     assert not ladder_of(bounded(67), tower).budgets
@@ -56,14 +49,14 @@ def test_a_bound_below_the_smallest_budget_is_reported(
 
 
 def test_the_default_bound_holds_an_image(checkpoints: Checkpoints) -> None:
-    tower = tower_of(str(checkpoints("mllama")))
+    tower = broken.load(checkpoints("mllama")).tower
     default = ServeSettings(model="m", max_budget_tokens=67)
     assert len(ladder_of(default, tower)) == 1
     assert bounds_of(bounded(67), tower).tokens == 67
 
 
 def test_what_does_not_fit_is_refused(checkpoints: Checkpoints) -> None:
-    tower = tower_of(str(checkpoints("mllama")))
+    tower = broken.load(checkpoints("mllama")).tower
     metadata = tower.reserve(tower.exact([Grid(4, 2, 2)]))
     tower.prepare([Grid(1, 1, 1)], metadata)
     with pytest.raises(ValueError, match="2 units of tiles do not fit"):

@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from broken import Break, config, edit, load, write
+from broken import Break, config, edit, load, refused, write
 from checkpoints import Checkpoints
 from vitwire_server.towers.checkpoints.checkpoint import open_checkpoint
 from vitwire_server.towers.files import CheckpointError
@@ -65,12 +65,8 @@ def single_garbage(folder: Path) -> None:
         (write("processor_config.json", '{"image_processor": 5}'), "processor_config.json"),
     ],
 )
-def test_what_is_broken_is_named(harm: Break, message: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(checkpoints("qwen2_5_vl"), tmp_path / "copy"))
-    harm(folder)
-    with pytest.raises(CheckpointError, match=message) as error:
-        load(folder)
-    assert "copy" in str(error.value)
+def test_what_is_broken_is_named(harm: Break, message: str, copied: Checkpoints) -> None:
+    assert "copy" in refused(copied("qwen2_5_vl"), harm, message)
 
 
 @pytest.mark.parametrize(
@@ -152,14 +148,8 @@ def test_what_is_broken_is_named(harm: Break, message: str, checkpoints: Checkpo
         ),
     ],
 )
-def test_a_value_that_is_not_served_is_named(
-    model_type: str, harm: Break, message: str, checkpoints: Checkpoints, tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
-    harm(folder)
-    with pytest.raises(CheckpointError, match=message) as error:
-        load(folder)
-    assert "copy" in str(error.value)
+def test_a_value_that_is_not_served_is_named(model_type: str, harm: Break, message: str, copied: Checkpoints) -> None:
+    assert "copy" in refused(copied(model_type), harm, message)
 
 
 @pytest.mark.parametrize(
@@ -170,10 +160,10 @@ def test_a_value_that_is_not_served_is_named(
     ],
 )
 def test_a_table_of_positions_that_is_no_square_is_refused(
-    model_type: str, weight: str, sides: tuple[str, str], checkpoints: Checkpoints, tmp_path: Path
+    model_type: str, weight: str, sides: tuple[str, str], copied: Checkpoints
 ) -> None:
     """Even where the weights fit: transformers resamples such a table as if it were a square."""
-    folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
+    folder = copied(model_type)
     shard = next(folder / s for name, s in load_index(folder).items() if name.endswith(weight))
     tensors = load_file(shard)
     tensors |= {name: own.view(4, 16, -1) for name, own in tensors.items() if name.endswith(weight)}
@@ -228,9 +218,9 @@ def reshape(shard: Path) -> None:
     ids=["empty", "header", "no-tensors", "half", "one-byte", "another-shard", "pointer", "quantised"],
 )
 def test_a_shard_with_weights_of_the_tower_that_is_not_whole_is_named(
-    harm: Callable[[Path], Any], message: str, checkpoints: Checkpoints, tmp_path: Path
+    harm: Callable[[Path], Any], message: str, copied: Checkpoints
 ) -> None:
-    folder = Path(shutil.copytree(checkpoints("qwen2_5_vl"), tmp_path / "copy"))
+    folder = copied("qwen2_5_vl")
     shard = min(name for key, name in load_index(folder).items() if "visual." in key)
     harm(folder / shard)
     with pytest.raises(CheckpointError, match=message) as error:
@@ -238,8 +228,8 @@ def test_a_shard_with_weights_of_the_tower_that_is_not_whole_is_named(
     assert str(folder / shard) in str(error.value)
 
 
-def test_a_weight_of_another_shape_is_named(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(checkpoints("qwen2_5_vl"), tmp_path / "copy"))
+def test_a_weight_of_another_shape_is_named(copied: Checkpoints) -> None:
+    folder = copied("qwen2_5_vl")
     reshape(folder / next(s for key, s in load_index(folder).items() if key.endswith("attn.qkv.weight")))
     with pytest.raises(CheckpointError, match=r"attn.qkv.weight is of shape \(1, 12288\), .* asks for \(192, 64\)"):
         load(folder)
@@ -288,11 +278,9 @@ def test_a_transformers_that_is_newer_than_tested_is_one_log_line(
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "kimi_k25", "llava_onevision", "step3p7"])
 @pytest.mark.parametrize("value", [0, 100_000_000])
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
-def test_no_number_of_a_configuration_ends_in_a_traceback(
-    model_type: str, value: int, checkpoints: Checkpoints, tmp_path: Path
-) -> None:
+def test_no_number_of_a_configuration_ends_in_a_traceback(model_type: str, value: int, copied: Checkpoints) -> None:
     """It loads, or is refused by a sentence."""
-    folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
+    folder = copied(model_type)
     whole = (folder / "config.json").read_text()
     vision = json.loads(whole)["vision_config"]
     for field in (name for name, number in vision.items() if type(number) in (int, float)):

@@ -14,8 +14,8 @@ from manifests import (
     RELEASE,
     ROOT,
     ROUTER,
-    UID,
     Document,
+    assert_restricted,
     documents_of,
     found_under,
     only,
@@ -114,16 +114,9 @@ def test_pods_are_restricted(target: str) -> None:
     documents = documents_of(target)
     (owner,) = (each for each in documents if each["kind"] in {"Deployment", "Job"})
     spec = owner["spec"]["template"]["spec"]
-    assert spec["securityContext"].items() >= {"runAsNonRoot": True, "runAsUser": UID}.items()
-    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert spec["automountServiceAccountToken"] is spec["enableServiceLinks"] is False
+    assert_restricted(spec)
     (container,) = spec["containers"]
     assert container["image"] == f"vitwire:{RELEASE}"
-    assert container["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
     assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in spec["volumes"]}
     assert "limits" in container["resources"]
 

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
+import broken
+from adapted import trained
 from checkpoints import MODEL_TYPES, Checkpoints
 from reference import TOLERANCE, Reference, error
 from references import reference_of
 from rigs import Rig
 from vitwire_server.core.grids import Grid
-from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.checkpoints.lora import Adapter
 from vitwire_server.towers.files import CheckpointError
 
@@ -33,17 +34,6 @@ ADAPTED = {
     "lfm3_vl": r".*(vision_tower\.layers\.\d+\.self_attn\.(q_proj|k_proj|v_proj)|multi_modal_projector\.linear_1)",
     "minimax_m3_vl": r".*(vision_tower\.layers\.\d+\.self_attn\.q_proj|multi_modal_projector\.merge_linear_1)",
 }
-
-
-def trained(model: Any, folder: Path, **settings: Any) -> None:
-    """Write an adapter of the model with random factors, as peft saves it. Wraps the model."""
-    adapter = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 6, **settings}))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, weight in sorted(adapter.named_parameters()):
-            if "lora_" in name:
-                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1)
-    adapter.save_pretrained(folder)
 
 
 def rows_of(model_type: str, checkpoint: Path, adapter: Path, grid: Grid) -> Any:
@@ -96,14 +86,7 @@ def adapter(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def load(checkpoint: Path, adapter: Path | None) -> str:
-    chosen = Adapter.read("tuned", adapter) if adapter else None
-    return load_tower(
-        open_checkpoint(str(checkpoint)),
-        dtype=torch.float32,
-        device=CPU,
-        track=lambda shards, *_: shards,
-        adapter=chosen,
-    ).fingerprint
+    return broken.load(checkpoint, adapter=Adapter.read("tuned", adapter) if adapter else None).fingerprint
 
 
 def test_the_fingerprint_tells_adapters_apart(adapter: Path, checkpoints: Checkpoints, tmp_path: Path) -> None:

@@ -3,13 +3,13 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
+from adapted import trained
 from broken import load
 from checkpoints import Checkpoints
 from plain_reference import PlainReference
@@ -42,7 +42,7 @@ def test_merged_rows_are_those_of_peft(
     """The projection and the pooling head are adapted too."""
     folder = checkpoints(model_type)
     reference = PlainReference(folder)
-    trained(reference.model, tmp_path, adapted)
+    trained(reference.model, tmp_path, target_modules=adapted)
     plain = Rig.of(folder, torch.float32, CPU, sizes=(), pooling=pooling)
     merged = Rig.of(folder, torch.float32, CPU, sizes=(), pooling=pooling, adapter=Adapter.read("tuned", tmp_path))
     reference = PlainReference(folder)
@@ -50,17 +50,6 @@ def test_merged_rows_are_those_of_peft(
     ours, before = (rig.run(rig.items([GRID]))[0] for rig in (merged, plain))
     assert error(ours, reference.pooled(pooling, plain.pixels(GRID, 0))) <= TOLERANCE
     assert error(ours, before) > 1e-2, "the adapter changes the rows"
-
-
-def trained(model: Any, folder: Path, adapted: str) -> None:
-    """Write an adapter with random factors. Wraps the model."""
-    adapter = get_peft_model(model, LoraConfig(r=4, lora_alpha=6, target_modules=adapted))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, weight in sorted(adapter.named_parameters()):
-            if "lora_" in name:
-                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1)
-    adapter.save_pretrained(folder)
 
 
 @pytest.mark.parametrize(

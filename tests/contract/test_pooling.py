@@ -22,7 +22,7 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import TileGeometry
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.runtime.attention.selection import select
-from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
+from vitwire_server.towers.checkpoints.checkpoint import open_checkpoint
 from vitwire_server.towers.files import CheckpointError
 from vitwire_server.towers.registry import FAMILIES
 
@@ -152,12 +152,7 @@ def tiled(rig: Rig) -> bool:
 @pytest.mark.parametrize("model_type", ["clip", "siglip2"])
 def test_every_pooling_has_a_fingerprint_of_its_own(model_type: str, checkpoints: Checkpoints) -> None:
     checkpoint = open_checkpoint(str(checkpoints(model_type)))
-    found = {
-        load_tower(
-            checkpoint.pooled(pooling), dtype=torch.float32, device=CPU, track=lambda shards, *_: shards
-        ).fingerprint
-        for pooling in checkpoint.poolings
-    }
+    found = {load(checkpoints(model_type), pooling).fingerprint for pooling in checkpoint.poolings}
     assert len(found) == len(checkpoint.poolings) == 3
     assert load(checkpoint.folder).fingerprint in found
 
@@ -201,9 +196,7 @@ def test_a_missing_projection_is_named(checkpoints: Checkpoints, tmp_path: Path)
     folder = copied(checkpoints("mlcd"), tmp_path)
     config(model_type="clip_vision_model", architectures=["CLIPVisionModelWithProjection"])(folder)
     with pytest.raises(CheckpointError, match="holds no vision projection: no weight is named visual_projection"):
-        load_tower(
-            open_checkpoint(str(folder)).pooled(Pooling.CLS), dtype=torch.float32, device=CPU, track=lambda x, *_: x
-        )
+        load(folder, Pooling.CLS)
 
 
 def copied(source: Path, tmp_path: Path) -> Path:

@@ -30,39 +30,29 @@ _INTERN = {
     "torch_dtype": "bfloat16",
     "use_thumbnail": True,
 }
+
+
+def _vision(width: int, hidden: int, *, heads: int, layers: int, norms_queries: bool) -> dict[str, Any]:
+    """An InternViT, of the larger kind if it normalises queries and keys."""
+    own = {"hidden_size": width, "intermediate_size": hidden, "num_attention_heads": heads, "num_hidden_layers": layers}
+    norm = "rms_norm" if norms_queries else "layer_norm"
+    kind = {"norm_type": norm, "qk_normalization": norms_queries, "qkv_bias": not norms_queries}
+    return {**own, **kind, "image_size": 448, "patch_size": 14}
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "nvidia/NVLM-D-72B": {
         **_INTERN,
         "model_type": "NVLM_D",
         "llm_config": {"hidden_size": 8192, "intermediate_size": 29568},
-        "vision_config": {
-            "hidden_size": 3200,
-            "image_size": 448,
-            "intermediate_size": 12800,
-            "norm_type": "rms_norm",
-            "num_attention_heads": 25,
-            "num_hidden_layers": 45,
-            "patch_size": 14,
-            "qk_normalization": True,
-            "qkv_bias": False,
-        },
+        "vision_config": _vision(3200, 12800, heads=25, layers=45, norms_queries=True),
     },
     "h2oai/h2ovl-mississippi-2b": {
         **_INTERN,
         "model_type": "h2ovl_chat",
         "use_msac": True,
         "llm_config": {"hidden_size": 2560, "intermediate_size": 6912},
-        "vision_config": {
-            "hidden_size": 1024,
-            "image_size": 448,
-            "intermediate_size": 4096,
-            "norm_type": "layer_norm",
-            "num_attention_heads": 16,
-            "num_hidden_layers": 24,
-            "patch_size": 14,
-            "qk_normalization": False,
-            "qkv_bias": True,
-        },
+        "vision_config": _vision(1024, 4096, heads=16, layers=24, norms_queries=False),
     },
     "openbmb/MiniCPM-V-2_6": {**_MINICPM, "model_type": "minicpmv", "version": 2.6, "hidden_size": 3584},
     "openbmb/MiniCPM-V-4": {**_MINICPM, "model_type": "minicpmv", "version": 4.0, "hidden_size": 2560},

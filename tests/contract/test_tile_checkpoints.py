@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from broken import Break, config, edit, load, write
+from broken import Break, config, edit, load, refused, write
 from checkpoints import Checkpoints
 from client_models import client_model
 from raster_reference import RASTER
@@ -17,7 +17,6 @@ from reference import TOLERANCE, error
 from rigs import Rig
 from tile_reference import TileReference
 from vitwire_server.core.grids import Grid
-from vitwire_server.towers.files import CheckpointError
 
 CLIP = {"model_type": "clip_vision_model", "hidden_size": 64, "num_attention_heads": 4}
 CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
@@ -160,14 +159,8 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ("NVLM_D", config(llm_config__intermediate_size=80), "do not fit the vision projector"),
     ],
 )
-def test_what_is_not_served_is_named(
-    model_type: str, harm: Break, message: str, checkpoints: Checkpoints, tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
-    harm(folder)
-    with pytest.raises(CheckpointError, match=message) as error:
-        load(folder)
-    assert "copy" in str(error.value)
+def test_what_is_not_served_is_named(model_type: str, harm: Break, message: str, copied: Checkpoints) -> None:
+    assert "copy" in refused(copied(model_type), harm, message)
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "deepseek_vl", "llava_onevision", "deepseek_vl_hybrid"])
@@ -183,10 +176,8 @@ def test_a_pooling_head_is_left_out(model_type: str, checkpoints: Checkpoints, t
     assert load(tmp_path).fingerprint == load(source).fingerprint
 
 
-def test_features_are_normalised_where_the_language_model_predicts_ahead(
-    checkpoints: Checkpoints, tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(checkpoints("nemotron_h_omni"), tmp_path / "copy"))
+def test_features_are_normalised_where_the_language_model_predicts_ahead(copied: Checkpoints) -> None:
+    folder = copied("nemotron_h_omni")
     plain = Rig.of(folder, torch.float32, torch.device("cpu"), sizes=())
     config(text_config__num_nextn_predict_layers=1)(folder)
     rig, grid = Rig.of(folder, torch.float32, torch.device("cpu"), sizes=()), Grid(1, 8, 6)
@@ -195,8 +186,8 @@ def test_features_are_normalised_where_the_language_model_predicts_ahead(
     assert error(rows, before) > 1e-2
 
 
-def test_a_strategy_that_leaves_out_the_first_row_of_a_tile(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(checkpoints("llava_onevision"), tmp_path / "copy"))
+def test_a_strategy_that_leaves_out_the_first_row_of_a_tile(checkpoints: Checkpoints, copied: Checkpoints) -> None:
+    folder = copied("llava_onevision")
     config(vision_feature_select_strategy="default")(folder)
     rig, reference = Rig.of(folder, torch.float32, torch.device("cpu"), sizes=()), TileReference(folder)
     grid = Grid(3, 1, 2)
@@ -207,17 +198,17 @@ def test_a_strategy_that_leaves_out_the_first_row_of_a_tile(checkpoints: Checkpo
     assert error(rows, expected) <= TOLERANCE
 
 
-def test_images_are_not_prepared_for_a_processor_that_pads_before_it_resizes(
-    checkpoints: Checkpoints, tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(checkpoints("llava"), tmp_path / "copy"))
+def test_images_are_not_prepared_for_a_processor_that_pads_before_it_resizes(copied: Checkpoints) -> None:
+    folder = copied("llava")
     assert "image" in client_model(folder).prepared
     edit(PROCESSOR, do_pad=True)(folder)
     assert "image" not in client_model(folder).prepared
 
 
-def test_published_files_of_vipllava_call_the_layers_by_another_name(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(checkpoints("vipllava"), tmp_path / "copy"))
+def test_published_files_of_vipllava_call_the_layers_by_another_name(
+    checkpoints: Checkpoints, copied: Checkpoints
+) -> None:
+    folder = copied("vipllava")
     settings = json.loads((folder / CONFIG).read_text())
     settings["vision_feature_layers"] = settings.pop("vision_feature_layer")
     (folder / CONFIG).write_text(json.dumps(settings))

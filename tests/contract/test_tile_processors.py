@@ -1,7 +1,6 @@
 """Tiles and raster patches that a client prepares, by what GetModel says, against the model's own processor."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -117,49 +116,34 @@ def gemma4(folder: Path, image: Image.Image) -> tuple[Array, None]:
 
 ORIGINAL = {"size": {"height": 112, "width": 112}, "crop_to_patches": True, "max_patches": 6}
 STOCK: dict[str, Stock] = {
-    "internvl": tiles(GotOcr2ImageProcessorPil),
-    "qianfan_ocr": tiles(GotOcr2ImageProcessorPil),
-    "internvl_chat": tiles(GotOcr2ImageProcessorPil, **ORIGINAL),
-    "NVLM_D": tiles(GotOcr2ImageProcessorPil, **ORIGINAL),
+    **dict.fromkeys(("internvl", "qianfan_ocr", "got_ocr2"), tiles(GotOcr2ImageProcessorPil)),
+    **dict.fromkeys(("internvl_chat", "NVLM_D", "skywork_chat"), tiles(GotOcr2ImageProcessorPil, **ORIGINAL)),
     "h2ovl_chat": msac,
     "llava": tiles(LlavaImageProcessorPil),
-    "llava-siglip": tiles(SiglipImageProcessorPil),
-    "llava_next-siglip": tiles(LlavaNextImageProcessorPil, first=True),
-    "llava_next_video": tiles(LlavaNextImageProcessorPil, first=True),
-    "llava_next": tiles(LlavaNextImageProcessorPil, first=True),
+    **dict.fromkeys(("llava-siglip", "paligemma", "colpali"), tiles(SiglipImageProcessorPil)),
+    **dict.fromkeys(
+        ("llava_next-siglip", "llava_next_video", "llava_next"), tiles(LlavaNextImageProcessorPil, first=True)
+    ),
     "deepseek_vl_v2": deepseek_vl2,
     "eagle_2_5_vl": eagle,
-    "skywork_chat": tiles(GotOcr2ImageProcessorPil, **ORIGINAL),
     "llava_onevision": tiles(LlavaOnevisionImageProcessorPil, first=True),
     "aya_vision": tiles(GotOcr2ImageProcessorPil, crop_to_patches=True),
-    "got_ocr2": tiles(GotOcr2ImageProcessorPil),
     "janus": tiles(JanusImageProcessorPil),
-    "paligemma": tiles(SiglipImageProcessorPil),
-    "colpali": tiles(SiglipImageProcessorPil),
-    "vipllava": tiles(CLIPImageProcessorPil),
-    "gemma3": tiles(Gemma3ImageProcessorPil),
-    "shieldgemma2": tiles(Gemma3ImageProcessorPil),
-    "t5gemma2": tiles(Gemma3ImageProcessorPil),
+    **dict.fromkeys(("vipllava", "florence2"), tiles(CLIPImageProcessorPil)),
+    **dict.fromkeys(("gemma3", "shieldgemma2", "t5gemma2"), tiles(Gemma3ImageProcessorPil)),
     "deepseek_vl": tiles(DeepseekVLImageProcessorPil),
     "deepseek_vl_hybrid": tiles(DeepseekVLHybridImageProcessorPil, "high_res_pixel_values"),
-    "deepseek_ocr2": tiles(DeepseekOcr2ImageProcessorPil, "pixel_values_local"),
-    "unlimited_ocr": tiles(DeepseekOcr2ImageProcessorPil, "pixel_values_local"),
+    **dict.fromkeys(("deepseek_ocr2", "unlimited_ocr"), tiles(DeepseekOcr2ImageProcessorPil, "pixel_values_local")),
     "granite_docling": tiles(GraniteDoclingImageProcessorPil, first=True),
-    "idefics3": tiles(Idefics3ImageProcessorPil, first=True),
-    "modernvbert": tiles(Idefics3ImageProcessorPil, first=True),
+    **dict.fromkeys(("idefics3", "modernvbert"), tiles(Idefics3ImageProcessorPil, first=True)),
     "smolvlm": tiles(SmolVLMImageProcessorPil, first=True),
     "aria": tiles(AriaImageProcessorPil),
     "mllama": mllama,
-    "florence2": tiles(CLIPImageProcessorPil),
     "ovis2": tiles(Ovis2ImageProcessorPil),
     "llava-pixtral": pixtral(14),
-    "mistral3": pixtral(28),
-    "mistral_large4": pixtral(28),
-    "lighton_ocr": pixtral(28),
+    **dict.fromkeys(("mistral3", "mistral_large4", "lighton_ocr"), pixtral(28)),
     "siglip2": siglip2,
-    "gemma4": gemma4,
-    "diffusion_gemma": gemma4,
-    "embedding_gemma2": gemma4,
+    **dict.fromkeys(("gemma4", "diffusion_gemma", "embedding_gemma2"), gemma4),
     "hunyuan_vl": tiles(HunYuanVLImageProcessorPil),
 }
 """Unlimited-OCR's own processor, which needs torchvision, cuts and pads as DeepSeek-OCR-2's does.
@@ -192,10 +176,8 @@ def test_images_are_prepared_as_the_processor_does(model_type: str, checkpoints:
 
 @pytest.mark.parametrize("step", ["do_normalize", "do_rescale"])
 @pytest.mark.parametrize("model_type", ["llava_next", "mllama", "siglip2", "deepseek_vl_hybrid"])
-def test_a_step_that_the_processor_leaves_out_is_left_out(
-    model_type: str, step: str, checkpoints: Checkpoints, tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
+def test_a_step_that_the_processor_leaves_out_is_left_out(model_type: str, step: str, copied: Checkpoints) -> None:
+    folder = copied(model_type)
     edit("preprocessor_config.json", **{step: False})(folder)
     recipe, image = of_images(folder), photograph(70, 90)
     settings = recipe.settings
@@ -220,9 +202,9 @@ def test_a_step_that_the_processor_leaves_out_is_left_out(
     ],
 )
 def test_a_setting_that_is_not_served_is_named(
-    model_type: str, changes: dict[str, Any], message: str, checkpoints: Checkpoints, tmp_path: Path
+    model_type: str, changes: dict[str, Any], message: str, copied: Checkpoints
 ) -> None:
-    folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
+    folder = copied(model_type)
     edit("preprocessor_config.json", **changes)(folder)
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(str(folder)).preprocessing()
@@ -264,9 +246,9 @@ UNCONVERTED = ("siglip2", "janus", "deepseek_vl", "deepseek_vl_hybrid")
 @pytest.mark.parametrize("said", [True, False, None], ids=["converted", "not", "unsaid"])
 @pytest.mark.parametrize("model_type", [*UNCONVERTED, "gemma3"])
 def test_a_transparent_colour_is_what_the_processor_makes_of_it(
-    model_type: str, said: bool | None, checkpoints: Checkpoints, tmp_path: Path
+    model_type: str, said: bool | None, tmp_path: Path, copied: Checkpoints
 ) -> None:
-    folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
+    folder = copied(model_type)
     converts(folder, said)
     flat = photograph(40, 60).quantize(4)
     files = [tmp_path / name for name in ("palette.png", "keyed.gif", "keyed.png")]
@@ -289,10 +271,10 @@ def test_a_transparent_colour_is_what_the_processor_makes_of_it(
 @pytest.mark.parametrize("said", [True, False, None], ids=["converted", "not", "unsaid"])
 @pytest.mark.parametrize("model_type", [*UNCONVERTED, "gemma3"])
 def test_alpha_is_dropped_if_the_processor_converts_nothing(
-    model_type: str, said: bool | None, checkpoints: Checkpoints, tmp_path: Path
+    model_type: str, said: bool | None, tmp_path: Path, copied: Checkpoints
 ) -> None:
     """transformers' processors take RGB alone then, which its `load_image` makes of files by dropping alpha."""
-    folder = Path(shutil.copytree(checkpoints(model_type), tmp_path / "copy"))
+    folder = copied(model_type)
     converts(folder, said)
     clear, path = faded(), tmp_path / "clear.png"
     clear.save(path)

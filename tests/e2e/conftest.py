@@ -1,18 +1,25 @@
-"""Fixtures that tests of the router share."""
+"""Fixtures that several files of this folder share."""
 
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from openai import OpenAI
 
-from routers import EngineProcess, RouterProcess, client_of, engine, router
-from servers import ServerProcess
+from entered import entered
+from routers import EngineProcess, client_of, engine, router
+
+stand_in = entered(engine)
 
 
 @pytest.fixture(scope="module")
-def stand_in() -> Iterator[EngineProcess]:
-    with engine() as process:
-        yield process
+def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is written here breaks the engine, see `faulty_server.py`."""
+    return tmp_path_factory.mktemp("faults") / "fault"
+
+
+@pytest.fixture(scope="module")
+def unix_socket(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short path that is free."""
+    return tmp_path_factory.mktemp("socket") / "s"
 
 
 @pytest.fixture
@@ -22,14 +29,7 @@ def received(stand_in: EngineProcess) -> EngineProcess:
     return stand_in
 
 
-@pytest.fixture(scope="module")
-def proxy(server: ServerProcess) -> Iterator[RouterProcess]:
-    """A router without an engine in front of the module's server, unless the module has another."""
-    with router(server.target, None, "--max-images", "32") as process:
-        yield process
+proxy = entered(lambda server: router(server.target, None, "--max-images", "32"))
+"""A router without an engine in front of the module's server, unless the module has another."""
 
-
-@pytest.fixture
-def client(proxy: RouterProcess) -> Iterator[OpenAI]:
-    with client_of(proxy) as one:
-        yield one
+client = entered(client_of, scope="function")

@@ -15,6 +15,7 @@ from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import Client, DeadlineExceeded, Item, Overloaded
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
+from waiting import until
 
 COLUMNS = 3 * 2 * 16 * 16
 ENCODE = "/vitwire.v1.EncoderService/Encode"
@@ -52,9 +53,7 @@ def channel(server: ServerProcess) -> Iterator[grpc.Channel]:
 @pytest.fixture(autouse=True)
 def nothing_stays(server: ServerProcess) -> Iterator[None]:
     yield
-    deadline = time.monotonic() + 20
-    while server.metric("vitwire_inflight_requests") and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(lambda: not server.metric("vitwire_inflight_requests"), 20)
     assert server.metric("vitwire_tickets_opened_total") == server.metric("vitwire_tickets_closed_total")
     assert server.metric("vitwire_admitted_items") == server.metric("vitwire_admitted_bytes") == 0
 
@@ -96,8 +95,7 @@ def test_a_dozen_silent_calls_do_not_close_encode_to_others(checkpoints: Checkpo
             grpc.insecure_channel(server.target, apart) as other,
         ):
             holding = [silent.stream_stream(ENCODE)(never(end), timeout=60) for _ in range(12)]
-            while server.metric("vitwire_inflight_requests") < 12:
-                time.sleep(0.02)
+            until(lambda: server.metric("vitwire_inflight_requests") >= 12)
             for _ in range(3):
                 (answer,) = EncoderServiceStub(other).Encode(pb.EncodeRequest(items=[SMALL]), timeout=20)
                 assert answer.chunk.last
@@ -117,8 +115,7 @@ def test_who_does_not_read_gives_back_what_it_holds(server: ServerProcess, chann
     list(stub.Encode(pb.EncodeRequest(items=[named], output_type=pb.DATA_TYPE_FLOAT32)))
     asks = [pb.Item(content_id="large")] * 256
     call = stub.Encode(pb.EncodeRequest(items=asks, output_type=pb.DATA_TYPE_FLOAT32))
-    while server.metric("vitwire_requests_total", method="Encode", code="DEADLINE_EXCEEDED") == ended:
-        time.sleep(0.02)
+    until(lambda: server.metric("vitwire_requests_total", method="Encode", code="DEADLINE_EXCEEDED") != ended)
     error = refused(call)
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "did not read the response for 1 s" in error.details()
@@ -163,8 +160,7 @@ def test_an_upload_that_keeps_its_rate_is_served(channel: grpc.Channel) -> None:
 def test_a_full_server_says_when_to_come_back_in_both_ways(server: ServerProcess, channel: grpc.Channel) -> None:
     stub = EncoderServiceStub(channel)
     held = stub.Encode(pb.EncodeRequest(items=[LARGE] * 4))
-    while server.metric("vitwire_admitted_items") < 4:
-        time.sleep(0.02)
+    until(lambda: server.metric("vitwire_admitted_items") >= 4)
     error = refused(stub.Encode(pb.EncodeRequest(items=[LARGE])))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     trailers = dict(error.trailing_metadata())

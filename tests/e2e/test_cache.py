@@ -1,6 +1,5 @@
 """The embedding cache, through real requests; every embedding is that of plain transformers."""
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,19 +11,16 @@ import torch
 
 import faulty_server
 from checkpoints import Checkpoints
+from entered import entered
 from reference import Array, Reference
 from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import AsyncClient, Client, InvalidItem, Item, NotCached
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
 from vitwire_server.core.grids import Grid
+from waiting import until
 
 COLUMNS = 3 * 2 * 16 * 16
-
-
-@pytest.fixture(scope="module")
-def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("faults") / "fault"
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +40,8 @@ def server(checkpoints: Checkpoints, fault: Path, tmp_path_factory: pytest.TempP
         assert process.metric("vitwire_admitted_bytes") == 0
 
 
-@pytest.fixture
-def alice(server: ServerProcess) -> Iterator[Client]:
-    with Client(server.target, token="alice-has-a-long-token") as client:
-        yield client
-
-
-@pytest.fixture
-def mallory(server: ServerProcess) -> Iterator[Client]:
-    with Client(server.target, token="mallory-has-one-as-well") as client:
-        yield client
+alice = entered(lambda server: Client(server.target, token="alice-has-a-long-token"), scope="function")
+mallory = entered(lambda server: Client(server.target, token="mallory-has-one-as-well"), scope="function")
 
 
 @pytest.fixture(scope="module")
@@ -165,8 +153,7 @@ def test_identical_items_in_flight_are_encoded_once(server: ServerProcess, alice
     fault.write_text("hang")
     with ThreadPoolExecutor(6) as pool:
         calls = [pool.submit(alice.encode, [image(9)] * 3) for _ in range(6)]
-        while server.metric("vitwire_admitted_items") < 18:
-            time.sleep(0.02)
+        until(lambda: server.metric("vitwire_admitted_items") >= 18)
         fault.write_text("")
         paths = [rows.report.path for call in calls for rows in call.result(60)]
     assert sorted(paths) == ["cache"] * 17 + ["graph"]
@@ -183,16 +170,13 @@ def test_who_leaves_takes_nobody_along(server: ServerProcess, alice: Client, fau
     fault.write_text("hang")
     with ThreadPoolExecutor(2) as pool:
         blocking = pool.submit(alice.encode, [image(11)])
-        while server.metric("vitwire_admitted_items") < 1 or server.metric("vitwire_queue_items"):
-            time.sleep(0.02)
+        until(lambda: server.metric("vitwire_admitted_items") >= 1 and not server.metric("vitwire_queue_items"))
         with Client(server.target, token="alice-has-a-long-token", timeout=1.5) as leaving:
             pool.submit(leaving.encode, [image(10)])
-            while server.metric("vitwire_admitted_items") < 2:
-                time.sleep(0.02)
+            until(lambda: server.metric("vitwire_admitted_items") >= 2)
             with ThreadPoolExecutor(1) as other:
                 staying = other.submit(alice.encode, [image(10)])
-                while gone() == before:
-                    time.sleep(0.02)
+                until(lambda: gone() != before)
                 fault.write_text("")
                 assert staying.result(60)[0].report.path == "graph"
         assert len(blocking.result(60)) == 1
@@ -207,14 +191,11 @@ def test_a_cancelled_request_of_equal_items_is_not_computed(server: ServerProces
     fault.write_text("hang")
     with ThreadPoolExecutor(2) as pool, grpc.insecure_channel(server.target) as channel:
         blocking = pool.submit(alice.encode, [image(12)])
-        while server.metric("vitwire_admitted_items") < 1 or server.metric("vitwire_queue_items"):
-            time.sleep(0.02)
+        until(lambda: server.metric("vitwire_admitted_items") >= 1 and not server.metric("vitwire_queue_items"))
         call = EncoderServiceStub(channel).Encode(pb.EncodeRequest(items=[item] * 100), metadata=token)
-        while server.metric("vitwire_admitted_items") < 101:
-            time.sleep(0.02)
+        until(lambda: server.metric("vitwire_admitted_items") >= 101)
         call.cancel()
-        while server.metric("vitwire_admitted_items") > 1:
-            time.sleep(0.02)
+        until(lambda: server.metric("vitwire_admitted_items") <= 1)
         queued = server.metric("vitwire_queue_items"), server.metric("vitwire_queue_bytes")
         bystander = pool.submit(alice.encode, [image(13)])
         fault.write_text("")

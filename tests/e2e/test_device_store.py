@@ -1,7 +1,6 @@
 """Rows that wait on the engine's device for a consumer, through real requests and NIXL. Here the device is the CPU."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from checkpoints import Checkpoints
+from entered import entered
 from reference import Array, Reference
 from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import Accepted, Client, DeadlineExceeded, Item, NotCached, Stored
@@ -18,6 +18,7 @@ from vitwire.shared.agents import is_installed
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
 from vitwire_server.core.grids import Grid
+from waiting import until
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed")
 GRID = (1, 8, 8)
@@ -34,20 +35,12 @@ STORE = (*FLAGS, "--cache-bytes", str(1 << 20), "--store-bytes", str(ROOM * ROWS
 def server(checkpoints: Checkpoints, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     with serving(checkpoints("qwen2_vl"), *STORE, "--rpc-processes", request.param) as process:
         yield process
-        eventually(lambda: process.metric("vitwire_admitted_bytes") == 0)
+        until(lambda: process.metric("vitwire_admitted_bytes") == 0)
 
 
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[Client]:
-    with Client(server.target, delivery="stream") as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def nixl(server: ServerProcess) -> Iterator[Client]:
-    """A consumer."""
-    with Client(server.target, delivery="nixl", timeout=60) as client:
-        yield client
+client = entered(lambda server: Client(server.target, delivery="stream"), scope="function")
+nixl = entered(lambda server: Client(server.target, delivery="nixl", timeout=60))
+"""A consumer."""
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +59,6 @@ def image(seed: int) -> Item:
 
 def ask(seed: int) -> Item:
     return Item(None, GRID, content_id=f"image {seed}")
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 class Counts:
@@ -140,7 +126,7 @@ def test_what_has_no_room_moves_to_the_host_and_is_found_there(
     seeds = range(10, 10 + 3 * ROOM)
     client.store([image(seed) for seed in seeds])
     assert server.metric("vitwire_store_bytes") == ROOM * ROWS
-    eventually(lambda: server.metric("vitwire_cache_bytes") >= 2 * ROOM * ROWS)
+    until(lambda: server.metric("vitwire_cache_bytes") >= 2 * ROOM * ROWS)
     counts = Counts(server)
     for seed in (*seeds, *reversed(seeds)):
         (embedding,) = nixl.encode([ask(seed)])
@@ -154,7 +140,7 @@ def test_many_callers_at_once_get_their_rows_and_one_copy_is_made(
 ) -> None:
     seeds = range(30, 30 + ROOM)
     client.store([image(seed) for seed in seeds])
-    eventually(lambda: server.metric("vitwire_cache_bytes") < 1 << 20)
+    until(lambda: server.metric("vitwire_cache_bytes") < 1 << 20)
     rows = {seed: expected(seed) for seed in seeds}
     counts = Counts(server)
     begin = threading.Barrier(8)
@@ -218,7 +204,7 @@ def test_callers_that_leave_hold_nothing(server: ServerProcess, client: Client, 
     counts = Counts(server)
     nixl.encode([ask(seed) for seed in range(80, 80 + ROOM)])
     assert counts.since == (0, 0, ROOM, ROOM * ROWS)
-    eventually(lambda: server.metric("vitwire_admitted_items") == 0)
+    until(lambda: server.metric("vitwire_admitted_items") == 0)
 
 
 @pytest.mark.parametrize("flags", [("--store-bytes", "0"), ("--store-bytes", str(ROWS - 1))])
@@ -232,7 +218,7 @@ def test_rows_wait_on_the_host_where_the_device_has_no_room(
     ):
         counts = Counts(server)
         nixl.store([image(1)])
-        eventually(lambda: counts.since[0] == ROWS)
+        until(lambda: counts.since[0] == ROWS)
         assert server.metric("vitwire_store_bytes") == 0
         (embedding,) = nixl.encode([ask(1)])
         np.testing.assert_allclose(embedding.numpy(), expected(1), atol=1e-4, rtol=1e-4)

@@ -6,7 +6,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -27,6 +27,7 @@ from vitwire import Client, Item
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
 from vitwire_server.rpc.server import LIVENESS
+from waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="edges share a port as Linux allows it")
 SHAPE = ("--rpc-processes", "2", "--dtype", "float32")
@@ -34,16 +35,6 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 SERVICE = "vitwire.v1.EncoderService"
 LONG = 60.0
 Watch = Iterator[health_pb2.HealthCheckResponse]
-
-
-@pytest.fixture(scope="module")
-def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("faults") / "fault"
-
-
-@pytest.fixture(scope="module")
-def unix_socket(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("socket") / "s"
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +86,6 @@ def code(stub: EncoderServiceStub, message: pb.EncodeRequest) -> str:
         return "OK" if len(rows(stub.Encode(message, timeout=LONG))) == len(message.items) else "INCOMPLETE"
     except grpc.RpcError as error:
         return str(error.code().name)
-
-
-def until(holds: Callable[[], object], seconds: float = LONG) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def in_flight(server: ServerProcess, count: int) -> bool:

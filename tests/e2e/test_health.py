@@ -1,6 +1,5 @@
 """Health follows the engine, and nothing that a client does."""
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ import faulty_server
 from checkpoints import Checkpoints
 from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import Client, InvalidItem, Item
+from waiting import until
 
 SERVICE = "vitwire.v1.EncoderService"
 SERVING, NOT_SERVING = (health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -31,11 +31,6 @@ def item() -> Item:
 def wait_for(watch: Watch, status: int) -> None:
     while next(watch).status != status:
         pass
-
-
-@pytest.fixture(scope="module")
-def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("faults") / "fault"
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +55,7 @@ def watched(server: ServerProcess) -> Iterator[Callable[[str], Watch]]:
 
 def test_a_canary_sings_while_nobody_asks_and_is_nobody_s_item(server: ServerProcess) -> None:
     ran = server.metric("vitwire_canaries_total", result="ok")
-    while server.metric("vitwire_canaries_total", result="ok") < ran + 2:
-        time.sleep(0.02)
+    until(lambda: server.metric("vitwire_canaries_total", result="ok") >= ran + 2)
     assert server.metric("vitwire_items_total") == 0
     assert server.metric("vitwire_graph_replays_total") == 0
 

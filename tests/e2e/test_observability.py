@@ -20,6 +20,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from checkpoints import Checkpoints
 from collectors import Collector, attributes, collecting
 from encoded_files import photograph, saved
+from entered import entered
 from processes import edges
 from servers import ServerProcess, serving
 from vitwire import Client, Item, NotCached
@@ -32,11 +33,7 @@ STAGES = ["queue", "stage_in", "execute", "stage_out", "send"]
 TRACE_ID, PARENT_ID = 0x1234567890ABCDEF1234567890ABCDEF, 0x1234567890ABCDEF
 NOT_SAMPLED, SAMPLED = TraceFlags(0), TraceFlags(1)
 
-
-@pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    with collecting() as running:
-        yield running
+collector = entered(collecting)
 
 
 @pytest.fixture(scope="module")

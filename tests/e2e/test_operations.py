@@ -4,8 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import yaml
 
 from checkpoints import Checkpoints
 from servers import PIXELS_ONLY, ServerProcess, serving
+from waiting import until
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "operations"
@@ -54,14 +53,6 @@ def addressed(script: str, server: ServerProcess) -> str:
     return re.sub(r"(localhost|host):50051", f"localhost:{server.port}", script)
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    """A change of files takes effect a second later."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
-
-
 @pytest.mark.matrix
 def test_certificates_are_issued_renewed_and_revoked(checkpoints: Checkpoints, tmp_path: Path) -> None:
     issue, renew, revoke = blocks("access.md", "Certificates")
@@ -86,7 +77,7 @@ def test_certificates_are_issued_renewed_and_revoked(checkpoints: Checkpoints, t
         shell.succeeds(replace)
         after = shell.succeeds("openssl x509 -in tls.crt -noout -fingerprint")
         assert before != after
-        eventually(lambda: shell.succeeds(fingerprint) == after)
+        until(lambda: shell.succeeds(fingerprint) == after)
 
         trust_both, trust_new = revoke.splitlines()
         shell.succeeds(trust_both)
@@ -95,10 +86,10 @@ def test_certificates_are_issued_renewed_and_revoked(checkpoints: Checkpoints, t
             + "\nsigned frontend successor -addext subjectAltName=DNS:frontend"
         )
         successor = mutual.replace("client.", "successor.")
-        eventually(lambda: shell(successor).returncode == 0)
+        until(lambda: shell(successor).returncode == 0)
         shell.succeeds(mutual)
         shell.succeeds(trust_new)
-        eventually(lambda: shell(mutual).returncode != 0)
+        until(lambda: shell(mutual).returncode != 0)
         shell.succeeds(successor)
 
 

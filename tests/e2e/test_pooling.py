@@ -5,7 +5,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib as mpl
@@ -18,6 +18,7 @@ from skimage import data
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from checkpoints import Checkpoints
+from entered import entered
 from plain_reference import PlainReference
 from reference import TOLERANCE, error
 from servers import ServerProcess, serving, shell
@@ -32,17 +33,8 @@ OPERATIONS = Path(__file__).parents[2] / "docs" / "operations" / "search.md"
 CLIP = ("--dtype", "float32", "--graphs", "simulated", "--max-budget-tokens", "96", "--cache-bytes", "1000000")
 TARGET = "localhost:50051"
 
-
-@pytest.fixture(scope="module")
-def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    with serving(checkpoints("clip"), *CLIP, "--pooling", "cls") as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Iterator[Client]:
-    with Client(server.target) as one:
-        yield one
+server = entered(lambda checkpoints: serving(checkpoints("clip"), *CLIP, "--pooling", "cls"))
+client = entered(lambda server: Client(server.target))
 
 
 def photographs() -> list[Image.Image]:

@@ -5,7 +5,6 @@ import io
 import json
 import signal
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,33 +21,21 @@ from PIL import Image
 
 from checkpoints import Checkpoints
 from engine import WORDS
+from entered import entered
 from metric_pages import durations
-from routers import CHAT, EngineProcess, RouterProcess, client_of, leaving, router, until
+from routers import CHAT, EngineProcess, RouterProcess, client_of, decoded, leaving, router
 from servers import ServerProcess, serving
 from vitwire import Client, Item
 from vitwire.integrations.vllm.settings import Settings
+from waiting import until
 
 HOPPER = Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"
 COFFEE = Path(skimage.__file__).parent / "data" / "coffee.png"
 Json = dict[str, Any]
 
-
-@pytest.fixture(scope="module")
-def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    with serving(checkpoints("qwen3_vl"), "--cache-bytes", "100000000") as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def proxy(server: ServerProcess, stand_in: EngineProcess) -> Iterator[RouterProcess]:
-    with router(server.target, stand_in.url) as process:
-        yield process
-
-
-@pytest.fixture
-def llm(proxy: RouterProcess) -> Iterator[OpenAI]:
-    with client_of(proxy) as client:
-        yield client
+server = entered(lambda checkpoints: serving(checkpoints("qwen3_vl"), "--cache-bytes", "100000000"))
+proxy = entered(lambda server, stand_in: router(server.target, stand_in.url))
+llm = entered(client_of, scope="function")
 
 
 def data_uri(file: Path | bytes) -> str:
@@ -66,11 +53,6 @@ def text(words: str) -> Json:
 
 def user(*parts: Json) -> list[Any]:
     return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": list(parts)}]
-
-
-def decoded(value: str) -> torch.Tensor:
-    tensor: torch.Tensor = torch.load(io.BytesIO(base64.b64decode(value)), weights_only=True)
-    return tensor
 
 
 def test_text_passes_as_it_is(llm: OpenAI, received: EngineProcess) -> None:

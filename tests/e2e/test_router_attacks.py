@@ -16,23 +16,16 @@ import pytest
 from PIL import Image
 
 from callers import ask, caller
+from entered import entered
 from fake_service import Fake, Running, serving
-from routers import CHAT, EngineProcess, RouterProcess, router, until
+from routers import CHAT, EngineProcess, RouterProcess, router
+from waiting import until
 
 ATTACKER, HONEST = "127.0.0.1", "127.0.0.2"
 _SECONDS = 120
 
-
-@pytest.fixture(scope="module")
-def encoder() -> Iterator[Running]:
-    with serving(Fake()) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def proxy(encoder: Running, stand_in: EngineProcess) -> Iterator[RouterProcess]:
-    with router(encoder.target, stand_in.url) as process:
-        yield process
+encoder = entered(lambda: serving(Fake()))
+proxy = entered(lambda encoder, stand_in: router(encoder.target, stand_in.url))
 
 
 def file(kind: str, side: int, seed: int = 0) -> bytes:

@@ -3,14 +3,13 @@
 import gzip
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
-from checkpoints import Checkpoints
+from entered import entered
 from routers import CHAT, EngineProcess, RouterProcess, picture, router
 from servers import PYTHON, ServerProcess, serving
 from vitwire import Client, Item
@@ -64,12 +63,8 @@ PATHS = {
     "/v1/rerank": in_score,
 }
 
-
-@pytest.fixture(scope="module")
-def proxy(stand_in: EngineProcess) -> Iterator[RouterProcess]:
-    """It needs no encoder for these requests."""
-    with router(NOBODY, stand_in.url) as process:
-        yield process
+proxy = entered(lambda stand_in: router(NOBODY, stand_in.url))
+"""It needs no encoder for these requests."""
 
 
 def posted(proxy: RouterProcess, path: str, body: Json | bytes, **headers: str) -> httpx2.Response:
@@ -193,10 +188,7 @@ def test_sound_passes_as_it_is(proxy: RouterProcess, received: EngineProcess) ->
     assert file.decode("latin-1") in request["body"]
 
 
-@pytest.fixture(scope="module")
-def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    with serving(checkpoints("qwen3_vl"), "--cache-bytes", "100000000") as process:
-        yield process
+server = entered(lambda checkpoints: serving(checkpoints("qwen3_vl"), "--cache-bytes", "100000000"))
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": picture()}}

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from threading import Event
@@ -16,20 +15,18 @@ import pytest
 from callers import ask, caller
 from checkpoints import Checkpoints
 from embedding_calls import EMBEDDINGS, FLAGS, Json
+from entered import entered
 from fake_service import Fake
 from fake_service import serving as serving_fake
-from routers import RouterProcess, picture, router, until
+from routers import RouterProcess, picture, router
 from servers import ServerProcess, serving
+from waiting import until
 
 ATTACKER, HONEST = "127.0.0.1", "127.0.0.2"
 _SECONDS = 120
 
-
-@pytest.fixture(scope="module")
-def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    """Its images have several vectors."""
-    with serving(checkpoints("clip"), *FLAGS) as process:
-        yield process
+server = entered(lambda checkpoints: serving(checkpoints("clip"), *FLAGS))
+"""Its images have several vectors."""
 
 
 def pictures(number: int, seed: int = 0) -> Json:

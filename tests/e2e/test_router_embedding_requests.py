@@ -21,23 +21,15 @@ import openai
 import pytest
 from openai import OpenAI
 
-from checkpoints import Checkpoints
 from embedding_calls import EMBEDDINGS, FLAGS, NO_TEXT, Json, cohere_of, embedded, part, photographs, posted, uri
-from routers import EngineProcess, RouterProcess, client_of, leaving, picture, router, until, user
+from entered import entered
+from routers import EngineProcess, RouterProcess, client_of, leaving, picture, router, user
 from servers import ServerProcess, serving
+from waiting import until
 
-
-@pytest.fixture(scope="module")
-def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    with serving(checkpoints("clip"), *FLAGS, "--pooling", "cls") as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def beside(server: ServerProcess, stand_in: EngineProcess) -> Iterator[RouterProcess]:
-    """A router with an engine."""
-    with router(server.target, stand_in.url) as process:
-        yield process
+server = entered(lambda checkpoints: serving(checkpoints("clip"), *FLAGS, "--pooling", "cls"))
+beside = entered(lambda server, stand_in: router(server.target, stand_in.url))
+"""A router with an engine."""
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import cohere
@@ -25,6 +25,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from broken import edit
 from checkpoints import Checkpoints
 from embedding_calls import EMBEDDINGS, FLAGS, close, cohere_of, embedded, part, photographs, posted, unit, uri
+from entered import entered
 from plain_reference import PlainReference
 from reference import TOLERANCE, error
 from routers import RouterProcess, client_of, picture, router, user
@@ -44,16 +45,8 @@ def checkpoint(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-@pytest.fixture(scope="module")
-def server(checkpoint: Path) -> Iterator[ServerProcess]:
-    with serving(checkpoint, *FLAGS, "--pooling", "cls") as process:
-        yield process
-
-
-@pytest.fixture
-def co(proxy: RouterProcess) -> Iterator[cohere.ClientV2]:
-    with cohere_of(proxy) as one:
-        yield one
+server = entered(lambda checkpoint: serving(checkpoint, *FLAGS, "--pooling", "cls"))
+co = entered(cohere_of, scope="function")
 
 
 def test_photographs_are_embedded_as_transformers_does(

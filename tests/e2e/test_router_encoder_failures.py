@@ -16,18 +16,15 @@ from openai.types.chat import ChatCompletion
 import faulty_server
 from checkpoints import Checkpoints
 from engine import WORDS
-from routers import EngineProcess, RouterProcess, client_of, leaving, picture, router, until, user
+from entered import entered
+from routers import EngineProcess, RouterProcess, client_of, leaving, picture, router, user
 from servers import ServerProcess, serving
 from vitwire import Client, Item
+from waiting import until
 
 FLAGS = ("--cache-bytes", "100000000", "--graphs", "off", "--canary-seconds", "0")
 WAIT = ("--encoder-wait=3", "--encoder-retries=1")
 Json = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("faults") / "fault"
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +43,7 @@ def encoder(checkpoint: Path, fault: Path) -> Iterator[ServerProcess]:
                 process.process.send_signal(signal.SIGCONT)
 
 
-@pytest.fixture(scope="module")
-def server(checkpoint: Path, fault: Path) -> Iterator[ServerProcess]:
-    with encoder(checkpoint, fault) as process:
-        yield process
+server = entered(encoder)
 
 
 @pytest.fixture

@@ -19,8 +19,10 @@ import pytest
 from grpc_health.v1 import health_pb2
 from openai import OpenAI
 
+from entered import entered
 from fake_service import Fake, Running, abort, retry_info, serving
-from routers import CHAT, EngineProcess, RouterProcess, client_of, leaving, picture, router, until, user
+from routers import CHAT, EngineProcess, RouterProcess, client_of, leaving, picture, router, user
+from waiting import until
 
 pytestmark = pytest.mark.matrix
 
@@ -31,11 +33,7 @@ LIMITS = (
 )  # fmt: skip
 DEAD = "127.0.0.1:1"
 
-
-@pytest.fixture(scope="module")
-def encoder() -> Iterator[Running]:
-    with serving(Fake()) as running:
-        yield running
+encoder = entered(lambda: serving(Fake()))
 
 
 @pytest.fixture
@@ -46,16 +44,8 @@ def fake(encoder: Running) -> Iterator[Fake]:
     encoder.fake.cancelled.clear()
 
 
-@pytest.fixture(scope="module")
-def proxy(encoder: Running, stand_in: EngineProcess) -> Iterator[RouterProcess]:
-    with router(encoder.target, stand_in.url, *LIMITS) as process:
-        yield process
-
-
-@pytest.fixture
-def llm(proxy: RouterProcess) -> Iterator[OpenAI]:
-    with client_of(proxy) as client:
-        yield client
+proxy = entered(lambda encoder, stand_in: router(encoder.target, stand_in.url, *LIMITS))
+llm = entered(client_of, scope="function")
 
 
 def request_body(model: str, *urls: str, **fields: Any) -> dict[str, Any]:

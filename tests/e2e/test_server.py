@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from checkpoints import Checkpoints
+from entered import entered
 from metric_pages import durations
 from servers import PIXELS_ONLY, ServerProcess, finished, serving
 from vitwire import Client, EncodeFailed, Item, Unavailable
@@ -28,11 +28,7 @@ GRPCURL = Path(sys.executable).with_name("grpcurl")
 SERVICE = "vitwire.v1.EncoderService"
 SERVING, NOT_SERVING = (health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING)
 
-
-@pytest.fixture(scope="module")
-def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    with serving(checkpoints("qwen2_vl"), "--graphs", "simulated", "--budgets", "16,64") as process:
-        yield process
+server = entered(lambda checkpoints: serving(checkpoints("qwen2_vl"), "--graphs", "simulated", "--budgets", "16,64"))
 
 
 def grpcurl(server: ServerProcess, *words: str) -> str:

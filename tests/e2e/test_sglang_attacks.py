@@ -5,7 +5,6 @@ import io
 import json
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from urllib.parse import urlsplit
@@ -17,32 +16,16 @@ from PIL import Image
 from smg_grpc_proto import sglang_encoder_pb2 as pb
 from smg_grpc_proto import sglang_encoder_pb2_grpc as pb_grpc
 
-from adapters import Adapter, adapting
-from fake_service import Fake, Running, serving
+from adapters import Adapter, adapting, receiving
+from entered import entered
+from fake_service import Fake, serving
 
 ATTACKER, HONEST = "127.0.0.1", "127.0.0.2"
 _SECONDS = 120
 
-
-@pytest.fixture(scope="module")
-def encoder() -> Iterator[Running]:
-    with serving(Fake()) as running:
-        yield running
-
-
-@pytest.fixture
-def adapter(encoder: Running) -> Iterator[Adapter]:
-    with adapting(encoder.target, "--max-requests=40", "--drain-seconds=1") as process:
-        yield process
-
-
-@pytest.fixture
-def receiver() -> Iterator[tuple[zmq.Socket[bytes], int]]:
-    """A socket as SGLang's receivers bind it, and its port."""
-    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
-        socket.linger = 0
-        socket.rcvtimeo = _SECONDS * 1000
-        yield socket, socket.bind_to_random_port("tcp://127.0.0.1")
+encoder = entered(lambda: serving(Fake()))
+adapter = entered(lambda encoder: adapting(encoder.target, "--max-requests=40", "--drain-seconds=1"), scope="function")
+receiver = entered(receiving, scope="function")
 
 
 def part(ports: int | list[int] | None, req_id: str = "r") -> bytes:

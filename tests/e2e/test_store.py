@@ -1,6 +1,5 @@
 """Items whose rows are only stored, through real requests: accepted early, joined in flight, fetched by content id."""
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -17,6 +16,7 @@ import torch
 
 import faulty_server
 from checkpoints import Checkpoints
+from entered import entered
 from reference import Array, Reference
 from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import (
@@ -36,15 +36,11 @@ from vitwire._transport.uploads import to_wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
 from vitwire_server.core.grids import Grid
+from waiting import until
 
 GRID = (1, 8, 4)
 COLUMNS = 3 * 2 * 16 * 16
 CACHE = ("--cache-bytes", "3000000", "--graphs", "simulated", "--budgets", "16,64", "--dtype", "float32")
-
-
-@pytest.fixture(scope="module")
-def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("faults") / "fault"
 
 
 @pytest.fixture(scope="module", params=[pytest.param("1", marks=pytest.mark.matrix), "2"])
@@ -53,16 +49,10 @@ def server(checkpoints: Checkpoints, fault: Path, request: pytest.FixtureRequest
     program = (faulty_server.__file__, str(fault))
     with serving(checkpoints("qwen3_vl"), *flags, program=program) as process:
         yield process
-        deadline = time.monotonic() + 30
-        while process.metric("vitwire_admitted_bytes") and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert process.metric("vitwire_admitted_bytes") == 0
+        until(lambda: not process.metric("vitwire_admitted_bytes"), 30)
 
 
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[Client]:
-    with Client(server.target) as client:
-        yield client
+client = entered(lambda server: Client(server.target), scope="function")
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from faults import FAULTY, Note, scaled
 from load import image, request
 from servers import ServerProcess, serving
 from vitwire import Client, EncodeFailed, Item, Unavailable
+from waiting import until
 
 COLUMNS = 3 * 2 * 14 * 14
 
@@ -67,8 +68,7 @@ def test_as_process_1_a_signal_drains(checkpoints: Checkpoints, number: signal.S
         with Client(server.target) as client, ThreadPoolExecutor(4) as pool:
             large = Item(np.ones((1024, COLUMNS), np.float32), (1, 32, 32))
             calls = [pool.submit(client.encode, [large] * 24) for _ in range(4)]
-            while server.metric("vitwire_inflight_requests") < 4:
-                time.sleep(0.01)
+            until(lambda: server.metric("vitwire_inflight_requests") >= 4)
             os.kill(inside, number)
             assert [len(call.result(240)) for call in calls] == [24] * 4
         assert server.process.wait(30) == 0

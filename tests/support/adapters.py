@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import zmq
+
 from servers import ServerProcess, spawn
 
 
@@ -27,3 +29,12 @@ def adapting(target: str, *flags: str) -> Iterator[Adapter]:
         finally:
             if server.process.poll() is None:
                 server.stop()
+
+
+@contextmanager
+def receiving() -> Iterator[tuple[zmq.Socket[bytes], int]]:
+    """A socket as SGLang's receivers bind it, and its port."""
+    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        socket.linger = 0
+        socket.rcvtimeo = 120_000
+        yield socket, socket.bind_to_random_port("tcp://127.0.0.1")

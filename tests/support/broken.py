@@ -5,10 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.checkpoints.checkpoint import Loaded, load_tower, open_checkpoint
+from vitwire_server.towers.checkpoints.lora import Adapter
+from vitwire_server.towers.files import CheckpointError
 
 Break = Callable[[Path], Any]
 
@@ -39,8 +42,17 @@ def write(name: str, content: str) -> Break:
     return lambda folder: (folder / name).write_text(content)
 
 
-def load(folder: Path, pooling: Pooling = Pooling.NONE) -> Loaded:
+def refused(folder: Path, harm: Break, message: str) -> str:
+    """The error of a checkpoint that is broken in this way, of which the message is a part."""
+    harm(folder)
+    with pytest.raises(CheckpointError, match=message) as error:
+        load(folder)
+    return str(error.value)
+
+
+def load(folder: Path, pooling: Pooling = Pooling.NONE, adapter: Adapter | None = None) -> Loaded:
     """Everything that a server reads of a checkpoint."""
     checkpoint = open_checkpoint(str(folder)).pooled(pooling)
     checkpoint.preprocessing()
-    return load_tower(checkpoint, dtype=torch.float32, device=torch.device("cpu"), track=lambda shards, *_: shards)
+    device, track = torch.device("cpu"), lambda shards, *_: shards
+    return load_tower(checkpoint, dtype=torch.float32, device=device, track=track, adapter=adapter)

@@ -1,40 +1,27 @@
 """The client's description of a checkpoint, by way of the message that answers GetModel."""
 
+from dataclasses import replace
 from pathlib import Path
 
-import torch
-
+from broken import load
+from cards import CARD
 from vitwire.model import Model
 from vitwire.v1 import encoder_pb2 as pb
-from vitwire_server.core.budgets import Ladder
-from vitwire_server.core.items import DType
-from vitwire_server.core.models import Limits, ModelCard
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.preparing.rules.recipe import recipes_of
 from vitwire_server.rpc.response_messages import model_message
-from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
+from vitwire_server.towers.checkpoints.checkpoint import open_checkpoint
 
 
 def client_model(folder: Path, pooling: Pooling = Pooling.NONE) -> Model:
     """The client's description of a checkpoint."""
     checkpoint = open_checkpoint(str(folder)).pooled(pooling)
-    tower = load_tower(
-        checkpoint, dtype=torch.float32, device=torch.device("cpu"), track=lambda shards, *_: shards
-    ).tower
-    card = ModelCard(
-        model_id="tiny",
+    tower = load(folder, pooling).tower
+    card = replace(
+        CARD,
         model_type=checkpoint.family.model_type,
-        fingerprint="",
-        dtype=DType.FLOAT32,
         geometry=tower.geometry,
         preprocessing=checkpoint.preprocessing(),
-        ladder=Ladder(),
-        dropped={},
-        limits=Limits(1, 1, 1, 1, 1),
-        graphs="off",
-        attention="sdpa",
-        device="cpu",
-        version="0",
         pooling=checkpoint.pooling,
         poolings=checkpoint.poolings,
         prepared=tuple(recipes_of(checkpoint.preprocessing(), tower.geometry)),

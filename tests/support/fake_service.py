@@ -9,12 +9,12 @@ from typing import Any
 
 import grpc
 import numpy as np
-import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from entered import entered
 from fake_preparing import describe, prepared
 from vitwire import Item
 from vitwire.v1 import encoder_pb2 as pb
@@ -239,7 +239,4 @@ def serving(fake: Fake, port: int = 0, *, host: str = "127.0.0.1", shared: bool 
         pool.shutdown()
 
 
-@pytest.fixture
-def running() -> Iterator[Running]:
-    with serving(Fake()) as running:
-        yield running
+running = entered(lambda: serving(Fake()), scope="function")

@@ -93,6 +93,20 @@ def containers(documents: list[Document]) -> list[Document]:
     return [*spec.get("initContainers", []), *spec["containers"]]
 
 
+def assert_restricted(spec: Document) -> None:
+    """A pod keeps the Pod Security Standard `restricted`, and its root is read-only on top of it."""
+    assert spec["securityContext"].items() >= {"runAsNonRoot": True, "runAsUser": UID}.items()
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["enableServiceLinks"] is False, "a Service named vitwire injects VITWIRE_PORT=tcp://…"
+    for container in [*spec.get("initContainers", []), *spec["containers"]]:
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+
+
 def server(documents: list[Document]) -> Document:
     (container,) = pod(documents)["containers"]
     found: Document = container

@@ -40,15 +40,11 @@ def tiled(tiling: Tiling, resample: int = 3) -> Recipe:
 
 def recipes(folder: Path, pooling: Pooling = Pooling.NONE) -> Mapping[Modality, Recipe]:
     """The recipes of a checkpoint, of the modalities that are prepared."""
-    import torch  # noqa: PLC0415  # takes seconds, and programs with recipes by hand do without
+    from broken import load  # noqa: PLC0415  # takes seconds, and programs with recipes by hand do without
+    from vitwire_server.towers.checkpoints.checkpoint import open_checkpoint  # noqa: PLC0415  # as above
 
-    from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint  # noqa: PLC0415  # as above
-
-    checkpoint = open_checkpoint(str(folder)).pooled(pooling)
-    tower = load_tower(
-        checkpoint, dtype=torch.float32, device=torch.device("cpu"), track=lambda shards, *_: shards
-    ).tower
-    return recipes_of(checkpoint.preprocessing(), tower.geometry)
+    settings = open_checkpoint(str(folder)).pooled(pooling).preprocessing()
+    return recipes_of(settings, load(folder, pooling).tower.geometry)
 
 
 def image(source: Any, recipe: Recipe) -> Tiles:

@@ -6,18 +6,19 @@ import json
 import socket
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
 import numpy as np
+import torch
 from openai import OpenAI
 from PIL import Image
 
 from servers import PYTHON, ServerProcess, end, spawn
+from waiting import until as until  # noqa: PLC0414 - for tests that import it from here
 
 _VITWIRE = Path(PYTHON).with_name("vitwire")
 _STOP_SECONDS = 30
@@ -84,13 +85,6 @@ def _process(
             end(process, _STOP_SECONDS)
 
 
-def until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.02)
-
-
 def clip_file(frames: int, rate: float) -> bytes:
     """An MP4 file of moving pictures, made in the environment of servers, which has PyAV."""
     program = f"import encoded_files, sys; file = encoded_files.clip(encoded_files.moving({frames}), {rate})"
@@ -120,6 +114,12 @@ def leaving(proxy: RouterProcess, body: dict[str, Any], path: str = CHAT) -> soc
     content = json.dumps(body).encode()
     sock.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
     return sock
+
+
+def decoded(value: str) -> torch.Tensor:
+    """Embeddings as the router hands them to an engine."""
+    tensor: torch.Tensor = torch.load(io.BytesIO(base64.b64decode(value)), weights_only=True)
+    return tensor
 
 
 def picture(width: int = 32, height: int = 32, seed: int = 0) -> str:

@@ -6,12 +6,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Event, Thread
 from typing import Any
 
 import numpy as np
 
+import cards
 from vitwire_server.caching.cache import EmbeddingCache
 from vitwire_server.caching.keys import digest_of, parts_of
 from vitwire_server.caching.single_flight import SingleFlight
@@ -19,7 +20,7 @@ from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.errors import EncodeFailed, InvalidTensors
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import CacheLookup, DType, Embedding, Item, Modality, Pixels
-from vitwire_server.core.models import Geometry, Limits, ModelCard
+from vitwire_server.core.models import Geometry, Limits
 from vitwire_server.core.plans import Fallback
 from vitwire_server.core.reports import Encoded, Outcome
 from vitwire_server.core.runner import Collected, Running, Timings
@@ -232,18 +233,6 @@ async def until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-CARD = ModelCard(
-    model_id="tiny",
-    model_type="tiny",
-    fingerprint="",
-    dtype=DType.FLOAT32,
-    geometry=Geometry(2, 2, 1, 1, WIDTH, 0),
-    preprocessing={},
-    ladder=Ladder(),
-    dropped={},
-    limits=Limits(1 << 20, 8, 1 << 10, *LIMITS),
-    graphs="off",
-    attention="sdpa",
-    device="cpu",
-    version="0",
+CARD = replace(
+    cards.CARD, geometry=Geometry(2, 2, 1, 1, WIDTH, 0), limits=Limits(1 << 20, 8, 1 << 10, *LIMITS), model_type="tiny"
 )

@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 
 from both_clients import Call, InThread, both
-from fake_service import Fake, Running, abort, expected, item, running, serving
+from fake_service import Fake, Running, abort, expected, item, serving
 from vitwire import AsyncClient, InvalidItem, Item, NotCached, VitwireError
 from vitwire._transport.ahead import AHEAD_ITEMS, Window
-
-__all__ = ["running"]  # the fixture
 
 
 async def asynchronous(items: Iterator[Item]) -> AsyncIterator[Item]:
@@ -32,10 +30,9 @@ Source = Callable[[Iterator[Item]], Any]
 
 
 @sources
-async def test_every_item_is_answered_at_its_position(make: Call, source: Source, running: Running) -> None:
+async def test_every_item_is_answered_at_its_position(client: Any, source: Source) -> None:
     items = (item(1 + index % 5, float(index)) for index in range(200))
-    async with make(running.target, timeout=60) as client:
-        results = {index: each async for index, each in client.iter_encode(source(items), output_type="float32")}
+    results = {index: each async for index, each in client.iter_encode(source(items), output_type="float32")}
     assert sorted(results) == list(range(200))
     for index, embedding in results.items():
         np.testing.assert_array_equal(embedding.numpy(), expected(1 + index % 5, float(index)))
@@ -99,33 +96,31 @@ async def test_reading_ahead_is_bounded(make: Call, source: Source, running: Run
 
 
 @sources
-async def test_an_error_of_the_iterable_is_raised(make: Call, source: Source, running: Running) -> None:
+async def test_an_error_of_the_iterable_is_raised(client: Any, source: Source) -> None:
     def items() -> Iterator[Item]:
         yield item(1)
         raise OSError("cannot read the next image")
 
-    async with make(running.target, timeout=60) as client:
-        with pytest.raises(OSError, match="cannot read the next image"):
-            async for _ in client.iter_encode(source(items())):
-                pass
+    with pytest.raises(OSError, match="cannot read the next image"):
+        async for _ in client.iter_encode(source(items())):
+            pass
 
 
 @sources
-async def test_errors_of_items_come_last_or_in_place(make: Call, source: Source, running: Running) -> None:
+async def test_errors_of_items_come_last_or_in_place(client: Any, source: Source) -> None:
     def items() -> Iterator[Item]:
         return (item(1, content_id="error:NOT_FOUND" if index in (3, 7) else None) for index in range(9))
 
-    async with make(running.target, timeout=60) as client:
-        found: list[int] = []
+    found: list[int] = []
 
-        async def collect_each() -> None:
-            async for index, _ in client.iter_encode(source(items())):
-                found.append(index)
+    async def collect_each() -> None:
+        async for index, _ in client.iter_encode(source(items())):
+            found.append(index)
 
-        with pytest.raises(NotCached) as failure:
-            await collect_each()
-        assert (sorted(found), failure.value.item) == ([0, 1, 2, 4, 5, 6, 8], 3)
-        mixed = {i: each async for i, each in client.iter_encode(source(items()), return_exceptions=True)}
+    with pytest.raises(NotCached) as failure:
+        await collect_each()
+    assert (sorted(found), failure.value.item) == ([0, 1, 2, 4, 5, 6, 8], 3)
+    mixed = {i: each async for i, each in client.iter_encode(source(items()), return_exceptions=True)}
     assert [index for index, each in sorted(mixed.items()) if isinstance(each, VitwireError)] == [3, 7]
 
 

@@ -14,13 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from both_clients import Call, both, large
-from fake_service import SERVICE, Fake, Running, abort, item, model_message, running, serving
+from fake_service import SERVICE, Fake, Running, abort, item, model_message, serving
 from nameserver import answering
 from vitwire import Client, Item, Unavailable
 from vitwire._transport.balancing import MAX_ROUTED, REPLICA_HEADER, Balancing, Replicas, balanced, hint_of, tokens_of
 from vitwire.model import Model, TileShapes
-
-__all__ = ["running"]  # the fixture
 
 MODEL = Model.from_message(model_message())
 HINT = "x-vitwire-content-id"
@@ -170,20 +168,19 @@ def test_hints_are_short_and_valid_headers(content_id: str) -> None:
 
 
 @both
-async def test_calls_send_a_hint_of_the_first_content_id(make: Call, running: Running) -> None:
-    async with make(running.target, timeout=20) as client:
-        await client.encode([item(1), item(1, content_id="second"), item(1, content_id="third")])
-        assert running.fake.metadata[HINT] == hint_of("second")
-        await client.encode([replace(large(), content_id="large")])
-        assert (running.fake.methods[-1], running.fake.metadata[HINT]) == ("EncodeStream", hint_of("large"))
-        await client.encode([item(1)])
-        assert HINT not in running.fake.metadata
-        await client.with_options(metadata={HINT: "chat-7"}).encode([item(1, content_id="second")])
-        assert running.fake.metadata[HINT] == "chat-7"
+async def test_calls_send_a_hint_of_the_first_content_id(client: Any, running: Running) -> None:
+    await client.encode([item(1), item(1, content_id="second"), item(1, content_id="third")])
+    assert running.fake.metadata[HINT] == hint_of("second")
+    await client.encode([replace(large(), content_id="large")])
+    assert (running.fake.methods[-1], running.fake.metadata[HINT]) == ("EncodeStream", hint_of("large"))
+    await client.encode([item(1)])
+    assert HINT not in running.fake.metadata
+    await client.with_options(metadata={HINT: "chat-7"}).encode([item(1, content_id="second")])
+    assert running.fake.metadata[HINT] == "chat-7"
 
 
 @both
-async def test_a_repeated_attempt_sends_no_hint(make: Call, running: Running) -> None:
+async def test_a_repeated_attempt_sends_no_hint(client: Any, running: Running) -> None:
     """The replica that a hint leads to is full or gone."""
     hints: list[str | None] = []
 
@@ -193,10 +190,9 @@ async def test_a_repeated_attempt_sends_no_hint(make: Call, running: Running) ->
         if len(hints) == 1:
             abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc_retry_pushback_ms="10")
 
-    async with make(running.target, timeout=20) as client:
-        await client.model()
-        running.fake.before = full_at_first
-        await client.encode([item(1, content_id="a")])
+    await client.model()
+    running.fake.before = full_at_first
+    await client.encode([item(1, content_id="a")])
     assert hints == [hint_of("a"), None]
 
 

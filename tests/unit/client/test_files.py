@@ -15,14 +15,12 @@ import pytest
 from PIL import Image
 
 from both_clients import Call, both
-from fake_service import Running, item, running
+from fake_service import Running, item
 from vitwire import AsyncClient, Client, InvalidItem, Item
 from vitwire._arguments import image_items
 from vitwire._inputs import sources
 from vitwire._inputs.sources import file_bytes, loaded
 from vitwire._transport.channel import checked_target
-
-__all__ = ["running"]  # the fixture
 
 URLS = ["https://example.com/cat.png", "HTTP://example.com", Path("https://example.com/cat.png"), "s3://bucket/cat.png"]
 
@@ -138,14 +136,13 @@ async def test_images_in_every_form(make: Call, running: Running, png: bytes, tm
 
 
 @both
-async def test_images_that_cannot_be_used_are_named_by_position(make: Call, running: Running, png: bytes) -> None:
-    async with make(running.target, timeout=20) as client:
-        for wrong in (*URLS, io.StringIO("text"), "data:image/png;base64,????"):
-            with pytest.raises(InvalidItem) as raised:
-                await client.encode_images([png, wrong])
-            assert raised.value.item == 1
-        with pytest.raises(TypeError, match="a list of images, got a single BytesIO"):
-            await client.encode_images(io.BytesIO(png))
+async def test_images_that_cannot_be_used_are_named_by_position(client: Any, png: bytes) -> None:
+    for wrong in (*URLS, io.StringIO("text"), "data:image/png;base64,????"):
+        with pytest.raises(InvalidItem) as raised:
+            await client.encode_images([png, wrong])
+        assert raised.value.item == 1
+    with pytest.raises(TypeError, match="a list of images, got a single BytesIO"):
+        await client.encode_images(io.BytesIO(png))
 
 
 async def test_a_pipe_is_read_to_its_end(running: Running, png: bytes) -> None:
@@ -168,20 +165,19 @@ def test_a_file_is_sent_as_it_is(running: Running, png: bytes) -> None:
 
 
 @both
-async def test_items_are_not_images(make: Call, running: Running) -> None:
+async def test_items_are_not_images(client: Any) -> None:
     expected = "expected an Item, got str: use encode_images"
-    async with make(running.target, timeout=20) as client:
-        for items in ([item(), "photo.jpg"], iter([item(), "photo.jpg"])):
-            with pytest.raises(InvalidItem, match=expected) as raised:
-                [each async for each in client.iter_encode(items)]
-            assert raised.value.item == 1
-        for encode in (client.encode, client.encode_cached):
-            with pytest.raises(InvalidItem, match=expected) as raised:
-                await encode([item(), "photo.jpg"])
-            assert raised.value.item == 1
-            for single in (item(), "photo.jpg"):
-                with pytest.raises(TypeError, match="a list of Items, got a single"):
-                    await encode(single)
+    for items in ([item(), "photo.jpg"], iter([item(), "photo.jpg"])):
+        with pytest.raises(InvalidItem, match=expected) as raised:
+            [each async for each in client.iter_encode(items)]
+        assert raised.value.item == 1
+    for encode in (client.encode, client.encode_cached):
+        with pytest.raises(InvalidItem, match=expected) as raised:
+            await encode([item(), "photo.jpg"])
+        assert raised.value.item == 1
+        for single in (item(), "photo.jpg"):
+            with pytest.raises(TypeError, match="a list of Items, got a single"):
+                await encode(single)
 
 
 @both

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from both_clients import Call, InThread, both
-from fake_service import Fake, Running, abort, expected, item, retry_info, running, serving
+from fake_service import Running, abort, expected, item, retry_info
 from servers import finished
 from vitwire import (
     AsyncClient,
@@ -32,7 +32,6 @@ from vitwire import (
 )
 from vitwire.v1 import encoder_pb2 as pb
 
-__all__ = ["running"]  # the fixture
 SECRET = "wolpertinger"  # of the tests
 
 
@@ -57,21 +56,20 @@ async def test_options_are_those_of_the_call_else_of_the_client(make: Call, runn
 
 
 @both
-async def test_a_derived_client_has_its_own_timeout_and_retries(make: Call) -> None:
+async def test_a_derived_client_has_its_own_timeout_and_retries(make: Call, running: Running) -> None:
     def refuse(context: grpc.ServicerContext) -> None:
-        if fake.methods[-1] != "GetModel":
+        if running.fake.methods[-1] != "GetModel":
             abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, retry_info(0, 10_000_000))
 
-    fake = Fake(before=refuse)
-    with serving(fake) as running:
-        async with make(running.target, timeout=20, max_retries=0) as client:
-            for retries, derived in ((0, client), (2, client.with_options(max_retries=2))):
-                fake.methods.clear()
-                with pytest.raises(Overloaded):
-                    await derived.encode([item()])
-                assert fake.methods.count("Encode") == 1 + retries
-            with pytest.raises(DeadlineExceeded):
-                await client.with_options(timeout=0.0).encode([item()])
+    running.fake.before = refuse
+    async with make(running.target, timeout=20, max_retries=0) as client:
+        for retries, derived in ((0, client), (2, client.with_options(max_retries=2))):
+            running.fake.methods.clear()
+            with pytest.raises(Overloaded):
+                await derived.encode([item()])
+            assert running.fake.methods.count("Encode") == 1 + retries
+        with pytest.raises(DeadlineExceeded):
+            await client.with_options(timeout=0.0).encode([item()])
 
 
 @both
@@ -120,9 +118,11 @@ def test_invalid_options_are_refused_at_once(kind: Any, options: dict[str, Any],
     assert SECRET not in str(raised.value)
 
 
-def test_a_limit_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_in_flight"):
-        Client("localhost:1", max_in_flight=0)
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize("limit", ["connections", "max_in_flight"])
+def test_a_limit_below_one_is_refused(kind: Any, limit: str) -> None:
+    with pytest.raises(ValueError, match=f"{limit} must be at least 1, got 0"):
+        kind("localhost:1", **{limit: 0})
 
 
 # -- metadata and request ids ------------------------------------------------------------------------
@@ -200,7 +200,7 @@ async def test_results_and_errors_have_the_id_of_their_request(make: Call, runni
 
 @both
 @pytest.mark.parametrize("limit", [1, 3])
-async def test_requests_in_flight_are_bounded(make: Call, limit: int) -> None:
+async def test_requests_in_flight_are_bounded(make: Call, limit: int, running: Running) -> None:
     lock, most, now = threading.Lock(), 0, 0
     full, release = threading.Event(), threading.Event()
 
@@ -216,17 +216,17 @@ async def test_requests_in_flight_are_bounded(make: Call, limit: int) -> None:
         with lock:
             now -= 1
 
-    with serving(Fake(bend=counted)) as running:
-        async with make(running.target, timeout=60, max_in_flight=limit) as client:
-            await client.model()
-            calls = [asyncio.ensure_future(client.with_options().encode([item()])) for _ in range(limit + 1)]
-            assert await asyncio.to_thread(full.wait, 60)
-            with pytest.raises(DeadlineExceeded, match=f"max_in_flight={limit}"):
-                await client.encode([item()], timeout=0.2)
-            release.set()
-            for done in await asyncio.gather(*calls):
-                np.testing.assert_array_equal(done[0].numpy(), expected(4, 1.0))
-            await client.encode([item()])
+    running.fake.bend = counted
+    async with make(running.target, timeout=60, max_in_flight=limit) as client:
+        await client.model()
+        calls = [asyncio.ensure_future(client.with_options().encode([item()])) for _ in range(limit + 1)]
+        assert await asyncio.to_thread(full.wait, 60)
+        with pytest.raises(DeadlineExceeded, match=f"max_in_flight={limit}"):
+            await client.encode([item()], timeout=0.2)
+        release.set()
+        for done in await asyncio.gather(*calls):
+            np.testing.assert_array_equal(done[0].numpy(), expected(4, 1.0))
+        await client.encode([item()])
     assert most == limit
 
 
@@ -264,16 +264,15 @@ async def test_a_request_that_waits_for_its_own_loop_logs_a_warning(
 
 
 @both
-async def test_retries_and_requests_are_logged(make: Call, caplog: pytest.LogCaptureFixture) -> None:
+async def test_retries_and_requests_are_logged(make: Call, caplog: pytest.LogCaptureFixture, running: Running) -> None:
     def refuse(context: grpc.ServicerContext) -> None:
-        if fake.methods.count("Encode") == 1:
+        if running.fake.methods.count("Encode") == 1:
             abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, retry_info(0, 10_000_000))
 
-    fake = Fake(before=refuse)
+    running.fake.before = refuse
     caplog.set_level(logging.DEBUG, "vitwire")
-    with serving(fake) as running:
-        async with make(running.target, timeout=20, token=SECRET) as client:
-            (embedding,) = await client.encode([item()])
+    async with make(running.target, timeout=20, token=SECRET) as client:
+        (embedding,) = await client.encode([item()])
     name = embedding.report.request_id
     own = [record for record in caplog.records if record.name == "vitwire" and name in record.getMessage()]
     assert [record.levelname for record in own] == ["DEBUG", "INFO", "DEBUG"]

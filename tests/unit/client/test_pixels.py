@@ -12,14 +12,12 @@ import pytest
 import torch
 from PIL import Image, ImageOps, PngImagePlugin
 
-from both_clients import Call, both
-from fake_service import Running, item, running
+from both_clients import both
+from fake_service import Running, item
 from vitwire import InvalidItem, Item, VitwireError
 from vitwire._delivery.answers import Expected
 from vitwire._inputs.sources import pixels_of, pixels_of_frames
 from vitwire._transport.uploads import to_wire
-
-__all__ = ["running"]  # the fixture
 
 PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 255, (20, 30, 3), np.uint8))
 
@@ -162,14 +160,13 @@ def test_frames() -> None:
 
 
 @both
-async def test_a_server_that_prepares_nothing_is_named(make: Call, running: Running) -> None:
+async def test_a_server_that_prepares_nothing_is_named(client: Any, running: Running) -> None:
     running.fake.prepares = False
-    async with make(running.target, timeout=20) as client:
-        for encode in (client.encode_images, client.encode_clips):
-            with pytest.raises(VitwireError, match=r"prepares no .*--decode-processes 0"):
-                await encode([])
-        assert (await client.encode([item(2)]))[0].shape == (2, 12)
-        assert Expected.of(item(2), await client.model()).rows == 2, "which NIXL leases memory by"
+    for encode in (client.encode_images, client.encode_clips):
+        with pytest.raises(VitwireError, match=r"prepares no .*--decode-processes 0"):
+            await encode([])
+    assert (await client.encode([item(2)]))[0].shape == (2, 12)
+    assert Expected.of(item(2), await client.model()).rows == 2, "which NIXL leases memory by"
 
 
 SCRIPT = """

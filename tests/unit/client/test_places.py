@@ -33,6 +33,10 @@ class Line:
         self.tasks[name] = asyncio.create_task(self._wait(name, cost, to))
         await settled()
 
+    async def add_all(self, name: str, count: int, cost: int, to: Path) -> None:
+        for number in range(count):
+            await self.add(f"{name} {number}", cost, to)
+
     async def finish(self, name: str = "", seconds: float = 0.0) -> None:
         """Job `name`, or that which runs longest, is done after so many seconds."""
         place = self.running.pop(name or next(iter(self.running)))
@@ -78,10 +82,8 @@ async def test_a_decoder_that_lies_about_costs_holds_up_nobody() -> None:
 )
 async def test_a_flood_delays_others_by_one_job(other: Path) -> None:
     line = Line(1)
-    for number in range(60):
-        await line.add(f"flood {number}", LONG, flow("many", "connection"))
-    for number in range(3):
-        await line.add(f"other {number}", SHORT, other)
+    await line.add_all("flood", 60, LONG, flow("many", "connection"))
+    await line.add_all("other", 3, SHORT, other)
     assert line.granted == ["flood 0"]
     assert line.reported == 62
     for _ in range(3):
@@ -94,8 +96,7 @@ async def test_many_requests_and_connections_of_a_caller_are_one_share() -> None
     line = Line(1)
     for number in range(30):
         await line.add(f"flood {number}", SHORT, flow("many", f"connection {number % 5}", number))
-    for number in range(5):
-        await line.add(f"other {number}", SHORT, flow("other"))
+    await line.add_all("other", 5, SHORT, flow("other"))
     for _ in range(10):
         await line.finish(seconds=0.07)
     assert sum(name.startswith("other") for name in line.granted) == 5
@@ -104,8 +105,7 @@ async def test_many_requests_and_connections_of_a_caller_are_one_share() -> None
 
 async def test_long_jobs_of_a_caller_leave_a_place() -> None:
     line = Line(3)
-    for number in range(4):
-        await line.add(f"long {number}", LONG, flow("one"))
+    await line.add_all("long", 4, LONG, flow("one"))
     assert line.granted == ["long 0", "long 1"]
     await line.add("short", SHORT, flow("one", "other connection"))
     await line.finish("short", seconds=0.07)
@@ -120,10 +120,8 @@ async def test_long_jobs_of_a_caller_leave_a_place() -> None:
 
 async def test_a_caller_pays_for_jobs_that_take_longer_than_predicted() -> None:
     line = Line(1)
-    for number in range(8):
-        await line.add(f"liar {number}", SHORT, flow("one"))
-    for number in range(8):
-        await line.add(f"other {number}", SHORT, flow("two"))
+    await line.add_all("liar", 8, SHORT, flow("one"))
+    await line.add_all("other", 8, SHORT, flow("two"))
     await line.finish("liar 0", seconds=5)
     for number in range(7):
         await line.finish(f"other {number}", seconds=0.07)
@@ -133,8 +131,7 @@ async def test_a_caller_pays_for_jobs_that_take_longer_than_predicted() -> None:
 
 async def test_a_caller_whose_jobs_take_longer_than_predicted_leaves_a_place() -> None:
     line = Line(2)
-    for number in range(5):
-        await line.add(f"liar {number}", SHORT, flow("one"))
+    await line.add_all("liar", 5, SHORT, flow("one"))
     assert line.granted == ["liar 0", "liar 1"]
     await line.finish("liar 0", seconds=5)
     await line.finish("liar 1", seconds=5)
@@ -147,10 +144,8 @@ async def test_a_caller_whose_jobs_take_longer_than_predicted_leaves_a_place() -
 async def test_interactive_jobs_go_first_and_batch_jobs_do_not_starve() -> None:
     line = Line(1)
     await line.add("first", SHORT, flow("one"))
-    for number in range(3):
-        await line.add(f"batch {number}", SHORT, flow("one", priority=Priority.BATCH))
-    for number in range(40):
-        await line.add(f"interactive {number}", SHORT, flow("two"))
+    await line.add_all("batch", 3, SHORT, flow("one", priority=Priority.BATCH))
+    await line.add_all("interactive", 40, SHORT, flow("two"))
     for _ in range(40):
         await line.finish(seconds=0.07)
     places = [position for position, name in enumerate(line.granted) if name.startswith("batch")]
@@ -161,8 +156,7 @@ async def test_interactive_jobs_go_first_and_batch_jobs_do_not_starve() -> None:
 async def test_cancelled_jobs_leave_the_line() -> None:
     line = Line(1)
     await line.add("first", SHORT, flow("one"))
-    for number in range(5):
-        await line.add(f"next {number}", SHORT, flow("one"))
+    await line.add_all("next", 5, SHORT, flow("one"))
     for number in range(4):
         line.tasks[f"next {number}"].cancel()
     await settled()

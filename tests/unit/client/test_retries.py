@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from both_clients import Call, both, large
-from fake_service import Fake, abort, expected, item, retry_info, serving
+from fake_service import Fake, Running, abort, expected, item, retry_info, serving
 from http2 import CANCEL, ENHANCE_YOUR_CALM, resetting
 from vitwire import AsyncClient, Client, InvalidItem, Item, Overloaded, Unavailable
 from vitwire._transport.attempts import Deadline
 
 
 @both
-async def test_a_full_server_is_asked_again_when_it_said(make: Call) -> None:
+async def test_a_full_server_is_asked_again_when_it_said(make: Call, running: Running) -> None:
     refusals = 2
 
     def refuse(context: grpc.ServicerContext) -> None:
@@ -25,43 +25,39 @@ async def test_a_full_server_is_asked_again_when_it_said(make: Call) -> None:
             refusals -= 1
             abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, retry_info(0, 200_000_000))
 
-    fake = Fake()
-    with serving(fake) as running:
-        async with make(running.target, timeout=20) as client:
+    async with make(running.target, timeout=20) as client:
+        await client.model()
+        running.fake.before = refuse
+        await client.encode([item()])
+        assert running.fake.methods.count("Encode") == 3
+        refusals = 10**9
+        with pytest.raises(Overloaded):
+            await client.encode([item()], timeout=1)
+    refusals = 3
+    async with make(running.target, timeout=20, max_retries=2) as client:
+        with pytest.raises(Overloaded):
             await client.model()
-            fake.before = refuse
-            await client.encode([item()])
-            assert fake.methods.count("Encode") == 3
-            refusals = 10**9
-            with pytest.raises(Overloaded):
-                await client.encode([item()], timeout=1)
-        refusals = 3
-        async with make(running.target, timeout=20, max_retries=2) as client:
-            with pytest.raises(Overloaded):
-                await client.model()
 
 
 @both
-async def test_a_large_message_is_sent_to_a_full_server_as_a_stream(make: Call) -> None:
+async def test_a_large_message_is_sent_to_a_full_server_as_a_stream(make: Call, running: Running) -> None:
     """The server takes a receive slot back from a message that is slow to arrive; a stream needs none."""
 
     def refuse(context: grpc.ServicerContext) -> None:
-        if fake.methods.count("EncodeStream") == 0:
+        if running.fake.methods.count("EncodeStream") == 0:
             abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, retry_info(0, 100_000_000))
 
-    fake = Fake()
     medium = Item(np.full((16, 1 << 14), 3.0, np.float32), (1, 8, 2))  # 1 MiB
-    with serving(fake) as running:
-        async with make(running.target, timeout=20, max_retries=1) as client:
-            await client.model()
-            fake.before = refuse
-            (embedding,) = await client.encode([medium])
-    assert fake.methods == ["GetModel", "Encode", "EncodeStream"]
+    async with make(running.target, timeout=20, max_retries=1) as client:
+        await client.model()
+        running.fake.before = refuse
+        (embedding,) = await client.encode([medium])
+    assert running.fake.methods == ["GetModel", "Encode", "EncodeStream"]
     np.testing.assert_array_equal(embedding.numpy(), expected(4, 3.0))
 
 
 @both
-async def test_only_what_was_not_answered_is_sent_again(make: Call) -> None:
+async def test_only_what_was_not_answered_is_sent_again(client: Any, running: Running) -> None:
     sizes: list[int] = []
 
     def break_off(responses: Iterator[Any]) -> Iterator[Any]:
@@ -71,44 +67,39 @@ async def test_only_what_was_not_answered_is_sent_again(make: Call) -> None:
         if len(sizes) == 1:
             raise ConnectionAbortedError
 
-    with serving(Fake(bend=break_off)) as running:
-        async with make(running.target, timeout=20) as client:
-            embeddings = await client.encode([item(2), item(3), item(4, 9.0)])
+    running.fake.bend = break_off
+    embeddings = await client.encode([item(2), item(3), item(4, 9.0)])
     assert sizes == [3, 2]
     assert [each.shape[0] for each in embeddings] == [2, 3, 4]
     np.testing.assert_array_equal(embeddings[2].numpy(), expected(4, 9.0))
 
 
 @both
-async def test_a_server_that_dies_after_its_last_answer_has_answered(make: Call) -> None:
+async def test_a_server_that_dies_after_its_last_answer_has_answered(client: Any, running: Running) -> None:
     def break_off(responses: Iterator[Any]) -> Iterator[Any]:
         yield from responses
         raise ConnectionAbortedError
 
-    fake = Fake(bend=break_off)
-    with serving(fake) as running:
-        async with make(running.target, timeout=20) as client:
-            (embedding,) = await client.encode([item(2, 9.0)])
-            (streamed,) = await client.encode([large()])
+    running.fake.bend = break_off
+    (embedding,) = await client.encode([item(2, 9.0)])
+    (streamed,) = await client.encode([large()])
     np.testing.assert_array_equal(embedding.numpy(), expected(2, 9.0))
     assert streamed.shape[0] == 4
-    assert fake.methods == ["GetModel", "Encode", "EncodeStream"], "no request without items"
+    assert running.fake.methods == ["GetModel", "Encode", "EncodeStream"], "no request without items"
 
 
 @both
-async def test_the_model_is_kept_unless_the_error_may_speak_of_another(make: Call) -> None:
-    fake = Fake()
-    with serving(fake) as running:
-        async with make(running.target, timeout=20, max_retries=0) as client:
-            for code, asked in ((grpc.StatusCode.UNAVAILABLE, 1), (grpc.StatusCode.INVALID_ARGUMENT, 2)):
-                fake.before = lambda context: None
+async def test_the_model_is_kept_unless_the_error_may_speak_of_another(make: Call, running: Running) -> None:
+    async with make(running.target, timeout=20, max_retries=0) as client:
+        for code, asked in ((grpc.StatusCode.UNAVAILABLE, 1), (grpc.StatusCode.INVALID_ARGUMENT, 2)):
+            running.fake.before = lambda context: None
+            await client.encode([item()])
+            running.fake.before = lambda context, code=code: abort(context, code)
+            with pytest.raises((Unavailable, InvalidItem)):
                 await client.encode([item()])
-                fake.before = lambda context, code=code: abort(context, code)
-                with pytest.raises((Unavailable, InvalidItem)):
-                    await client.encode([item()])
-                fake.before = lambda context: None
-                await client.encode([item()])
-                assert fake.methods.count("GetModel") == asked
+            running.fake.before = lambda context: None
+            await client.encode([item()])
+            assert running.fake.methods.count("GetModel") == asked
 
 
 @both
@@ -141,12 +132,6 @@ def test_a_wrong_target_is_a_clear_error(kind: Any, target: str, reason: str) ->
 )
 def test_other_targets_are_left_to_grpc(target: str) -> None:
     Client(target).close()
-
-
-def test_max_retries_is_not_negative() -> None:
-    for make in (Client, AsyncClient):
-        with pytest.raises(ValueError, match="max_retries"):
-            make("x:1", max_retries=-1)
 
 
 def test_a_timeout_that_nobody_gave_fits_the_work() -> None:
@@ -201,20 +186,17 @@ async def test_what_a_proxy_resets_is_sent_again(make: Call, code: int) -> None:
 
 
 @both
-async def test_what_a_server_cancels_is_sent_again(make: Call) -> None:
+async def test_what_a_server_cancels_is_sent_again(client: Any, running: Running) -> None:
     """gRPC's server does so with calls that wait behind too many others."""
     left = {"Encode": 2, "EncodeStream": 2, "GetModel": 2}
 
     def cancel(context: grpc.ServicerContext) -> None:
-        method = fake.methods[-1]
+        method = running.fake.methods[-1]
         left[method] -= 1
         if left[method] >= 0:
             context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")
 
-    fake = Fake()
-    fake.before = cancel
-    with serving(fake) as running:
-        async with make(running.target, timeout=60) as client:
-            for sent in (item(), large()):
-                await client.encode([sent])
+    running.fake.before = cancel
+    for sent in (item(), large()):
+        await client.encode([sent])
     assert max(left.values()) < 0, "after two attempts of each came a third"

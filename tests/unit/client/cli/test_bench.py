@@ -20,7 +20,7 @@ from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from fake_service import Fake, Running, abort, model_message, running, serving
+from fake_service import Fake, Running, abort, model_message, serving
 from vitwire import Model
 from vitwire.model import TileShapes
 from vitwire.v1 import encoder_pb2 as pb
@@ -32,8 +32,6 @@ from vitwire_cli.bench.options import Options
 from vitwire_cli.bench.report import list_table, rows
 from vitwire_cli.bench.results import Run
 from vitwire_cli.bench.workload import item_of
-
-__all__ = ["running"]  # the fixture
 
 
 def bench(target: str, *arguments: object) -> Result:

@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 from typer.testing import CliRunner, Result
 
-from fake_service import Fake, Running, abort, running, serving
+from fake_service import Fake, Running, abort, serving
 from vitwire import Client, Model
 from vitwire.model import Limits, TileShapes
 from vitwire.v1 import encoder_pb2 as pb
@@ -26,7 +26,7 @@ from vitwire_cli.app import app
 from vitwire_cli.files import unique_names
 from vitwire_cli.info import _lines, _sections
 
-__all__ = ["running"]  # the fixture
+Invoke = Callable[..., Result]
 
 
 def photo(path: Path, size: tuple[int, int] = (40, 32)) -> Path:
@@ -46,7 +46,7 @@ def photos(tmp_path: Path) -> list[Path]:
 
 
 @pytest.fixture
-def vitwire(running: Running) -> Callable[..., Result]:
+def vitwire(running: Running) -> Invoke:
     def invoke(*arguments: object) -> Result:
         environment = {"VITWIRE_TARGET": running.target, "COLUMNS": "200"}
         return CliRunner().invoke(app, [str(each) for each in arguments], env=environment)
@@ -54,7 +54,7 @@ def vitwire(running: Running) -> Callable[..., Result]:
     return invoke
 
 
-def test_encode_writes_safetensors(vitwire: Callable[..., Result], photos: list[Path], tmp_path: Path) -> None:
+def test_encode_writes_safetensors(vitwire: Invoke, photos: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "all.safetensors"
     done = vitwire("encode", *photos, "--out", out, "--json")
     assert done.exit_code == 0, done.output
@@ -82,7 +82,7 @@ def test_encode_writes_safetensors(vitwire: Callable[..., Result], photos: list[
     assert done.stderr == ""
 
 
-def test_encode_writes_npy(vitwire: Callable[..., Result], photos: list[Path], tmp_path: Path) -> None:
+def test_encode_writes_npy(vitwire: Invoke, photos: list[Path], tmp_path: Path) -> None:
     assert vitwire("encode", photos[0], "--out", tmp_path / "one.npy").exit_code == 0
     assert np.load(tmp_path / "one.npy").shape == (20, 12)
     assert vitwire("encode", *photos, "--out", tmp_path / "new" / "folder").exit_code == 0
@@ -94,7 +94,7 @@ def written(folder: Path) -> list[str]:
 
 
 def test_encode_takes_folders(
-    vitwire: Callable[..., Result], photos: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vitwire: Invoke, photos: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for other in ("README.txt", ".hidden.png", "a/.git/x.png"):
@@ -142,7 +142,7 @@ def test_files_are_sent_as_they_are(kind: str, tmp_path: Path) -> None:
     assert b"".join(each.chunk.data for each in sent if each.HasField("chunk")) == file.read_bytes()
 
 
-def test_files_that_the_server_does_not_decode_are_named(vitwire: Callable[..., Result], tmp_path: Path) -> None:
+def test_files_that_the_server_does_not_decode_are_named(vitwire: Invoke, tmp_path: Path) -> None:
     """Before they are read as a whole; a clip is named too, as this server decodes none."""
     names = ("a.tiff", "b.mp4", "c.png", "empty.jpg", "rows.safetensors")
     tiff, clip, large, empty, out = (tmp_path / name for name in names)
@@ -179,20 +179,18 @@ def test_a_server_that_decodes_nothing_is_named(photos: list[Path]) -> None:
     assert "--decode-processes" in line
 
 
-def test_encode_says_that_nothing_was_written(vitwire: Callable[..., Result], photos: list[Path]) -> None:
+def test_encode_says_that_nothing_was_written(vitwire: Invoke, photos: list[Path]) -> None:
     done = vitwire("encode", photos[0])
     assert (done.exit_code, done.stderr) == (0, "vitwire: nothing was written: set --out to keep the embeddings\n")
 
 
-def test_type_and_priority_are_those_of_the_options(
-    running: Running, vitwire: Callable[..., Result], photos: list[Path]
-) -> None:
+def test_type_and_priority_are_those_of_the_options(running: Running, vitwire: Invoke, photos: list[Path]) -> None:
     assert vitwire("encode", photos[0], "--output-type", "float16", "--priority", "batch").exit_code == 0
     assert running.fake.options == [(pb.DATA_TYPE_FLOAT16, pb.PRIORITY_BATCH)]
     assert vitwire("encode", photos[0], "--priority", "urgent").exit_code == 2
 
 
-def test_many_files_go_in_windows(running: Running, vitwire: Callable[..., Result], tmp_path: Path) -> None:
+def test_many_files_go_in_windows(running: Running, vitwire: Invoke, tmp_path: Path) -> None:
     files = [photo(tmp_path / f"{index}.png", (16, 16)) for index in range(20)]
     done = vitwire("encode", *files, "--json")
     assert done.exit_code == 0, done.output
@@ -213,13 +211,7 @@ def test_many_files_go_in_windows(running: Running, vitwire: Callable[..., Resul
     ],
 )
 def test_mistakes_are_one_line(
-    vitwire: Callable[..., Result],
-    photos: list[Path],
-    tmp_path: Path,
-    *,
-    files: list[str],
-    out: str,
-    message: str,
+    vitwire: Invoke, photos: list[Path], tmp_path: Path, *, files: list[str], out: str, message: str
 ) -> None:
     for name in ("text.png", "text"):
         (tmp_path / name).write_text("not an image")
@@ -231,9 +223,7 @@ def test_mistakes_are_one_line(
     assert message in line
 
 
-def test_a_broken_file_does_not_lose_the_others(
-    vitwire: Callable[..., Result], photos: list[Path], tmp_path: Path
-) -> None:
+def test_a_broken_file_does_not_lose_the_others(vitwire: Invoke, photos: list[Path], tmp_path: Path) -> None:
     text, missing, out = tmp_path / "text.png", tmp_path / "missing.png", tmp_path / "all.safetensors"
     text.write_text("not an image")
     done = vitwire("encode", photos[0], text, photos[1], missing, "--out", out, "--json")
@@ -264,9 +254,7 @@ def test_an_item_that_the_service_fails_does_not_lose_the_others(photos: list[Pa
     assert written(tmp_path / "out") == ["a/cat.png.npy", "dog.png.npy"]
 
 
-def test_the_case_of_a_suffix_does_not_count(
-    vitwire: Callable[..., Result], photos: list[Path], tmp_path: Path
-) -> None:
+def test_the_case_of_a_suffix_does_not_count(vitwire: Invoke, photos: list[Path], tmp_path: Path) -> None:
     assert vitwire("encode", photos[0], "--out", tmp_path / "all.SafeTensors").exit_code == 0
     assert load_file(tmp_path / "all.SafeTensors")["cat.png"].shape == (20, 12)
     assert vitwire("encode", photos[0], "--out", tmp_path / "one.NPY").exit_code == 0
@@ -286,7 +274,7 @@ def test_failures_of_the_service_are_one_line(photos: list[Path]) -> None:
     assert fake.metadata["authorization"] == "Bearer wrong"
 
 
-def test_info_shows_the_model(running: Running, vitwire: Callable[..., Result]) -> None:
+def test_info_shows_the_model(running: Running, vitwire: Invoke) -> None:
     running.fake.fingerprint = "0123456789abcdef" * 4
     done = vitwire("info", "--json")
     assert done.exit_code == 0, done.output
@@ -321,7 +309,7 @@ def test_info_shows_every_field_of_the_model(running: Running) -> None:
     assert {"  tile     28x14", "  crop     56x56", "  layouts  1x2, 2x1"} <= set(_lines(model))
 
 
-def test_health_is_the_exit_code(running: Running, vitwire: Callable[..., Result]) -> None:
+def test_health_is_the_exit_code(running: Running, vitwire: Invoke) -> None:
     done = vitwire("health")
     assert (done.exit_code, done.stdout) == (0, "SERVING\n")
     running.health.set("liveness", health_pb2.HealthCheckResponse.NOT_SERVING)

@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,10 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForImageTextToText, PreTrainedModel
 
+from fake_service import model_message
 from vitwire import AsyncClient, Embedding, Item, Model, Unavailable
 from vitwire.embeddings import Report
 from vitwire.integrations.transformers import RemoteTower, attach, detach
-from vitwire.model import Limits
 
 IMAGE, VIDEO, START, END = 60, 61, 62, 63
 TEXT = {
@@ -62,25 +63,9 @@ class Local:
         config = self.tower.config
         self.levels = len(getattr(config, "deepstack_visual_indexes", ()))
         width = getattr(config, "out_hidden_size", config.hidden_size) * (1 + self.levels)
-        described = {
-            "model_id": "tiny",
-            "model_type": model.config.model_type,
-            "weights_fingerprint": "",
-            "dtype": "float32",
-            "embedding_width": width,
-            "deepstack_levels": self.levels,
-            "patch_size": 4,
-            "merge_size": 2,
-            "temporal_patch_size": 2,
-            "channels": 3,
-            "budgets": (),
-            "limits": Limits(0, 0, 0, 0, 0),
-            "graphs": "off",
-            "attention_backend": "",
-            "device": "cpu",
-            "server_version": "",
-        }
-        self.described = Model(**described | changes)
+        own: dict[str, Any] = {"model_type": model.config.model_type, "weights_fingerprint": "", "dtype": "float32"}
+        own |= {"budgets": (), "embedding_width": width, "deepstack_levels": self.levels}
+        self.described = replace(Model.from_message(model_message()), **own | changes)
 
     def model(self) -> Model:
         return self.described

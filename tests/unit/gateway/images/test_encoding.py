@@ -6,7 +6,7 @@ import hmac
 import io
 import secrets
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,7 @@ from google.rpc.status_pb2 import Status
 from PIL import Image
 from typer.testing import CliRunner
 
+from entered import entered, entered_async
 from fake_service import Fake, Running, abort, model_message, serving
 from vitwire import AsyncClient, InvalidItem, Model, Unauthenticated
 from vitwire.v1 import encoder_pb2 as pb
@@ -51,10 +52,7 @@ class Remembering(Fake):
         return message
 
 
-@pytest.fixture
-def running() -> Iterator[Running]:
-    with serving(Remembering()) as running:
-        yield running
+running = entered(lambda: serving(Remembering()), scope="function")
 
 
 @asynccontextmanager
@@ -73,10 +71,12 @@ def file(kind: str, side: int = 40, **options: int) -> ImageFile:
     return ImageFile.of(content.getvalue())
 
 
-async def test_files_are_sent_as_they_are(running: Running) -> None:
+encoder = entered_async(encoding)
+
+
+async def test_files_are_sent_as_they_are(running: Running, encoder: Encoder) -> None:
     files = [file(kind) for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP")]
-    async with encoding(running) as encoder:
-        encoded = await asyncio.gather(*map(encoder.encode, files))
+    encoded = await asyncio.gather(*map(encoder.encode, files))
     assert isinstance(running.fake, Remembering)
     assert {each.encoded for each in running.fake.items} == {each.content for each in files}
     assert not any(each.HasField("pixels") or each.HasField("grid") for each in running.fake.items)
@@ -141,10 +141,9 @@ async def test_a_server_that_hangs_is_reported_in_time() -> None:
             assert await encoder.probe(5.0, "") == "SERVING"
 
 
-async def test_the_largest_header_fits_in_a_worker(running: Running) -> None:
+async def test_the_largest_header_fits_in_a_worker(encoder: Encoder) -> None:
     """Pillow allocates two canvases when it opens a WebP."""
-    async with encoding(running) as encoder:
-        header = await encoder.header(file("WEBP", 7000, method=0, quality=1))
+    header = await encoder.header(file("WEBP", 7000, method=0, quality=1))
     assert header == ("WEBP", 49_000_000)
 
 
@@ -230,11 +229,10 @@ async def test_a_clip_without_times_is_refused() -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"ftyp", b"\0\0\0\x18free", file("PNG").content, b"\x1a\x45\xdf"])
-async def test_what_is_no_clip_is_not_sent(running: Running, content: bytes) -> None:
-    async with encoding(running) as encoder:
-        with pytest.raises(InvalidItem, match="neither an MP4 nor a WebM file"):
-            await encoder.media_type(ImageFile.of(content, "video"))
-        assert await encoder.media_type(MP4) == "video/mp4"
+async def test_what_is_no_clip_is_not_sent(encoder: Encoder, content: bytes) -> None:
+    with pytest.raises(InvalidItem, match="neither an MP4 nor a WebM file"):
+        await encoder.media_type(ImageFile.of(content, "video"))
+    assert await encoder.media_type(MP4) == "video/mp4"
 
 
 def test_the_same_bytes_as_image_and_as_clip_are_two_contents() -> None:

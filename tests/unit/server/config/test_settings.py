@@ -40,52 +40,49 @@ def test_a_ladder_that_learns_has_no_sizes_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "^Missing option '--model'"),
-        (["--model", "m", "--port", "99999"], "'--port' .*: .* less than or equal to 65535$"),
-        (["--model", "m", "--device", "tpu"], "--device: .*'tpu'"),
+        (["--port", "99999"], "'--port' .*: .* less than or equal to 65535$"),
+        (["--pooling", "max"], "'--pooling' .*: .*'max' is not one of 'none', 'cls', 'mean', 'attention'"),
+        (["--devices", "cpu,tpu"], "--devices: .*'cpu,tpu'"),
+        (["--devices", "cpu,cpu", "--device", "cpu"], "--device cpu and --devices cpu,cpu cannot be used together"),
+        (["--devices", "cpu,cpu", "--port", "65535"], "--devices: .* end at 65536"),
         (
-            ["--model", "m", "--pooling", "max"],
-            "'--pooling' .*: .*'max' is not one of 'none', 'cls', 'mean', 'attention'",
-        ),
-        (["--model", "m", "--devices", "cpu,tpu"], "--devices: .*'cpu,tpu'"),
-        (
-            ["--model", "m", "--devices", "cpu,cpu", "--device", "cpu"],
-            "--device cpu and --devices cpu,cpu cannot be used together",
-        ),
-        (["--model", "m", "--devices", "cpu,cpu", "--port", "65535"], "--devices: .* end at 65536"),
-        (
-            ["--model", "m", "--devices", "cpu,cpu", "--port", "9463"],
+            ["--devices", "cpu,cpu", "--port", "9463"],
             r"port 9464 is needed twice \(9463 to 9464 for gRPC and 9464 to 9465 for metrics\)",
         ),
-        (["--model", "m", "--port", "9464", "--host", "0.0.0.0"], r"port 9464 is needed twice \(9464 for gRPC"),
-        (["--model", "m", "--budgets", "64,many"], "--budgets: .*auto.*'64,many'"),
-        (["--model", "m", "--budgets", "nofile.json"], r"^--budgets: expected auto, .*'nofile\.json'"),
-        (["--model", "m", "--budgets", "0"], "--budgets: .*at least 1"),
-        (["--model", "m", "--budgets", ",".join(map(str, range(4000, 4100)))], "--budgets: 4099 is more"),
-        (["--model", "m", "--budgets", "64,9999"], "--budgets: 9999 is more than --max-budget-tokens 4096"),
-        (["--model", "m", "--max-patches-per-item", "99999999999999"], "'--max-patches-per-item' .*: .* 1048576"),
-        (["--model", "m", "--max-budget-tokens", "99999999999999"], "'--max-budget-tokens' .*: .* 1048576"),
-        (["--model", "m", "--cache-bytes", "-1"], "'--cache-bytes' .*: .* greater than or equal to 0"),
-        (["--model", "m", "--idle-seconds", "0"], "'--idle-seconds' .*: .* greater than or equal to 0.001"),
-        (["--model", "m", "--wedge-seconds", "inf"], "'--wedge-seconds' .*: .* less than or equal to 1"),
-        (["--model", "m", "--wedge-seconds", "1e300"], "'--wedge-seconds' .*: .* less than or equal to 1"),
-        (["--model", "m", "--config", "/nowhere.toml"], "/nowhere.toml: no such file"),
-        (["--model", "m", "--config", "/dev/null"], "/dev/null: not a regular file"),
-        (["--model", "m", "--port", "many"], "'--port' .env var: 'VITWIRE_PORT'.: .* a valid integer"),
-        (["--model", "m", "--max-queued-items", "0"], "'--max-queued-items' .*: .* greater than or equal to 1"),
-        (["--model", "m", "--idle-seconds", "-1"], "'--idle-seconds' .*: .* greater than or equal to 0.001"),
-        (["--model", "m", "--drain-seconds", "nan"], "'--drain-seconds' .*: Input should be "),
-        (["--model", "m", "--device", "tpu"], r"^--device: expected auto, cpu, cuda or cuda:N \(got 'tpu'\)$"),
-        (["--model", "m", "--port"], "^Option '--port' requires an argument"),
-        (["--model", "m", "--modle", "x"], "^No such option: --modle .*--model"),
-        (["--model", "m", "--cache-byte=1", "--zzz"], "^No such option: --(cache-byte .*--cache-bytes|zzz$)"),
-        (["--model", "m", "again"], "unexpected extra argument.* .again"),
-        (["--model", "m", "--metrics=maybe"], "^Option '--metrics' does not take a value"),
+        (["--port", "9464", "--host", "0.0.0.0"], r"port 9464 is needed twice \(9464 for gRPC"),
+        (["--budgets", "64,many"], "--budgets: .*auto.*'64,many'"),
+        (["--budgets", "nofile.json"], r"^--budgets: expected auto, .*'nofile\.json'"),
+        (["--budgets", "0"], "--budgets: .*at least 1"),
+        (["--budgets", ",".join(map(str, range(4000, 4100)))], "--budgets: 4099 is more"),
+        (["--budgets", "64,9999"], "--budgets: 9999 is more than --max-budget-tokens 4096"),
+        (["--max-patches-per-item", "99999999999999"], "'--max-patches-per-item' .*: .* 1048576"),
+        (["--max-budget-tokens", "99999999999999"], "'--max-budget-tokens' .*: .* 1048576"),
+        (["--cache-bytes", "-1"], "'--cache-bytes' .*: .* greater than or equal to 0"),
+        (["--idle-seconds", "0"], "'--idle-seconds' .*: .* greater than or equal to 0.001"),
+        (["--wedge-seconds", "inf"], "'--wedge-seconds' .*: .* less than or equal to 1"),
+        (["--wedge-seconds", "1e300"], "'--wedge-seconds' .*: .* less than or equal to 1"),
+        (["--config", "/nowhere.toml"], "/nowhere.toml: no such file"),
+        (["--config", "/dev/null"], "/dev/null: not a regular file"),
+        (["--port", "many"], "'--port' .env var: 'VITWIRE_PORT'.: .* a valid integer"),
+        (["--max-queued-items", "0"], "'--max-queued-items' .*: .* greater than or equal to 1"),
+        (["--idle-seconds", "-1"], "'--idle-seconds' .*: .* greater than or equal to 0.001"),
+        (["--drain-seconds", "nan"], "'--drain-seconds' .*: Input should be "),
+        (["--device", "tpu"], r"^--device: expected auto, cpu, cuda or cuda:N \(got 'tpu'\)$"),
+        (["--port"], "^Option '--port' requires an argument"),
+        (["--modle", "x"], "^No such option: --modle .*--model"),
+        (["--cache-byte=1", "--zzz"], "^No such option: --(cache-byte .*--cache-bytes|zzz$)"),
+        (["again"], "unexpected extra argument.* .again"),
+        (["--metrics=maybe"], "^Option '--metrics' does not take a value"),
     ],
 )
 def test_a_wrong_setting_is_named(flags: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        resolve(flags)
+        resolve(["--model", "m", *flags])
+
+
+def test_a_model_is_needed() -> None:
+    with pytest.raises(UsageError, match=r"^Missing option '--model'"):
+        resolve([])
 
 
 def test_every_number_has_bounds() -> None:

@@ -5,7 +5,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from queue import SimpleQueue
@@ -26,6 +26,7 @@ from vitwire_server.delivery.senders import Sender
 from vitwire_server.delivery.transfers import Bounds
 from vitwire_server.observe.metrics.series import Series
 from vitwire_server.observe.metrics.sessions import DeliveryMetrics
+from waiting import until
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed")
 MIB = 1 << 20
@@ -81,13 +82,6 @@ def delivering(**bounds: float) -> Iterator[Deliveries]:
         yield Deliveries(courier, registry)
     finally:
         courier.close()
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # -- regions ---------------------------------------------------------------------------------------
@@ -190,7 +184,7 @@ def test_a_consumer_that_is_killed_costs_its_own_rows_only() -> None:
         if Fallback.TIMEOUT not in reasons:  # rows whose transfer may still end are kept
             assert all(rows.released.wait(SECONDS) for rows in many)
         assert isinstance(deliveries.deliver(other.consumer(), HostRows(2, MIB)), Delivered)
-        eventually(lambda: deliveries.metric("delivery_agents") <= 1)
+        until(lambda: deliveries.metric("delivery_agents") <= 1)
 
 
 def test_memory_that_is_not_registered_is_not_written() -> None:
@@ -208,7 +202,7 @@ def test_delivery_survives_a_factory_that_is_killed_and_cannot_be_started(monkey
         (factory,) = _factories()
         senders = factory.children()
         factory.kill()
-        eventually(lambda: not any(each.is_running() and each.status() != "zombie" for each in senders))
+        until(lambda: not any(each.is_running() and each.status() != "zombie" for each in senders))
         assert isinstance(deliveries.deliver(process.consumer(), HostRows(2, MIB)), NotDelivered)
         monkeypatch.undo()
         assert isinstance(_once_connected(deliveries, process), Delivered)
@@ -219,7 +213,7 @@ def test_a_sender_that_ends_or_hangs_costs_its_deliveries_only(number: signal.Si
     with delivering(seconds=3) as deliveries, consuming(MIB) as process, consuming(MIB) as other:
         assert isinstance(_once_connected(deliveries, process), Delivered)
         (factory,) = _factories()
-        eventually(lambda: len(factory.children()) == 2)  # the principal's, which began first, and a spare
+        until(lambda: len(factory.children()) == 2)  # the principal's, which began first, and a spare
         min(factory.children(), key=psutil.Process.create_time).send_signal(number)
         outcome = deliveries.deliver(process.consumer(), HostRows(1, MIB))
         assert isinstance(outcome, NotDelivered) or number is signal.SIGKILL, "its death may be noticed before"
@@ -251,7 +245,7 @@ def test_metadata_that_ends_a_process_ends_only_the_trial(is_posted: bool, monke
     def sent(sender: Sender, message: ToSender) -> bool:
         if isinstance(message, Write) and not is_posted and not held:
             held.append(message)
-            eventually(lambda: _has_ended(sender))
+            until(lambda: _has_ended(sender))
         return send(sender, message)
 
     monkeypatch.setattr(Sender, "send", sent)
@@ -296,8 +290,8 @@ def test_a_silent_agent_gets_nothing_that_replaced_its_rows() -> None:
         assert deliveries.deliver(silent.consumer(), HostRows(4, MIB)) == NotDelivered(Fallback.TIMEOUT)
         assert isinstance(deliveries.deliver(other.consumer(), HostRows(5, MIB)), Delivered)
         silent.resume()
-        eventually(lambda: set(silent.sums(0, 64 * MIB)) == {"3"})
-        eventually(lambda: deliveries.metric("delivery_agents") <= 1)
+        until(lambda: set(silent.sums(0, 64 * MIB)) == {"3"})
+        until(lambda: deliveries.metric("delivery_agents") <= 1)
 
 
 def test_too_many_silent_agents_cost_a_new_sender() -> None:
@@ -310,7 +304,7 @@ def test_too_many_silent_agents_cost_a_new_sender() -> None:
         (sender,) = deliveries.courier._transfers._assignments.shared.values()
         silent.stop()
         assert deliveries.deliver(silent.consumer(), HostRows(3, 64 * MIB)) == NotDelivered(Fallback.TIMEOUT)
-        eventually(lambda: sender.is_gone)
+        until(lambda: sender.is_gone)
         silent.resume()
         assert isinstance(_once_connected(deliveries, other), Delivered)
 

@@ -28,6 +28,7 @@ from encoded_files import (
     saved,
     sound,
 )
+from entered import entered_async
 from prepared import FORMATS, MODELS, SAMPLING, Recipes
 from vitwire_children.serving import Fault, NotDone
 from vitwire_server.core.items import Modality
@@ -117,6 +118,9 @@ def assert_equal(found: Measured, pixels: np.ndarray, tiles: Tiles) -> None:
     assert found.pixels == tiles.pixels.shape
     assert found.crops == (None if tiles.crops is None else tiles.crops.shape)
     assert np.array_equal(pixels, np.concatenate([part.reshape(-1) for part in parts]))
+
+
+pool = entered_async(pool_of)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -216,19 +220,18 @@ async def test_clips_of_one_caller_do_not_hold_up_others() -> None:
         await asyncio.gather(*jobs, return_exceptions=True)
 
 
-async def test_a_decoder_that_hangs_over_a_header_holds_up_nobody_else() -> None:
+async def test_a_decoder_that_hangs_over_a_header_holds_up_nobody_else(pool: DecodePool) -> None:
     file = saved(photograph())
-    async with pool_of() as pool:
-        hanging = psutil.Process(pool._decoders._idle[-1].process.pid)
-        hanging.suspend()
-        job = asyncio.create_task(pool.measure((0, "another"), file, Modality.IMAGE))
-        while not any(child.is_busy for child in pool._decoders._all):  # noqa: ASYNC110 - until it has the job
-            await asyncio.sleep(0.01)
-        for _ in range(3):
-            assert_equal(*await prepared(pool, file), expected(file, MODELS["patches"]))
-        assert not job.done()
-        hanging.resume()
-        await job
+    hanging = psutil.Process(pool._decoders._idle[-1].process.pid)
+    hanging.suspend()
+    job = asyncio.create_task(pool.measure((0, "another"), file, Modality.IMAGE))
+    while not any(child.is_busy for child in pool._decoders._all):  # noqa: ASYNC110 - until it has the job
+        await asyncio.sleep(0.01)
+    for _ in range(3):
+        assert_equal(*await prepared(pool, file), expected(file, MODELS["patches"]))
+    assert not job.done()
+    hanging.resume()
+    await job
 
 
 async def test_the_time_for_a_header_does_not_grow_with_the_file() -> None:
@@ -240,16 +243,15 @@ async def test_the_time_for_a_header_does_not_grow_with_the_file() -> None:
         assert_equal(*await prepared(pool, good), expected(good, MODELS["patches"]))
 
 
-async def test_pixels_are_not_decoded_for_metadata_behind_them() -> None:
+async def test_pixels_are_not_decoded_for_metadata_behind_them(pool: DecodePool) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     whole = bomb(4000, 2000)
     late = whole[: -len(_END)] + chunk(b"eXIf", exif.tobytes()[6:]) + _END
-    async with pool_of() as pool:
-        found, turned = [await pool.measure(FLOW, file, Modality.IMAGE) for file in (whole, late)]
-        assert turned.grid == (found.grid[0], found.grid[2], found.grid[1])
-        with pytest.raises(NotDone, match="truncated"):
-            await decoded(pool, late, 1)
+    found, turned = [await pool.measure(FLOW, file, Modality.IMAGE) for file in (whole, late)]
+    assert turned.grid == (found.grid[0], found.grid[2], found.grid[1])
+    with pytest.raises(NotDone, match="truncated"):
+        await decoded(pool, late, 1)
 
 
 async def test_memory_is_limited() -> None:
@@ -326,30 +328,28 @@ async def test_a_job_that_is_cancelled_as_its_answer_arrives_costs_nothing() -> 
         assert pool._decoders._all == before
 
 
-async def test_a_cancelled_job_does_not_stop_the_start_of_a_decoder() -> None:
+async def test_a_cancelled_job_does_not_stop_the_start_of_a_decoder(pool: DecodePool) -> None:
     file = saved(photograph())
-    async with pool_of() as pool:
-        killed()
-        job = asyncio.create_task(pool.measure(FLOW, file, Modality.IMAGE))
-        while not decoders():  # noqa: ASYNC110 - until the decoder starts
-            await asyncio.sleep(0.01)
-        (child,) = decoders()
-        job.cancel()
-        await prepared(pool, file)
-        await asyncio.gather(*pool._decoders._returning)
-        assert child.pid in {each.process.pid for each in pool._decoders._all}
-        assert len(pool._decoders._all) <= 2, "another header was read meanwhile"
+    killed()
+    job = asyncio.create_task(pool.measure(FLOW, file, Modality.IMAGE))
+    while not decoders():  # noqa: ASYNC110 - until the decoder starts
+        await asyncio.sleep(0.01)
+    (child,) = decoders()
+    job.cancel()
+    await prepared(pool, file)
+    await asyncio.gather(*pool._decoders._returning)
+    assert child.pid in {each.process.pid for each in pool._decoders._all}
+    assert len(pool._decoders._all) <= 2, "another header was read meanwhile"
 
 
-async def test_closing_ends_a_decoder_that_starts() -> None:
-    async with pool_of() as pool:
-        killed()
-        job = asyncio.create_task(pool.measure(FLOW, b"", Modality.IMAGE))
-        while not decoders():  # noqa: ASYNC110 - until the decoder starts
-            await asyncio.sleep(0.01)
-        job.cancel()
-        with suppress(asyncio.CancelledError):
-            await job
+async def test_closing_ends_a_decoder_that_starts(pool: DecodePool) -> None:
+    killed()
+    job = asyncio.create_task(pool.measure(FLOW, b"", Modality.IMAGE))
+    while not decoders():  # noqa: ASYNC110 - until the decoder starts
+        await asyncio.sleep(0.01)
+    job.cancel()
+    with suppress(asyncio.CancelledError):
+        await job
 
 
 async def test_closing_ends_decoders_that_await_their_setup() -> None:
@@ -375,14 +375,13 @@ async def test_decoders_are_ready_before_the_first_job() -> None:
 
 
 @pytest.mark.parametrize(("codec", "options"), CUT.values(), ids=CUT)
-async def test_clips_that_start_between_keyframes(codec: str, options: dict[str, str]) -> None:
+async def test_clips_that_start_between_keyframes(codec: str, options: dict[str, str], pool: DecodePool) -> None:
     file = cut(clip(moving(60), codec=codec, options=options), 7)
     shown = len(frames_of(file, range(60)))
     assert shown < 60
     own = MODELS["patches"][Modality.VIDEO]
     indices = sampled(shown, 10.0, SAMPLING, own.temporal)
-    async with pool_of() as pool:
-        found, pixels = await prepared(pool, file, Modality.VIDEO)
+    found, pixels = await prepared(pool, file, Modality.VIDEO)
     assert found.frame_seconds == tuple(index / 10.0 for index in indices)
     assert_equal(found, pixels, pillow.prepared(np.stack(frames_of(file, indices)), own))
 
@@ -398,7 +397,7 @@ async def test_clips_are_sampled_and_prepared(name: str, kind: str, codec: str) 
     assert_equal(found, pixels, pillow.prepared(np.stack(frames_of(file, indices)), own))
 
 
-async def test_hostile_clips_are_refused() -> None:
+async def test_hostile_clips_are_refused(pool: DecodePool) -> None:
     good = clip(moving(12))
     damaged = bytearray(good)
     damaged[len(good) // 3 : len(good) * 2 // 3] = bytes(len(good) * 2 // 3 - len(good) // 3)
@@ -407,16 +406,15 @@ async def test_hostile_clips_are_refused() -> None:
         "has no video": sound(),
         "cannot be decoded": good[: len(good) // 2],
     }
-    async with pool_of() as pool:
-        for reason, file in files.items():
-            with pytest.raises(NotDone, match=reason) as error:
-                await prepared(pool, file, Modality.VIDEO)
-            assert error.value.fault in (Fault.UNSUPPORTED, Fault.MALFORMED)
-        with pytest.raises(NotDone, match="is not a JPEG"):
-            await prepared(pool, good)
-        with suppress(NotDone):  # FFmpeg conceals some damage
-            await prepared(pool, bytes(damaged), Modality.VIDEO)
-        await prepared(pool, good, Modality.VIDEO)
+    for reason, file in files.items():
+        with pytest.raises(NotDone, match=reason) as error:
+            await prepared(pool, file, Modality.VIDEO)
+        assert error.value.fault in (Fault.UNSUPPORTED, Fault.MALFORMED)
+    with pytest.raises(NotDone, match="is not a JPEG"):
+        await prepared(pool, good)
+    with suppress(NotDone):  # FFmpeg conceals some damage
+        await prepared(pool, bytes(damaged), Modality.VIDEO)
+    await prepared(pool, good, Modality.VIDEO)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -444,11 +442,10 @@ async def test_frames_are_prepared_as_in_this_process(name: str) -> None:
         assert_equal(found, made, pillow.prepared(frames, own))
 
 
-async def test_a_picture_that_the_rule_refuses() -> None:
-    async with pool_of() as pool:
-        with pytest.raises(NotDone, match="too elongated") as error:
-            pool.measure_picture((1, 500, 3), Modality.IMAGE)
-        assert error.value.fault is Fault.UNSUPPORTED
+async def test_a_picture_that_the_rule_refuses(pool: DecodePool) -> None:
+    with pytest.raises(NotDone, match="too elongated") as error:
+        pool.measure_picture((1, 500, 3), Modality.IMAGE)
+    assert error.value.fault is Fault.UNSUPPORTED
 
 
 async def pixels_of(

@@ -19,6 +19,7 @@ import pytest
 from PIL import Image, ImageOps
 from PIL.ExifTags import Base
 
+from entered import entered_async
 from prepared import MODELS
 from vitwire_children.serving import Fault, NotDone
 from vitwire_server.config.settings import ServeSettings
@@ -212,6 +213,9 @@ async def pool_of(device: str = "cpu", **sizes: Any) -> AsyncIterator[DecodePool
         await pool.close()
 
 
+pool = entered_async(pool_of)
+
+
 class Counts:
     """Nobody looks at them here."""
 
@@ -248,29 +252,27 @@ def child_of(pool: DecodePool) -> Decoder:
     return child
 
 
-async def test_plain_files_go_to_the_device() -> None:
-    async with pool_of() as pool:
-        for data in PLAIN.values():
-            done = await decoded(pool, data)
-            assert done.on_device
-            assert_pixels(done, data)
-        done = await decoded(pool, OTHERS["progressive"])
-        assert not done.on_device
-        assert_pixels(done, OTHERS["progressive"])
-        with pytest.raises(NotDone):
-            await decoded(pool, OTHERS["cut"])
+async def test_plain_files_go_to_the_device(pool: DecodePool) -> None:
+    for data in PLAIN.values():
+        done = await decoded(pool, data)
+        assert done.on_device
+        assert_pixels(done, data)
+    done = await decoded(pool, OTHERS["progressive"])
+    assert not done.on_device
+    assert_pixels(done, OTHERS["progressive"])
+    with pytest.raises(NotDone):
+        await decoded(pool, OTHERS["cut"])
 
 
-async def test_options_of_a_file_reach_either_decoder() -> None:
-    async with pool_of() as pool:
-        for name, on_device in (("4:2:0", True), ("progressive", False)):
-            data, sizes = (PLAIN | OTHERS)[name], set[int]()
-            for areas in (None, (1, 64 * 64), (200 * 200, 300 * 300)):
-                done = await decoded(pool, data, areas)
-                assert done.on_device is on_device
-                assert_pixels(done, data, areas)
-                sizes.add(len(done.pixels))
-            assert len(sizes) == 3
+async def test_options_of_a_file_reach_either_decoder(pool: DecodePool) -> None:
+    for name, on_device in (("4:2:0", True), ("progressive", False)):
+        data, sizes = (PLAIN | OTHERS)[name], set[int]()
+        for areas in (None, (1, 64 * 64), (200 * 200, 300 * 300)):
+            done = await decoded(pool, data, areas)
+            assert done.on_device is on_device
+            assert_pixels(done, data, areas)
+            sizes.add(len(done.pixels))
+        assert len(sizes) == 3
 
 
 async def test_the_decoder_sees_the_devices_that_the_server_sees(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,76 +297,69 @@ async def test_small_files_go_to_the_others(monkeypatch: pytest.MonkeyPatch) -> 
         assert (await decoded(pool, jpeg(drawn(91, 130)))).on_device
 
 
-async def test_many_at_a_time_take_turns() -> None:
-    async with pool_of() as pool:
-        names = list(PLAIN) * 3
-        for name, done in zip(
-            names, await asyncio.gather(*(decoded(pool, PLAIN[name]) for name in names)), strict=True
-        ):
-            assert done.on_device
-            assert_pixels(done, PLAIN[name])
+async def test_many_at_a_time_take_turns(pool: DecodePool) -> None:
+    names = list(PLAIN) * 3
+    for name, done in zip(names, await asyncio.gather(*(decoded(pool, PLAIN[name]) for name in names)), strict=True):
+        assert done.on_device
+        assert_pixels(done, PLAIN[name])
 
 
-async def test_a_damaged_file_is_what_pillow_makes_of_it() -> None:
+async def test_a_damaged_file_is_what_pillow_makes_of_it(pool: DecodePool) -> None:
     """Its codes end early, although it has an end."""
     data = PLAIN["4:4:4"]
     cut = data[: len(data) // 2] + b"\xff\xd9"
-    async with pool_of() as pool:
-        try:
-            done = await decoded(pool, cut)
-        except NotDone as error:
-            assert error.fault is Fault.MALFORMED
-        else:
-            assert_pixels(done, cut)
-        assert (await decoded(pool, data)).on_device
+    try:
+        done = await decoded(pool, cut)
+    except NotDone as error:
+        assert error.fault is Fault.MALFORMED
+    else:
+        assert_pixels(done, cut)
+    assert (await decoded(pool, data)).on_device
 
 
-async def test_a_decoder_that_dies_costs_no_file() -> None:
-    async with pool_of() as pool:
-        child = child_of(pool)
-        os.kill(child.process.pid, signal.SIGSTOP)
-        job = asyncio.create_task(decoded(pool, PLAIN["4:2:2"]))
-        await asyncio.sleep(0.2)
-        os.kill(child.process.pid, signal.SIGKILL)
-        done = await job
-        assert not done.on_device
-        assert_pixels(done, PLAIN["4:2:2"])
-        await ready(pool)
-        assert child_of(pool) is not child
-        assert (await decoded(pool, PLAIN["4:2:2"])).on_device
+async def test_a_decoder_that_dies_costs_no_file(pool: DecodePool) -> None:
+    child = child_of(pool)
+    os.kill(child.process.pid, signal.SIGSTOP)
+    job = asyncio.create_task(decoded(pool, PLAIN["4:2:2"]))
+    await asyncio.sleep(0.2)
+    os.kill(child.process.pid, signal.SIGKILL)
+    done = await job
+    assert not done.on_device
+    assert_pixels(done, PLAIN["4:2:2"])
+    await ready(pool)
+    assert child_of(pool) is not child
+    assert (await decoded(pool, PLAIN["4:2:2"])).on_device
 
 
-async def test_files_that_wait_hold_no_memory() -> None:
+async def test_files_that_wait_hold_no_memory(pool: DecodePool) -> None:
     """As for other decoders: pixels are reserved when it is a file's turn."""
-    async with pool_of() as pool:
-        os.kill(child_of(pool).process.pid, signal.SIGSTOP)
-        found = await pool.measure(FLOW, PLAIN["grey"], Modality.IMAGE)
-        reserved = 0
+    os.kill(child_of(pool).process.pid, signal.SIGSTOP)
+    found = await pool.measure(FLOW, PLAIN["grey"], Modality.IMAGE)
+    reserved = 0
 
-        async def reserve() -> memoryview:
-            nonlocal reserved
-            reserved += 1
-            return np.zeros(int(np.prod(found.pixels)), np.uint8).data
+    async def reserve() -> memoryview:
+        nonlocal reserved
+        reserved += 1
+        return np.zeros(int(np.prod(found.pixels)), np.uint8).data
 
-        jobs = [asyncio.create_task(pool.decode(FLOW, PLAIN["grey"], Modality.IMAGE, found, reserve)) for _ in range(3)]
-        while not child_of(pool).is_busy:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        assert reserved == 1
-        os.kill(child_of(pool).process.pid, signal.SIGKILL)
-        for job in jobs:
-            assert_pixels(await job, PLAIN["grey"])
-        assert reserved == 3
+    jobs = [asyncio.create_task(pool.decode(FLOW, PLAIN["grey"], Modality.IMAGE, found, reserve)) for _ in range(3)]
+    while not child_of(pool).is_busy:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    assert reserved == 1
+    os.kill(child_of(pool).process.pid, signal.SIGKILL)
+    for job in jobs:
+        assert_pixels(await job, PLAIN["grey"])
+    assert reserved == 3
 
 
-async def test_a_cancelled_file_does_not_reach_the_next() -> None:
-    async with pool_of() as pool:
-        for _ in range(10):
-            job = asyncio.create_task(decoded(pool, PLAIN["grey"]))
-            await asyncio.sleep(0.01)
-            job.cancel()
-            done = await decoded(pool, PLAIN["odd sides"])
-            assert done.on_device
-            assert_pixels(done, PLAIN["odd sides"])
+async def test_a_cancelled_file_does_not_reach_the_next(pool: DecodePool) -> None:
+    for _ in range(10):
+        job = asyncio.create_task(decoded(pool, PLAIN["grey"]))
+        await asyncio.sleep(0.01)
+        job.cancel()
+        done = await decoded(pool, PLAIN["odd sides"])
+        assert done.on_device
+        assert_pixels(done, PLAIN["odd sides"])
 
 
 async def test_a_start_that_fails_is_tried_again(

@@ -2,9 +2,7 @@
 
 import ast
 import math
-import struct
 import warnings
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
@@ -24,6 +22,7 @@ from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProce
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.modeling_qwen2_vl import PatchEmbed
 
+from encoded_files import bomb
 from prepared import clip_patches, recipe
 from prepared import patches as image_patches
 from vitwire_server.core.decoding import MAX_PICTURE_PIXELS
@@ -505,19 +504,11 @@ def test_truncated_images_opened_by_the_caller(tmp_path: Path) -> None:
         image_patches(image, loose())
 
 
-def bomb(path: Path, side: int) -> Path:
-    """A PNG that claims to be a square of `side` and holds nothing."""
-    header = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    body = b"IDAT" + zlib.compress(b"")
-    chunks = [struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in (header, body)]
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
-    return path
-
-
 @pytest.mark.parametrize("action", ["error", "ignore"])
 @pytest.mark.parametrize("side", [9_500, 20_000])
 def test_decompression_bombs(side: int, action: Any, tmp_path: Path) -> None:
-    path = bomb(tmp_path / "bomb.png", side)
+    path = tmp_path / "bomb.png"
+    path.write_bytes(bomb(side, side))
     with warnings.catch_warnings():
         warnings.simplefilter(action, Image.DecompressionBombWarning)
         with pytest.raises(ValueError, match=r"cannot be read .* limit of \d+ pixels"):
@@ -526,7 +517,8 @@ def test_decompression_bombs(side: int, action: Any, tmp_path: Path) -> None:
 
 def test_the_limit_holds_where_pillow_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
-    path = bomb(tmp_path / "bomb.png", 9_500)
+    path = tmp_path / "bomb.png"
+    path.write_bytes(bomb(9_500, 9_500))
     message = f"9500x9500 exceeds the limit of {MAX_PICTURE_PIXELS} pixels"
     with pytest.raises(ValueError, match=message):
         image_patches(path, loose())

@@ -18,6 +18,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as openmetr
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
+from entered import entered
 from vitwire_server.config.resolving import resolve
 from vitwire_server.observe.metrics import Metrics, edges
 from vitwire_server.observe.metrics.edges import EdgeMetrics, edge_metrics
@@ -71,10 +72,7 @@ def metrics() -> Metrics:
     return Metrics()
 
 
-@pytest.fixture
-def merged(metrics: Metrics) -> Iterator[EdgeMetrics]:
-    with closing(EdgeMetrics(metrics.registry)) as made:
-        yield made
+merged = entered(lambda metrics: closing(EdgeMetrics(metrics.registry)), scope="function")
 
 
 @pytest.fixture

@@ -1,13 +1,13 @@
 """The engine when things fail, and when batches overlap. tests/gpu runs the same on a GPU."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from checkpoints import Checkpoints
 from rigs import BUDGETS, RIGHT, Rig, Yardstick, rows_of
 from vitwire_server.core.errors import DeviceLost, EncodeFailed, InvalidTensors, OutOfMemory
 from vitwire_server.core.grids import Footprint, Grid
@@ -22,7 +22,7 @@ GRIDS = (Grid(1, 8, 10), Grid(2, 4, 6), Grid(1, 2, 2), Grid(1, 12, 6))
 
 
 @pytest.fixture(scope="module")
-def rig(checkpoints: Callable[[str], Path], device: torch.device) -> Rig:
+def rig(checkpoints: Checkpoints, device: torch.device) -> Rig:
     return Rig.of(checkpoints(MODEL_TYPE), BF16, device)
 
 
@@ -59,12 +59,7 @@ class TestCaptureFails:
         ids=["largest", "second", "smallest"],
     )
     def test_others_serve(
-        self,
-        number: int,
-        failure: Exception,
-        checkpoints: Callable[[str], Path],
-        device: torch.device,
-        yardstick: Yardstick,
+        self, number: int, failure: Exception, checkpoints: Checkpoints, device: torch.device, yardstick: Yardstick
     ) -> None:
         rig = Rig.of(checkpoints(MODEL_TYPE), BF16, device, wrap=lambda inner: Failing(inner, number, failure))
         gone = BUDGETS[-number]
@@ -77,7 +72,7 @@ class TestCaptureFails:
         assert max(yardstick.errors(rig, rig.run(items), grids)) < RIGHT
 
     def test_all_of_them_leaves_eager(
-        self, checkpoints: Callable[[str], Path], device: torch.device, yardstick: Yardstick
+        self, checkpoints: Checkpoints, device: torch.device, yardstick: Yardstick
     ) -> None:
         class Never(SimulatedRecorder):
             def record(self, forward: Callable[[], None]) -> Callable[[], None]:

@@ -175,10 +175,9 @@ def test_cancelled_items_leave_the_queue_and_are_never_delivered() -> None:
 
 
 def test_work_on_the_device_of_a_cancelled_request_is_not_delivered() -> None:
-    runner = Recorder()
-    rig = Rig(runner)
+    rig = Rig(Recorder())
     ticket = rig.ticket()
-    runner.on_launch = lambda _: rig.scheduler.intake.cancel(ticket)
+    rig.runner.on_launch = lambda _: rig.scheduler.intake.cancel(ticket)
     rig.submit(ticket, 10)
     rig.finish()
     assert rig.outcomes == []
@@ -214,8 +213,7 @@ def test_a_bug_in_the_engine_answers_everything_and_ends_the_run() -> None:
 
 def test_what_came_in_the_meantime_takes_its_turn() -> None:
     """A single item behind a large request waits one batch, not the whole of it."""
-    runner = Recorder()
-    rig = Rig(runner, tokens=100)
+    rig = Rig(Recorder(), tokens=100)
     single = rig.ticket()
     order: list[int] = []
 
@@ -226,7 +224,7 @@ def test_what_came_in_the_meantime_takes_its_turn() -> None:
         if len(order) == 21:
             rig.scheduler.intake.close()
 
-    runner.on_launch = watch
+    rig.runner.on_launch = watch
     rig.submit(rig.ticket(), *[90] * 20)
     rig.scheduler.run()
     assert order.index(20) <= 2
@@ -305,31 +303,29 @@ class TestDeadlines:
             rig.scheduler.intake.check_deadline(batch, 100)
 
     def test_what_runs_counts_at_the_pace_that_was_measured(self) -> None:
-        runner = Recorder()
-        rig = Rig(runner)
+        rig = Rig(Recorder())
 
         def slow(items: Sequence[Item]) -> None:
             """Ten times as slow as predicted; halfway through the second batch a deadline is checked."""
             rig.now += 10 * 0.00486 / 2
-            if len(runner.events) > 2:
+            if len(rig.runner.events) > 2:
                 rig.scheduler.intake.check_deadline(rig.ticket(deadline=rig.now + 0.04), 1)
                 with pytest.raises(DeadlineExceeded):
                     rig.scheduler.intake.check_deadline(rig.ticket(deadline=rig.now + 0.02), 1)
             rig.now += 10 * 0.00486 / 2
 
-        runner.on_launch = slow
+        rig.runner.on_launch = slow
         rig.submit(rig.ticket(), 100, 100)
         rig.finish()
-        assert len(runner.events) == 4
+        assert len(rig.runner.events) == 4
 
     def test_a_slow_past_refuses_nothing_on_an_idle_server(self) -> None:
-        runner = Recorder()
-        rig = Rig(runner)
+        rig = Rig(Recorder())
 
         def slow(_: Sequence[Item]) -> None:
             rig.now += 60.0
 
-        runner.on_launch = slow
+        rig.runner.on_launch = slow
         rig.submit(rig.ticket(), 100)
         rig.scheduler._step()
         rig.scheduler.intake.check_deadline(rig.ticket(deadline=rig.now + 0.1), 100)
@@ -379,8 +375,7 @@ class TestCanary:
 
 
 def test_silence_is_what_the_work_does_not_explain() -> None:
-    runner = Recorder()
-    rig = Rig(runner)
+    rig = Rig(Recorder())
     silences: list[float] = []
 
     def hang(_: Sequence[Item]) -> None:
@@ -389,7 +384,7 @@ def test_silence_is_what_the_work_does_not_explain() -> None:
         rig.now += 100.0
         silences.append(rig.scheduler.watchdog.silence())
 
-    runner.on_launch = hang
+    rig.runner.on_launch = hang
     rig.submit(rig.ticket(), 100)
     rig.scheduler._step()
     assert silences[0] == 0.0, "a batch may take ten times what was predicted"

@@ -2,13 +2,14 @@
 
 import asyncio
 import ctypes
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from threading import Event, Thread
 
 import pytest
 import torch
 
 from cards import CARD
+from session_rig import until
 from vitwire_server.caching.cache import Content, EmbeddingCache, Key, Name
 from vitwire_server.caching.downloads import Downloads
 from vitwire_server.caching.single_flight import SingleFlight
@@ -135,129 +136,92 @@ class Rig:
         return self.metrics.registry.get_sample_value("vitwire_store_hits_total") or 0.0
 
 
-async def until(condition: Callable[[], object]) -> None:
-    for _ in range(6000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(120):
-            await test()
-
-    asyncio.run(main())
-
-
-def test_rows_are_copied_to_the_host_for_a_response_and_stay_in_both_places() -> None:
-    async def test() -> None:
-        rig = Rig()
-        session = rig.open()
-        for key in (1, 2):
-            await session.submit({key: lookup()}, {})
-        first, second = await rig.outcomes(2)
-        await session.submit({3: lookup()}, {})
-        for outcome in (first, second, rig.settled[2][1]):
-            assert isinstance(outcome, Encoded)
-            assert bytes(outcome.embedding.data) == ROWS
-        assert (rig.copied(), rig.cache.stored_nbytes) == (32, PAGE)
-        session.close()
-        assert rig.admission.held == (0, 0)
-
-    run(test)
-
-
-def test_what_only_asks_whether_rows_are_cached_copies_nothing() -> None:
-    async def test() -> None:
-        rig = Rig()
-        await rig.open().submit({1: lookup(store_only=True)}, {})
-        outcome = await rig.encoded()
-        assert (outcome.delivery, len(outcome.embedding.data), rig.copied()) == (Stored(), 0, 0)
-
-    run(test)
-
-
-def test_rows_are_delivered_from_the_device_and_stay_there() -> None:
-    async def test() -> None:
-        rig = Rig(courier := Courier(Delivered(REGION, 0.1)))
-        await rig.open(HOST).submit({1: lookup(REGION)}, {})
-        assert isinstance((await rig.encoded()).delivery, Delivered)
-        assert courier.delivered == [ROWS]
-        assert (rig.copied(), rig.from_device(), courier.uploads) == (0, 1, 0)
-        assert rig.outbox.copied(torch.empty(1, dtype=torch.uint8)) is None
-
-    run(test)
-
-
-def test_rows_that_were_not_delivered_come_in_the_response() -> None:
-    async def test() -> None:
-        rig = Rig(Courier(NotDelivered(Fallback.FAILED)))
-        await rig.open(HOST).submit({1: lookup(REGION)}, {})
-        outcome = await rig.encoded()
-        assert outcome.delivery == NotDelivered(Fallback.FAILED)
+async def test_rows_are_copied_to_the_host_for_a_response_and_stay_in_both_places() -> None:
+    rig = Rig()
+    session = rig.open()
+    for key in (1, 2):
+        await session.submit({key: lookup()}, {})
+    first, second = await rig.outcomes(2)
+    await session.submit({3: lookup()}, {})
+    for outcome in (first, second, rig.settled[2][1]):
+        assert isinstance(outcome, Encoded)
         assert bytes(outcome.embedding.data) == ROWS
-        assert (rig.copied(), rig.from_device()) == (32, 0)
+    assert (rig.copied(), rig.cache.stored_nbytes) == (32, PAGE)
+    session.close()
+    assert rig.admission.held == (0, 0)
 
-    run(test)
+
+async def test_what_only_asks_whether_rows_are_cached_copies_nothing() -> None:
+    rig = Rig()
+    await rig.open().submit({1: lookup(store_only=True)}, {})
+    outcome = await rig.encoded()
+    assert (outcome.delivery, len(outcome.embedding.data), rig.copied()) == (Stored(), 0, 0)
 
 
-def test_rows_in_another_kind_of_memory_go_by_the_host() -> None:
+async def test_rows_are_delivered_from_the_device_and_stay_there() -> None:
+    rig = Rig(courier := Courier(Delivered(REGION, 0.1)))
+    await rig.open(HOST).submit({1: lookup(REGION)}, {})
+    assert isinstance((await rig.encoded()).delivery, Delivered)
+    assert courier.delivered == [ROWS]
+    assert (rig.copied(), rig.from_device(), courier.uploads) == (0, 1, 0)
+    assert rig.outbox.copied(torch.empty(1, dtype=torch.uint8)) is None
+
+
+async def test_rows_that_were_not_delivered_come_in_the_response() -> None:
+    rig = Rig(Courier(NotDelivered(Fallback.FAILED)))
+    await rig.open(HOST).submit({1: lookup(REGION)}, {})
+    outcome = await rig.encoded()
+    assert outcome.delivery == NotDelivered(Fallback.FAILED)
+    assert bytes(outcome.embedding.data) == ROWS
+    assert (rig.copied(), rig.from_device()) == (32, 0)
+
+
+async def test_rows_in_another_kind_of_memory_go_by_the_host() -> None:
     """The engine is on the CPU, the consumer's memory on a device: only an upload could deliver them."""
-
-    async def test() -> None:
-        rig = Rig(courier := Courier(Delivered(REGION, 0.1)))
-        await rig.open(DEVICE).submit({1: lookup(REGION)}, {})
-        outcome = await rig.encoded()
-        assert outcome.delivery == NotDelivered(Fallback.OFF)
-        assert bytes(outcome.embedding.data) == ROWS
-        assert (rig.copied(), rig.from_device(), courier.uploads, courier.delivered) == (32, 0, 1, [])
-
-    run(test)
+    rig = Rig(courier := Courier(Delivered(REGION, 0.1)))
+    await rig.open(DEVICE).submit({1: lookup(REGION)}, {})
+    outcome = await rig.encoded()
+    assert outcome.delivery == NotDelivered(Fallback.OFF)
+    assert bytes(outcome.embedding.data) == ROWS
+    assert (rig.copied(), rig.from_device(), courier.uploads, courier.delivered) == (32, 0, 1, [])
 
 
 @pytest.mark.parametrize("consumer", [None, HOST])
-def test_a_caller_that_leaves_while_its_rows_are_copied_gets_nothing_and_holds_nothing(
+async def test_a_caller_that_leaves_while_its_rows_are_copied_gets_nothing_and_holds_nothing(
     consumer: Consumer | None,
 ) -> None:
-    async def test() -> None:
-        begun, go_on = Event(), Event()
+    begun, go_on = Event(), Event()
 
-        def block() -> None:
-            begun.set()
-            assert go_on.wait(60)
+    def block() -> None:
+        begun.set()
+        assert go_on.wait(60)
 
-        rig = Rig(Courier(NotDelivered(Fallback.FAILED)), block)
-        session = rig.open(consumer)
-        await session.submit({1: lookup(REGION if consumer else None)}, {})
-        await asyncio.to_thread(begun.wait, 60)
-        session.close()
-        assert rig.admission.held == (0, 0)
-        go_on.set()
-        await until(rig.copied)
-        assert not rig.settled
-        del session
-        rig.cache._max_stored = 0
-        rig.cache._shrink()
-        assert rig.outbox.copied(torch.empty(1, dtype=torch.uint8)), "nothing else holds the rows"
-
-    run(test)
+    rig = Rig(Courier(NotDelivered(Fallback.FAILED)), block)
+    session = rig.open(consumer)
+    await session.submit({1: lookup(REGION if consumer else None)}, {})
+    await asyncio.to_thread(begun.wait, 60)
+    session.close()
+    assert rig.admission.held == (0, 0)
+    go_on.set()
+    await until(rig.copied)
+    assert not rig.settled
+    del session
+    rig.cache._max_stored = 0
+    rig.cache._shrink()
+    assert rig.outbox.copied(torch.empty(1, dtype=torch.uint8)), "nothing else holds the rows"
 
 
-def test_rows_that_cannot_be_copied_fail_their_items_only() -> None:
-    async def test() -> None:
-        def fail() -> None:
-            raise MemoryError
+async def test_rows_that_cannot_be_copied_fail_their_items_only() -> None:
+    def fail() -> None:
+        raise MemoryError
 
-        rig = Rig(Courier(Delivered(REGION, 0.1)), fail)
-        session = rig.open(HOST)
-        await session.submit({1: lookup()}, {})
-        (failed,) = await rig.outcomes()
-        assert isinstance(failed, EncodeFailed)
-        await session.submit({2: lookup(REGION)}, {})
-        _, other = await rig.outcomes(2)
-        assert isinstance(other, Encoded)
-        session.close()
-        assert rig.admission.held == (0, 0)
-
-    run(test)
+    rig = Rig(Courier(Delivered(REGION, 0.1)), fail)
+    session = rig.open(HOST)
+    await session.submit({1: lookup()}, {})
+    (failed,) = await rig.outcomes()
+    assert isinstance(failed, EncodeFailed)
+    await session.submit({2: lookup(REGION)}, {})
+    _, other = await rig.outcomes(2)
+    assert isinstance(other, Encoded)
+    session.close()
+    assert rig.admission.held == (0, 0)

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import random
 import socket
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from threading import Thread
 
@@ -72,101 +71,78 @@ class Rig:
         return LocalSessions(CARD, intake, self.admission, single_flight, metrics.admission, memory=self.memory)
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(60):
-            await test()
-
-    asyncio.run(main())
-
-
-def test_a_cached_item_that_was_refused_does_not_concern_later_ones() -> None:
-    async def test() -> None:
-        rig = Rig()
-        session = rig.open()
-        others = rig.admission.admit([1, 1])
-        with pytest.raises(Overloaded):
-            await session.submit({0: LOOKUP}, {})
-        session.release(0)
-        for permit in others:
-            permit.release()
-        await session.submit({1: LOOKUP}, {})
-        assert [key for key, _ in rig.settled] == [1]
-        assert rig.admission.held == (1, len(ROWS))
-        session.close()
-        assert rig.admission.held == (0, 0)
-
-    run(test)
+async def test_a_cached_item_that_was_refused_does_not_concern_later_ones() -> None:
+    rig = Rig()
+    session = rig.open()
+    others = rig.admission.admit([1, 1])
+    with pytest.raises(Overloaded):
+        await session.submit({0: LOOKUP}, {})
+    session.release(0)
+    for permit in others:
+        permit.release()
+    await session.submit({1: LOOKUP}, {})
+    assert [key for key, _ in rig.settled] == [1]
+    assert rig.admission.held == (1, len(ROWS))
+    session.close()
+    assert rig.admission.held == (0, 0)
 
 
 def fail() -> None:
     raise AssertionError
 
 
-def test_a_call_that_fails_does_not_lose_the_others_of_its_turn() -> None:
-    async def test() -> None:
-        mailbox, came = Mailbox(), asyncio.Event()
-        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        mailbox.post(fail)
-        mailbox.post(came.set)
-        await came.wait()
-
-    run(test)
+async def test_a_call_that_fails_does_not_lose_the_others_of_its_turn() -> None:
+    mailbox, came = Mailbox(), asyncio.Event()
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    mailbox.post(fail)
+    mailbox.post(came.set)
+    await came.wait()
 
 
-def test_calls_run_in_order_if_one_is_posted_while_others_run() -> None:
-    async def test() -> None:
-        mailbox, ran, done = Mailbox(), list[int](), asyncio.Event()
-        sender = Thread(target=mailbox.post, args=(lambda: (ran.append(2), done.set()),))
-        mailbox.post(lambda: (ran.append(0), sender.start(), sender.join()))
-        mailbox.post(lambda: ran.append(1))
-        await asyncio.wait_for(done.wait(), 10)
-        assert ran == [0, 1, 2]
-
-    run(test)
+async def test_calls_run_in_order_if_one_is_posted_while_others_run() -> None:
+    mailbox, ran, done = Mailbox(), list[int](), asyncio.Event()
+    sender = Thread(target=mailbox.post, args=(lambda: (ran.append(2), done.set()),))
+    mailbox.post(lambda: (ran.append(0), sender.start(), sender.join()))
+    mailbox.post(lambda: ran.append(1))
+    await asyncio.wait_for(done.wait(), 10)
+    assert ran == [0, 1, 2]
 
 
-def test_memory_of_a_session_that_waits_for_itself_is_free_when_it_is_closed() -> None:
-    async def test() -> None:
-        rig, (end, other) = Rig(Admission(max_items=4, max_bytes=1 << 20)), socket.socketpair()
-        link: Link[object, object] = await Link.over(end, FROM_RPC, lambda _: None)
-        host = SessionHost(rig.sessions(), rig.memory, link)
-        form = form_of(ITEM)
-        gc.disable()
-        try:
-            host.receive(Reserve(0, 1, OPENING, 0, form))
-            host.receive(Queue(0, 2, None, [0], {0: b"digest"}))
-            host.receive(Reserve(0, 3, None, 1, form))
-            others = rig.admission.admit([1, 1])
-            host.receive(Reserve(0, 4, None, 2, form))  # waits, as the session holds some of what is missing
-            assert rig.memory.free < 64 * PAGE
-            host.receive(Close(0))
-            assert rig.memory.free == 64 * PAGE
-            assert rig.admission.held == (len(others), len(others))
-        finally:
-            gc.enable()
-            link.close()
-            other.close()
-
-    run(test)
-
-
-def test_a_silent_engine_fails_requests_until_it_responds() -> None:
-    async def test() -> None:
-        end, other = socket.socketpair()
-        link: Link[object, object] = await Link.over(end, FROM_ENGINE, lambda _: None)
-        sessions = RemoteSessions(link, Arena.create(PAGE), None)
-        session = sessions.open(OPENING, lambda *_: None, lambda _: None)
-        sessions.lost(Unavailable("silent"))
-        with pytest.raises(Unavailable, match="silent"):
-            await session.reserve(0, ITEM)
-        sessions.regained()
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(session.reserve(1, ITEM), 0.01)
+async def test_memory_of_a_session_that_waits_for_itself_is_free_when_it_is_closed() -> None:
+    rig, (end, other) = Rig(Admission(max_items=4, max_bytes=1 << 20)), socket.socketpair()
+    link: Link[object, object] = await Link.over(end, FROM_RPC, lambda _: None)
+    host = SessionHost(rig.sessions(), rig.memory, link)
+    form = form_of(ITEM)
+    gc.disable()
+    try:
+        host.receive(Reserve(0, 1, OPENING, 0, form))
+        host.receive(Queue(0, 2, None, [0], {0: b"digest"}))
+        host.receive(Reserve(0, 3, None, 1, form))
+        others = rig.admission.admit([1, 1])
+        host.receive(Reserve(0, 4, None, 2, form))  # waits, as the session holds some of what is missing
+        assert rig.memory.free < 64 * PAGE
+        host.receive(Close(0))
+        assert rig.memory.free == 64 * PAGE
+        assert rig.admission.held == (len(others), len(others))
+    finally:
+        gc.enable()
         link.close()
         other.close()
 
-    run(test)
+
+async def test_a_silent_engine_fails_requests_until_it_responds() -> None:
+    end, other = socket.socketpair()
+    link: Link[object, object] = await Link.over(end, FROM_ENGINE, lambda _: None)
+    sessions = RemoteSessions(link, Arena.create(PAGE), None)
+    session = sessions.open(OPENING, lambda *_: None, lambda _: None)
+    sessions.lost(Unavailable("silent"))
+    with pytest.raises(Unavailable, match="silent"):
+        await session.reserve(0, ITEM)
+    sessions.regained()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(session.reserve(1, ITEM), 0.01)
+    link.close()
+    other.close()
 
 
 def test_blocks_are_apart_reused_and_pinned_as_a_whole_or_not() -> None:

@@ -1,17 +1,18 @@
 """Costs measured on an engine whose host and device keep a clock of their own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 import pytest
 
+from broken import load
+from checkpoints import Checkpoints
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.costs import Work, end_of
 from vitwire_server.core.items import Item
 from vitwire_server.core.runner import Collected, Timings
 from vitwire_server.runtime.ladders import calibration
-from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.tower import Tower
 
 if TYPE_CHECKING:
@@ -56,13 +57,8 @@ class Batch:
 
 
 @pytest.fixture(scope="module")
-def tower(checkpoints: Callable[[str], str]) -> Tower:
-    import torch  # noqa: PLC0415 - as the towers
-
-    checkpoint = open_checkpoint(str(checkpoints("qwen3_vl")))
-    return load_tower(
-        checkpoint, dtype=torch.float32, device=torch.device("cpu"), track=lambda shards, *_: shards
-    ).tower
+def tower(checkpoints: Checkpoints) -> Tower:
+    return load(checkpoints("qwen3_vl")).tower
 
 
 def test_the_host_and_the_device_are_told_apart(tower: Tower, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,11 +116,15 @@ def test_it_follows_the_loads_and_a_restart_begins_there(
     assert again.plan(200, 1024) == 1024, "it knows these loads"
 
 
-def test_steps_wait_a_second_for_the_engine_to_be_idle(made: Learning) -> None:
-    window = [Footprint(384, 96, 1, 384)]
+def load(made: Learning) -> None:
+    """As many items of 96 tokens as a fit is made of."""
     for _ in range(learning._FIT_EVERY):
-        made.learner.planned(window, 1)
+        made.learner.planned([Footprint(384, 96, 1, 384)], 1)
     made.learner._worker.submit(int).result()
+
+
+def test_steps_wait_a_second_for_the_engine_to_be_idle(made: Learning) -> None:
+    load(made)
     assert made.learner.seconds_until_due(idle=False) == 0, "a fit has ended"
     assert made.learner.step() is None
     assert 96 not in [budget.tokens for budget in made.rig.graphs.ladder]
@@ -133,18 +137,11 @@ def test_steps_wait_a_second_for_the_engine_to_be_idle(made: Learning) -> None:
 
 
 def test_a_fit_begins_a_minute_after_the_last_one(made: Learning) -> None:
-    window = [Footprint(384, 96, 1, 384)]
-
-    def loads() -> None:
-        for _ in range(learning._FIT_EVERY):
-            made.learner.planned(window, 1)
-        made.learner._worker.submit(int).result()
-
-    loads()
+    load(made)
     assert made.finish()
     for seconds, due in ((59.0, inf), (60.0, 0.0)):
         made.clock.now = seconds
-        loads()
+        load(made)
         assert made.learner.seconds_until_due(idle=False) == due
 
 
@@ -164,10 +161,7 @@ def test_failed_captures_keep_the_ladder_and_end_the_learning(
 
 
 def test_a_change_ends_with_the_server(made: Learning) -> None:
-    window = [Footprint(384, 96, 1, 384)]
-    for _ in range(learning._FIT_EVERY):
-        made.learner.planned(window, 1)
-    made.learner._worker.submit(int).result()
+    load(made)
     assert made.learner.step() is None
     assert made.learner.seconds_until_due(idle=True) == 0
     made.learner.stop()
