@@ -1,7 +1,7 @@
 """Options of a model's processor for one image or clip."""
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from operator import index
 from typing import Any, Self
@@ -42,8 +42,7 @@ class ProcessorOptions:
 
     def given(self) -> dict[str, Any]:
         """The options that are not None, by name."""
-        named = zip((each.name for each in fields(self)), astuple(self), strict=True)
-        return {name: value for name, value in named if value is not None}
+        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
 
     @classmethod
     def of(cls, options: "ProcessorOptions | Mapping[str, object] | None") -> Self | None:

@@ -100,15 +100,17 @@ def parity(
         typer.echo(json.dumps(summary | {"files": list(map(asdict, rows)), "error": ended or None}))
     if not ended and not summary["answered"] and not summary["differing"]:
         ended = f"no file was answered: {rows[0].answer[0]}"
+    if not ended and not summary["encoded"] and any(row.encoder for row in rows):
+        ended = "the encoder encoded no file: the tower was compared with itself"
     if ended or not summary["encoded"]:
-        warn(ended or "the encoder encoded no file, or its engine's /metrics does not say so")
+        warn(ended or "the /metrics of --with-encoder does not say what the encoder encoded")
     raise typer.Exit(2 if ended else int(bool(summary["differing"])))
 
 
 def _differs(one: _Answer, other: _Answer, tolerance: float) -> tuple[list[str], float | None]:
     """What differs, and by how much. Another first token, with log probabilities within the tolerance, is a tie."""
     apart, answered = _apart(one.logprobs, other.logprobs), one.status == other.status == 200
-    is_far = answered and (apart is None or apart > tolerance)
+    is_far = answered and not (apart is not None and apart <= tolerance)  # NaN is far
     found = {
         "status": one.status != other.status,
         "prompt": answered and (one.tokens, one.prompt) != (other.tokens, other.prompt),
@@ -152,7 +154,7 @@ def _asked(engine: _Engine, file: Path, uuid: str | None = None) -> _Answer:
         answer = json.loads(text)
         (choice,), tokens = answer["choices"], answer["usage"]["prompt_tokens"]
         first = ((choice.get("logprobs") or {}).get("content") or [{}])[0]
-        logprobs = {each["token"]: each["logprob"] for each in first.get("top_logprobs", ())}
+        logprobs = {each["token"]: float(each["logprob"]) for each in first.get("top_logprobs", ())}
         shown = choice["message"]["content"] or first.get("token", "")
         return _Answer(status, shown, tokens, answer.get("prompt_token_ids") or (), logprobs)
     except (AttributeError, LookupError, TypeError, ValueError):

@@ -140,20 +140,26 @@ def wrong_file(item: pb.Item, nbytes: int, limits: Limits) -> Iterator[Violation
     )
 
 
+_MOST_OPTION_BYTES = 5 * MOST_FRAMES + 64
+"""Five bytes hold any index of a frame."""
+
+
 def wrong_processor_options(item: pb.Item, card: ModelCard, *, is_prepared: bool) -> Iterator[Violation]:
     """Options of an item; only images that are prepared here, and files of clips, have any."""
-    given = {field.name: value for field, value in item.options.ListFields()}
-    if not item.options.ByteSize():
+    nbytes, frames = item.options.ByteSize(), item.options.frames
+    if not nbytes:
+        return
+    if nbytes > _MOST_OPTION_BYTES or len(frames) > MOST_FRAMES:  # looking at each would hold up everyone
+        yield Violation("options.frames", f"has {len(frames)} frames, {nbytes} bytes; at most {MOST_FRAMES} frames")
         return
     yield from violations(
         ("options", "has fields that this server does not know", len(UnknownFieldSet(item.options))),
     )
+    given = {field.name: value for field, value in item.options.ListFields()}
     if item.modality == pb.MODALITY_VIDEO and is_prepared and given.keys() == {"frames"} and not is_picture(item):
-        frames = given["frames"]
         yield from violations(
             ("options.frames", f"is not an option of {card.model_type} here", "frames" not in card.options),
             ("options.frames", "must be ascending", any(one >= other for one, other in pairwise(frames))),
-            ("options.frames", f"has {len(frames)} frames, at most {MOST_FRAMES}", len(frames) > MOST_FRAMES),
         )
         return
     if not is_prepared or item.modality != pb.MODALITY_IMAGE or "frames" in given:

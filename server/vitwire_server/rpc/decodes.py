@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +12,7 @@ from msgspec.structs import replace as changed
 
 from vitwire.shared.fairness.shares import Path
 from vitwire_children.serving import Fault, NotDone
-from vitwire_server.core.errors import EncodeFailed, EncoderError, InvalidRequest, Violation
+from vitwire_server.core.errors import EncodeFailed, EncoderError, InvalidRequest, Overloaded, Violation
 from vitwire_server.core.items import CacheLookup, Item
 from vitwire_server.core.models import NotOnDevice, Place
 from vitwire_server.observe.tracing import Attributes, trace_preparing
@@ -21,6 +22,8 @@ from vitwire_server.rpc.calls import Call
 from vitwire_server.rpc.file_items import Decoding, Prepared, Unprepared, is_elongated
 
 _log = logging.getLogger(__name__)
+_EARLY = 64
+"""Files that may wait for decoders while others reserve memory before they have one."""
 _OTHER_SEED = 1
 """Changes the seed for digests of files, so that no pixels have the digest of a file."""
 
@@ -96,9 +99,9 @@ async def _decode(call: Call, index: int, given: Unprepared, region_seconds: flo
         return
     asked = time.monotonic()
     reserve = partial(call.reserve, index, item)
-    if item.store_only:  # its client waits until it is accepted, and need not wait for a decoder
-        memory = await reserve()
-        reserve = partial(asyncio.sleep, 0, memory)
+    if item.store_only and pool.waiting < _EARLY:  # its client waits for acceptance, and need not wait for a decoder
+        with suppress(Overloaded):  # there may be room once it has a decoder
+            reserve = partial(asyncio.sleep, 0, await reserve())
     done = await pool.decode(
         flow,
         given.data,

@@ -36,6 +36,7 @@ for name, file in {
     "turned": clip(moving(12), 8.0, matrix=turned),
     "every frame": clip(moving(5), 2.0),
     "NTSC, VP9": clip(moving(40), 29.97, "webm", "libvpx-vp9"),
+    "mirrored": clip(moving(12), 8.0, matrix=(-65536, 0, 0, 0, 65536, 0, 0, 0, 1 << 30)),
     "odd": clip(moving(17, 98, 134), 7.0),
 }.items():
     (Path(sys.argv[1]) / name).write_bytes(file)

@@ -139,6 +139,7 @@ def test_options_that_the_encoder_does_not_have_are_the_towers(
     for chat in (
         small,
         {"mm_processor_kwargs": {"resample": 0}},
+        {"mm_processor_kwargs": {"min_pixels": 100_000, "max_pixels": 5_000}},
         {"media_io_kwargs": {"image": {"rgba_background_color": [0, 0, 0]}}},
         {},
         small,  # though the server has the image by now, and vLLM's cache has lost it
@@ -150,8 +151,8 @@ def test_options_that_the_encoder_does_not_have_are_the_towers(
         if chat is small:
             item = Item(encoded=picture(640, 480), options=small["mm_processor_kwargs"])
             assert torch.equal(vllm.gathered[name][0], client.encode([item])[0].torch())
-    assert since(before) == {"options": 2, "accepted": 4}
-    assert len(vllm.encoded) == 2
+    assert since(before) == {"options": 3, "accepted": 4}
+    assert len(vllm.encoded) == 3
     assert not vllm.errors
 
 
@@ -226,7 +227,7 @@ def test_an_engine_without_a_tower(kind: str, engines: Callable[..., WithTower],
         vllm.run(name)
         assert not vllm.errors
         assert all(map(torch.equal, vllm.gathered[name], [each.torch() for each in client.encode_images(files)]))
-        with pytest.raises(VLLMValidationError, match="no tower; the encoder decodes JPEG"):
+        with pytest.raises(VLLMValidationError, match="no tower; the encoder takes JPEG"):
             vllm.add([part(saved(Image.new("RGB", (64, 64)), "TIFF"))])
         with pytest.raises(VLLMValidationError, match=r"no tower \(options\)"):
             vllm.add([part(picture(64, 64))], chat={"mm_processor_kwargs": {"resample": 0}})

@@ -28,7 +28,7 @@ from vllm.tokenizers.registry import tokenizer_args_from_config
 from vitwire.integrations.vllm.plugin import VERSIONS, is_registered
 from vitwire.integrations.vllm.settings import Settings
 from vitwire.integrations.vllm.stats import VitwireECPromMetrics, VitwireECStats
-from vitwire.integrations.vllm.table import FILE, OPTIONS, Content, Order, Outcome, Step, Table, unpacked
+from vitwire.integrations.vllm.table import FILE, OPTIONS, Content, Order, Outcome, Step, Table
 from vitwire.integrations.vllm.worker import Expected, Fetcher
 from vitwire.items import Modality
 
@@ -295,7 +295,7 @@ def _contents(request: "Request") -> dict[int, Content]:
             grid, rows = grids.pop(index, _UNKNOWN), request.get_num_encoder_embeds(index)
             modality, file = _MODALITIES[each.modality == "video"], each.data[FILE].data
             file = file if file.numel() else None
-            options = unpacked(each.data[OPTIONS].data.tolist())
+            options = each.data[OPTIONS].data
             contents[index] = Content(each.identifier, str(each.mm_hash), modality, grid, rows, file, options)
     params = request.ec_transfer_params
     ids = params.get("content_ids") if isinstance(params, dict) else None

@@ -25,6 +25,7 @@ from vllm.multimodal.media.connector import MEDIA_CONNECTOR_REGISTRY, global_thr
 from vllm.renderers import ChatParams
 from vllm.renderers.hf import HfRenderer
 
+from vitwire.errors import InvalidItem
 from vitwire.integrations.vllm.connector import VitwireECConnector, expected_width
 from vitwire.integrations.vllm.files import ClipFile, FileConnector, MediaFile
 from vitwire.integrations.vllm.references import References
@@ -103,7 +104,14 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
         for file in (each for _, _, each in _files(prompt) if each.upload is None):
             try:
                 found = self._sized(file, options or {})
-            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # vLLM says what is wrong
+            except (
+                ArithmeticError,
+                AttributeError,
+                LookupError,
+                TypeError,
+                ValueError,
+                InvalidItem,
+            ):  # vLLM's to refuse
                 found = None
             file.upload = self._uploads.begin(file.original_bytes, file.modality, found)
 
@@ -118,7 +126,7 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
     def _process_tokens(self, prompt: dict[str, Any], *, skip_mm_cache: bool = False) -> object:
         self._check(prompt, skip_mm_cache=skip_mm_cache)
         for items, index, file in _files(prompt):
-            with self._declining():
+            with self._declining(file):
                 file.reference = file.upload.result() if file.upload else None
             items[index] = _settled(file) or file.decoded()
         return super()._process_tokens(prompt, skip_mm_cache=skip_mm_cache)
@@ -139,18 +147,17 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
         self._begin(prompt, prompt.get("mm_processor_kwargs"))
         known = {id(each) for _, _, each in _files(prompt)}
         if not self._has_tower and any(id(each) not in known for items in _media(prompt) for each in items):
-            raise VLLMValidationError(
-                f"{_NO_TOWER}; the encoder decodes JPEG, PNG, WebP, GIF, BMP, MP4 and WebM", parameter="image"
-            )
+            text = "JPEG, PNG, WebP, GIF, BMP, MP4 and WebM, without options of the decoder"
+            raise VLLMValidationError(f"{_NO_TOWER}; the encoder takes {text}", parameter="image or video")
 
     async def _settle(self, items: list[Any], index: int, file: MediaFile) -> None:
-        with self._declining():
+        with self._declining(file):
             file.reference = await asyncio.wrap_future(file.upload) if file.upload else None
         loop = asyncio.get_running_loop()
         items[index] = _settled(file) or await loop.run_in_executor(global_thread_pool, file.decoded)
 
     @contextmanager
-    def _declining(self) -> Iterator[None]:
+    def _declining(self, file: MediaFile) -> Iterator[None]:
         """What the encoder does not take is the tower's. Without one, raises RetryableRequestError and ValueError."""
         try:
             yield
@@ -159,7 +166,7 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
                 return
             if str(reason) in Declined.PASSING:
                 raise RetryableRequestError(f"the encoder is {reason}, and this engine has no tower; retry") from None
-            raise VLLMValidationError(f"{_NO_TOWER} ({reason})", parameter="image") from None
+            raise VLLMValidationError(f"{_NO_TOWER} ({reason})", parameter=file.modality) from None
 
 
 def _media(prompt: Mapping[str, Any]) -> list[list[Any]]:

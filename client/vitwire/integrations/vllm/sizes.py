@@ -18,6 +18,9 @@ CLIPS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_
 """Model types whose clips it gives to the encoder."""
 _SIZES = frozenset({"min_pixels", "max_pixels", "size"})
 """Options of processors that set the size of an image."""
+_MOST_FRAMES = 1 << 14
+"""Of a clip, for the encoder."""
+_EDGES = frozenset({"shortest_edge", "longest_edge"})
 _ON_DEVICE = frozenset({"do_normalize", "do_rescale"})
 """vLLM sets these itself when its tower normalises on the device."""
 _OTHERS = frozenset({"fps", "num_frames", "do_sample_frames", "videos_kwargs", "audio_kwargs"})
@@ -54,6 +57,8 @@ def _has_only(
     merged = info._merge_and_resolve_mm_processor_kwargs(options)  # noqa: SLF001  # as vLLM's own size rule
     merged = {name: value for name, value in merged.items() if value not in (None, {})}
     scoped = merged.pop(scope, {})
+    if not all(isinstance(each, Mapping) for name, each in merged.items() if name.endswith("_kwargs")):
+        return False
     device = _ON_DEVICE if info.ctx.get_mm_config().mm_device_do_normalize else frozenset()
     return merged.keys() <= known | others | device and scoped.keys() <= known | device
 
@@ -89,6 +94,9 @@ def _areas(info: BaseProcessingInfo, options: Mapping[str, object]) -> Processor
     scoped = info._merge_and_resolve_mm_processor_kwargs(options).get("images_kwargs", {})  # noqa: SLF001  # as above
     if not scoped.keys() & _SIZES:
         return None
+    given = scoped.get("size")
+    if given is not None and not (isinstance(given, Mapping) and given.keys() == _EDGES):
+        raise ValueError("the tower fills in an edge, or refuses")
     size = info._get_vision_size(scoped, default_size=info.get_image_processor().size)  # noqa: SLF001  # as above
     return ProcessorOptions(min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"])
 
@@ -103,6 +111,8 @@ def sized_clip(info: BaseProcessingInfo, clip: ClipFile, options: Mapping[str, o
     processor, metadata = info.get_hf_processor().video_processor, clip.metadata
     known = VideoMetadata(**{name: value for name, value in metadata.items() if name != "do_sample_frames"})
     frames: list[int] = metadata["frames_indices"]
+    if len(frames) > _MOST_FRAMES:
+        return None
     fields: dict[str, object] = {}
     if hasattr(info, "_get_video_second_idx"):
         if metadata["do_sample_frames"]:  # the processor chooses again, of all frames

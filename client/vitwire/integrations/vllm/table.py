@@ -38,8 +38,8 @@ class Content:
     """Embeddings that the prompt has places for."""
     file: "torch.Tensor | None" = field(default=None, repr=False, compare=False)
     """To be sent again if the server has lost it; bytes."""
-    options: ProcessorOptions | None = field(default=None, repr=False, compare=False)
-    """Of the file."""
+    options: "torch.Tensor | None" = field(default=None, repr=False, compare=False)
+    """Of the file, `packed`."""
 
 
 def packed(options: ProcessorOptions | None) -> list[int]:

@@ -14,7 +14,7 @@ import torch
 from vitwire.embeddings import Embedding
 from vitwire.errors import NotCached
 from vitwire.integrations.vllm.settings import Settings
-from vitwire.integrations.vllm.table import Content, Order, Outcome, Step
+from vitwire.integrations.vllm.table import Content, Order, Outcome, Step, unpacked
 from vitwire.items import Item
 
 _log = logging.getLogger("vitwire.vllm")
@@ -104,7 +104,7 @@ class Fetcher:
                     encoded=content.file.numpy().data,
                     modality=content.modality,
                     content_id=content.content_id,
-                    options=content.options,
+                    options=None if content.options is None else unpacked(content.options.tolist()),
                 )
                 rows = self._encoded(item, content)
         except Exception as error:

@@ -71,6 +71,11 @@ def _chosen(data: bytes, recipe: Recipe, max_pixels: int) -> _Chosen:
         rate = float(stream.average_rate or 0)
         total = _count(data, container, stream)
         rotation = rotation_of(stream)
+    if given := recipe.settings.sampling.given:
+        if given[-1] >= total:
+            raise NotDone(Fault.UNSUPPORTED, f"has {total} frames, and options.frames asks for frame {given[-1]}")
+        if rotation.is_mirror_image:
+            raise NotDone(Fault.UNSUPPORTED, "is mirrored by its display matrix, and options.frames chooses its frames")
     indices = sampled(total, rate, recipe.settings.sampling, recipe.temporal)
     return _Chosen(indices, total, rate, rotation, rotation.size(height, width))
 

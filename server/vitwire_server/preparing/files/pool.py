@@ -88,6 +88,11 @@ class DecodePool:
         await asyncio.wait(self._starting, timeout=_START_SECONDS)
 
     @property
+    def waiting(self) -> int:
+        """Jobs that wait for a decoder."""
+        return self._measuring.waiting + self._decoding.waiting + self._on_device.waiting
+
+    @property
     def _setup(self) -> Setup:
         return self._awaited.result()
 
@@ -181,4 +186,4 @@ class DecodePool:
         return seconds, _PATIENCE * (1 + seconds)
 
     def _count_waiting(self) -> None:
-        self._monitor.waiting(self._measuring.waiting + self._decoding.waiting + self._on_device.waiting)
+        self._monitor.waiting(self.waiting)

@@ -29,6 +29,11 @@ class Rotation(NamedTuple):
         """Height and width of a rotated frame."""
         return (width, height) if self.transposed else (height, width)
 
+    @property
+    def is_mirror_image(self) -> bool:
+        """Whether no turn alone makes a frame upright. OpenCV, and so vLLM, only turns frames."""
+        return (self.transposed + self.upside_down + self.mirrored) % 2 == 1
+
     def applied(self, frame: Frame) -> Frame:
         """A view of a frame `(H, W, 3)`."""
         upright = frame.swapaxes(0, 1) if self.transposed else frame
@@ -36,7 +41,7 @@ class Rotation(NamedTuple):
 
 
 def rotation_of(stream: VideoStream) -> Rotation:
-    """The rotation to show a stream by, as FFmpeg and OpenCV have it; none for angles between quarters, as OpenCV."""
+    """The rotation to show a stream by, as FFmpeg has it; none for angles between quarters, as OpenCV."""
     across, down_by_across, _, across_by_down, down = _matrix(stream)
     if _STEEPEST * max(abs(down_by_across), abs(across_by_down)) < min(abs(across), abs(down)):
         return Rotation(transposed=False, upside_down=down < 0, mirrored=across < 0)

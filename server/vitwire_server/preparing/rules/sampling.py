@@ -35,9 +35,7 @@ def _all(total: int, fps: float, sampling: Sampling, group: int) -> Sequence[int
 
 
 def _given(total: int, fps: float, sampling: Sampling, group: int) -> Sequence[int]:
-    del fps, group
-    if sampling.given[-1] >= total:
-        raise ValueError(f"frame {sampling.given[-1]} was asked for, of {total}")
+    del total, fps, group
     return sampling.given
 
 
