@@ -91,7 +91,7 @@ def test_what_differs_is_listed_first(tmp_path: Path) -> None:
     }
     assert done.exit_code == 1
     assert "[b]other.png" in done.stdout.partition("{")[0]
-    assert "encoded no file" in done.stderr
+    assert "does not say what the encoder encoded" in done.stderr
 
 
 @pytest.mark.parametrize(
