@@ -95,8 +95,8 @@ def _areas(info: BaseProcessingInfo, options: Mapping[str, object]) -> Processor
     if not scoped.keys() & _SIZES:
         return None
     given = scoped.get("size")
-    if given is not None and not (isinstance(given, Mapping) and given.keys() == _EDGES):
-        raise ValueError("the tower fills in an edge, or refuses")
+    if given is not None and not (isinstance(given, Mapping) and given.keys() <= _EDGES):
+        raise ValueError("vLLM says what is wrong")
     size = info._get_vision_size(scoped, default_size=info.get_image_processor().size)  # noqa: SLF001  # as above
     return ProcessorOptions(min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"])
 
