@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 
 from checkpoints import Checkpoints
 from encoded_files import clip, moving, photograph, saved
+from entered import entered
 from reference import TOLERANCE, error
 from servers import ServerProcess, finished, serving
 from vitwire import Client, Embedding, InvalidItem, Item
@@ -29,14 +30,15 @@ NAMES = [os.path.relpath(file, os.path.commonpath([HOPPER, COFFEE])) for file in
 """Of their rows, when both are encoded."""
 
 
-@pytest.fixture(scope="module")
-def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    with serving(checkpoints("qwen2_5_vl"), "--dtype", "float32") as process:
-        yield process
+server = entered(lambda checkpoints: serving(checkpoints("qwen2_5_vl"), "--dtype", "float32"))
 
 
 def vitwire(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return finished(*words, program=(str(VITWIRE),))
+
+
+def encode(server: ServerProcess, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    return vitwire("encode", *words, "--target", server.target)
 
 
 @contextmanager
@@ -51,7 +53,7 @@ def started(*words: str | Path, flags: tuple[str, ...] = ()) -> Iterator[subproc
 
 def test_encode_writes_what_the_client_gets(server: ServerProcess, tmp_path: Path) -> None:
     out = tmp_path / "rows.safetensors"
-    done = vitwire("encode", HOPPER, COFFEE, "--target", server.target, "--out", out, "--json")
+    done = encode(server, HOPPER, COFFEE, "--out", out, "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])
     assert len(document["items"]) == 2
@@ -62,7 +64,7 @@ def test_encode_writes_what_the_client_gets(server: ServerProcess, tmp_path: Pat
     for name, each in zip(NAMES, expected, strict=True):
         assert error(rows[name], each.numpy()) <= TOLERANCE
     single = tmp_path / "one.npy"
-    assert vitwire("encode", COFFEE, "--target", server.target, "--out", single).returncode == 0
+    assert encode(server, COFFEE, "--out", single).returncode == 0
     assert np.load(single).shape == expected[1].shape
 
 
@@ -72,7 +74,7 @@ def test_encode_takes_every_format_that_the_server_decodes(server: ServerProcess
     for kind in ("jpeg", "png", "webp", "gif", "bmp"):
         (folder / f"photo.{kind}").write_bytes(saved(photograph(), kind))
     (folder / "clip.mp4").write_bytes(clip(moving(10)))
-    done = vitwire("encode", folder, "--target", server.target, "--out", out)
+    done = encode(server, folder, "--out", out)
     assert done.returncode == 0, done.stderr
     names = sorted(each.name for each in folder.iterdir())
     with Client(server.target) as client:
@@ -106,7 +108,7 @@ def test_mistakes_are_told_in_a_line(server: ServerProcess, words: list[str], to
 
 def test_a_broken_file_does_not_lose_the_others(server: ServerProcess, tmp_path: Path) -> None:
     out = tmp_path / "rows.safetensors"
-    done = vitwire("encode", HOPPER, __file__, COFFEE, "--target", server.target, "--out", out)
+    done = encode(server, HOPPER, __file__, COFFEE, "--out", out)
     assert done.returncode == 1
     assert "test_cli.py" in done.stderr
     root = os.path.commonpath([HOPPER, __file__, COFFEE])
@@ -149,27 +151,18 @@ def test_names_that_are_not_utf8(server: ServerProcess, tmp_path: Path) -> None:
     shutil.copy(COFFEE, odd)
     hopper = shutil.copy(HOPPER, tmp_path)
     out = tmp_path / "rows.safetensors"
-    done = vitwire("encode", odd, hopper, "--target", server.target, "--out", out, "--json")
+    done = encode(server, odd, hopper, "--out", out, "--json")
     assert done.returncode == 0, done.stderr
     assert list(load_file(out)) == [r"[/b] caf\xe9.png", "grace_hopper.jpg"]
     assert json.loads(done.stdout.splitlines()[-1])["items"][0]["file"] == rf"{tmp_path}/[/b] caf\xe9.png"
-    assert vitwire("encode", odd, hopper, "--target", server.target, "--out", tmp_path / "rows").returncode == 0
+    assert encode(server, odd, hopper, "--out", tmp_path / "rows").returncode == 0
     assert len(list((tmp_path / "rows").rglob("*.npy"))) == 2
 
 
 def test_a_name_too_long_for_its_rows_does_not_lose_the_others(server: ServerProcess, tmp_path: Path) -> None:
     longest = tmp_path / f"{'n' * 251}.png"
     shutil.copy(COFFEE, longest)
-    done = vitwire(
-        "encode",
-        longest,
-        shutil.copy(COFFEE, tmp_path),
-        "--target",
-        server.target,
-        "--out",
-        tmp_path / "rows",
-        "--json",
-    )
+    done = encode(server, longest, shutil.copy(COFFEE, tmp_path), "--out", tmp_path / "rows", "--json")
     assert done.returncode == 1
     assert "File name too long" in done.stderr
     assert [file.name for file in (tmp_path / "rows").iterdir()] == ["coffee.png.npy"]
@@ -180,9 +173,7 @@ def test_a_name_too_long_for_its_rows_does_not_lose_the_others(server: ServerPro
 def test_a_pipe_that_nobody_writes_to_fails_within_the_timeout(server: ServerProcess, tmp_path: Path) -> None:
     pipe, out = tmp_path / "pipe.png", tmp_path / "rows.safetensors"
     os.mkfifo(pipe)
-    done = vitwire(
-        "encode", shutil.copy(COFFEE, tmp_path), pipe, "--timeout", "5", "--target", server.target, "--out", out
-    )
+    done = encode(server, shutil.copy(COFFEE, tmp_path), pipe, "--timeout", "5", "--out", out)
     assert done.returncode == 1
     assert f"{pipe}: the pipe was not closed by its writers within 5 s" in done.stderr
     assert list(load_file(out)) == ["coffee.png"]

@@ -15,6 +15,7 @@ import pytest
 
 from both_clients import Call, both
 from checkpoints import Checkpoints
+from entered import entered
 from load import image, request
 from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import AsyncClient, Client, EncodeFailed, Item
@@ -26,11 +27,7 @@ pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installe
 COLUMNS = 3 * 2 * 14 * 14
 FLAGS = ("--nixl", "--nixl-seconds", "60", "--graphs", "off", "--cache-bytes", str(1 << 20), *PIXELS_ONLY)
 
-
-@pytest.fixture(scope="module")
-def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    with serving(checkpoints("qwen2_vl"), *FLAGS) as process:
-        yield process
+server = entered(lambda checkpoints: serving(checkpoints("qwen2_vl"), *FLAGS))
 
 
 def items(count: int, side: int = 8, seed: int = 0) -> list[Item]:

@@ -16,6 +16,7 @@ from checkpoints import Checkpoints
 from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire_server.core.health import Health
 from vitwire_server.observe import http as pages
+from waiting import until
 
 DESCRIPTORS, CONNECTIONS = 1024, 256
 """What the server may open, and how many of these its metrics port may take."""
@@ -24,11 +25,6 @@ ENCODE, ENCODE_STREAM = "/vitwire.v1.EncoderService/Encode", "/vitwire.v1.Encode
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 CHANNELZ = "/grpc.channelz.v1.Channelz/GetServers"
 INFLATED = 64 << 20
-
-
-@pytest.fixture(scope="module")
-def unix_socket(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("socket") / "s"
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +66,7 @@ def test_a_crowd_on_the_metrics_port_locks_out_no_probe(server: ServerProcess) -
         spent = sum(process.cpu_times()[:2])
         time.sleep(1)
         assert sum(process.cpu_times()[:2]) - spent < 0.5, "idle connections cost no processor time"
-    wait_for_descriptors(process, before)
+    until(lambda: process.num_fds() <= before + 4)  # of gRPC's own connections, some may stay for a moment
 
 
 @pytest.mark.parametrize("first", ["the probe", "the crowd"])
@@ -100,16 +96,8 @@ def test_a_crowd_on_the_grpc_port_leaves_the_metrics_port_and_the_socket_alone(
         assert server.page("/livez") == (200, "ok\n")
         assert health(f"unix:{unix_socket}") == b"\x08\x01"
         assert process.num_fds() < DESCRIPTORS - CONNECTIONS
-    wait_for_descriptors(process, before)
+    until(lambda: process.num_fds() <= before + 4)  # of gRPC's own connections, some may stay for a moment
     assert health(server.target) == b"\x08\x01"
-
-
-def wait_for_descriptors(process: psutil.Process, most: int) -> None:
-    """gRPC's own connections, of the test's channels, may stay for a moment."""
-    deadline = time.monotonic() + 60
-    while process.num_fds() > most + 4:
-        assert time.monotonic() < deadline, f"{process.num_fds()} descriptors are open, {most} before"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,13 @@ from google.rpc.error_details_pb2 import BadRequest
 from google.rpc.status_pb2 import Status
 
 from checkpoints import Checkpoints
+from entered import entered
 from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import Client, DeadlineExceeded, EncodeFailed, InvalidItem, Item, NotCached, Overloaded, Unavailable
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
 from vitwire_server.demo.checkpoint import demo_config
+from waiting import until
 
 COLUMNS = 3 * 2 * 16 * 16
 _VISION: Any = demo_config("qwen3_vl").vision_config
@@ -226,21 +228,16 @@ def test_every_permit_comes_back(server: ServerProcess, stub: EncoderServiceStub
         call.cancel()
     with pytest.raises(grpc.RpcError):
         list(stub.Encode(pb.EncodeRequest(items=[good(2048)] * 8), timeout=0.05))
-    deadline = time.monotonic() + 20
-    while server.metric("vitwire_inflight_requests") and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert server.metric("vitwire_inflight_requests") == 0
+    until(lambda: not server.metric("vitwire_inflight_requests"), 20)
     assert server.metric("vitwire_queue_items") == 0
     assert server.metric("vitwire_queue_bytes") == 0
 
 
+client = entered(lambda server: Client(server.target), scope="function")
+
+
 class TestClientErrors:
     """What users of the client see."""
-
-    @pytest.fixture
-    def client(self, server: ServerProcess) -> Iterator[Client]:
-        with Client(server.target) as client:
-            yield client
 
     def test_invalid_item(self, client: Client) -> None:
         with pytest.raises(InvalidItem) as refused:
@@ -348,8 +345,7 @@ def test_a_full_queue_says_when_to_come_back(checkpoints: Checkpoints) -> None:
         small = Item(np.zeros((16, COLUMNS), np.float32), (1, 8, 2))
         with ThreadPoolExecutor() as pool:
             held = pool.submit(client.encode, [large] * 3)
-            while not process.metric("vitwire_queue_items"):
-                time.sleep(0.01)
+            until(lambda: process.metric("vitwire_queue_items"))
             with pytest.raises(Overloaded) as refused:
                 client.encode([small])
             assert refused.value.retry_after is not None

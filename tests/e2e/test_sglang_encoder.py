@@ -29,20 +29,18 @@ from PIL import Image
 from smg_grpc_proto import sglang_encoder_pb2 as pb
 from smg_grpc_proto import sglang_encoder_pb2_grpc as pb_grpc
 
-from adapters import Adapter, adapting
-from checkpoints import Checkpoints
+from adapters import Adapter, adapting, receiving
 from collectors import attributes, collecting
 from encoded_files import clip, moving
+from entered import entered
 from servers import ServerProcess, serving
 from vitwire import Client, Embedding, Item
 
+Receiver = tuple[zmq.Socket[bytes], int]
 _SECONDS = 60
 
-
-@pytest.fixture(scope="module")
-def vitwire(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    with serving(checkpoints("qwen3_vl"), "--graphs", "off") as server:
-        yield server
+vitwire = entered(lambda checkpoints: serving(checkpoints("qwen3_vl"), "--graphs", "off"))
+receiver = entered(receiving, scope="function")
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +64,6 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def embeddings(vitwire: ServerProcess, images: list[Path]) -> list[Embedding]:
     with Client(vitwire.target) as client:
         return client.encode_images(images)
-
-
-@pytest.fixture
-def receiver() -> Iterator[tuple[zmq.Socket[bytes], int]]:
-    """A socket as SGLang's receivers bind it, and its port."""
-    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
-        socket.linger = 0
-        socket.rcvtimeo = _SECONDS * 1000
-        yield socket, socket.bind_to_random_port("tcp://127.0.0.1")
 
 
 @contextmanager
@@ -116,15 +105,17 @@ def part(sources: Sequence[object], port: int | None, **change: object) -> dict[
     return found | {"prefill_host": "127.0.0.1", "embedding_port": port} | change
 
 
+encoder = entered(stub)
+
+
 def test_the_rows_of_several_images_arrive_in_order(
-    adapter: Adapter, images: list[Path], embeddings: list[Embedding], receiver: tuple[zmq.Socket[bytes], int]
+    encoder: pb_grpc.SglangEncoderStub, images: list[Path], embeddings: list[Embedding], receiver: Receiver
 ) -> None:
     socket, port = receiver
     request = pb.EncodeRequest(
         mm_items=uris(images), req_id="r", num_parts=3, part_idx=2, prefill_host="127.0.0.1", embedding_port=[port]
     )
-    with stub(adapter) as encoder:
-        encoder.Encode(request, timeout=_SECONDS)
+    encoder.Encode(request, timeout=_SECONDS)
     header, rows = read(socket.recv_multipart())
     assert rows is not None
     assert torch.equal(rows, torch.cat([each.torch() for each in embeddings]))
@@ -133,17 +124,16 @@ def test_the_rows_of_several_images_arrive_in_order(
 
 
 def test_schedulers_register_before_or_after_the_request(
-    adapter: Adapter, images: list[Path], embeddings: list[Embedding], receiver: tuple[zmq.Socket[bytes], int]
+    encoder: pb_grpc.SglangEncoderStub, images: list[Path], embeddings: list[Embedding], receiver: Receiver
 ) -> None:
     socket, port = receiver
     registration = pb.SchedulerReceiveUrlRequest(req_id="s", receive_url=f"127.0.0.1:{port}", receive_count=1)
     request = pb.EncodeRequest(mm_items=uris(images[:1]), req_id="s", num_parts=1, part_idx=0)
-    with stub(adapter) as encoder:
-        encoder.SchedulerReceiveUrl(registration, timeout=_SECONDS)
-        encoder.Encode(request, timeout=_SECONDS)
-        waiting = encoder.Encode.future(request, timeout=_SECONDS)
-        encoder.SchedulerReceiveUrl(registration, timeout=_SECONDS)
-        waiting.result()
+    encoder.SchedulerReceiveUrl(registration, timeout=_SECONDS)
+    encoder.Encode(request, timeout=_SECONDS)
+    waiting = encoder.Encode.future(request, timeout=_SECONDS)
+    encoder.SchedulerReceiveUrl(registration, timeout=_SECONDS)
+    waiting.result()
     for _ in range(2):
         header, rows = read(socket.recv_multipart())
         assert header.req_id == "s"
@@ -151,9 +141,7 @@ def test_schedulers_register_before_or_after_the_request(
         assert torch.equal(rows, embeddings[0].torch())
 
 
-def test_errors_reach_the_caller_and_the_receiver(
-    adapter: Adapter, images: list[Path], receiver: tuple[zmq.Socket[bytes], int]
-) -> None:
+def test_errors_reach_the_caller_and_the_receiver(adapter: Adapter, images: list[Path], receiver: Receiver) -> None:
     socket, port = receiver
     status, body = post(adapter, "/encode", part([*uris(images[:1]), base64.b64encode(b"no image").decode()], port))
     assert (status, body["status"], body["req_id"]) == (400, "error", "r_local_part_0")
@@ -196,7 +184,7 @@ def test_requests_that_cannot_be_served_are_refused(
 
 
 def test_clips_arrive_with_the_times_of_their_frames(
-    adapter: Adapter, vitwire: ServerProcess, receiver: tuple[zmq.Socket[bytes], int]
+    adapter: Adapter, vitwire: ServerProcess, receiver: Receiver
 ) -> None:
     socket, port = receiver
     files = [clip(moving(30), 10.0), clip(moving(9, 64, 96), 6.0, "webm", "libvpx-vp9")]
@@ -219,7 +207,7 @@ def test_errors_name_the_request_as_it_was_sent(adapter: Adapter) -> None:
 
 
 def test_receivers_that_cannot_be_reached_fail_the_request_only(
-    adapter: Adapter, images: list[Path], receiver: tuple[zmq.Socket[bytes], int]
+    adapter: Adapter, images: list[Path], receiver: Receiver
 ) -> None:
     socket, port = receiver
     assert post(adapter, "/encode", part(uris(images[:1]), port, prefill_host="localhost")) == (200, None)
@@ -234,23 +222,22 @@ def test_receivers_that_cannot_be_reached_fail_the_request_only(
     assert "Traceback" not in adapter.server.log()
 
 
-def test_grpc_reports_errors_as_statuses(adapter: Adapter) -> None:
-    with stub(adapter) as encoder:
-        for call, code in [
-            (lambda: encoder.Encode(pb.EncodeRequest(), timeout=_SECONDS), grpc.StatusCode.INVALID_ARGUMENT),
-            (
-                lambda: encoder.SchedulerReceiveUrl(pb.SchedulerReceiveUrlRequest(), timeout=_SECONDS),
-                grpc.StatusCode.INVALID_ARGUMENT,
-            ),
-            (lambda: encoder.Send(pb.SendRequest(req_id="r"), timeout=_SECONDS), grpc.StatusCode.UNIMPLEMENTED),
-        ]:
-            with pytest.raises(grpc.RpcError) as caught:
-                call()
-            assert caught.value.code() is code
+def test_grpc_reports_errors_as_statuses(encoder: pb_grpc.SglangEncoderStub) -> None:
+    for call, code in [
+        (lambda: encoder.Encode(pb.EncodeRequest(), timeout=_SECONDS), grpc.StatusCode.INVALID_ARGUMENT),
+        (
+            lambda: encoder.SchedulerReceiveUrl(pb.SchedulerReceiveUrlRequest(), timeout=_SECONDS),
+            grpc.StatusCode.INVALID_ARGUMENT,
+        ),
+        (lambda: encoder.Send(pb.SendRequest(req_id="r"), timeout=_SECONDS), grpc.StatusCode.UNIMPLEMENTED),
+    ]:
+        with pytest.raises(grpc.RpcError) as caught:
+            call()
+        assert caught.value.code() is code
 
 
 def test_a_receiver_that_is_gone_fails_the_request_only(
-    adapter: Adapter, images: list[Path], receiver: tuple[zmq.Socket[bytes], int]
+    adapter: Adapter, images: list[Path], receiver: Receiver
 ) -> None:
     socket, port = receiver
     status, body = post(adapter, "/encode", part(uris(images[:1]), 1))
@@ -279,7 +266,7 @@ def test_it_is_healthy_while_the_server_is(vitwire: ServerProcess, adapter: Adap
 
 @pytest.mark.matrix
 def test_urls_and_receivers_follow_their_rules(
-    vitwire: ServerProcess, images: list[Path], embeddings: list[Embedding], receiver: tuple[zmq.Socket[bytes], int]
+    vitwire: ServerProcess, images: list[Path], embeddings: list[Embedding], receiver: Receiver
 ) -> None:
     socket, port = receiver
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -19,7 +18,7 @@ from transformers.models.mllama.image_processing_pil_mllama import (
     convert_aspect_ratios_to_ids_np,
 )
 
-from reference import Array
+from reference import Array, stored
 from tile_reference import rows_of_tiles
 
 
@@ -32,7 +31,7 @@ class AssembledReference:
 
     def load(self, checkpoint: Path, dtype: torch.dtype) -> Any:
         """The model."""
-        raise NotImplementedError
+        return AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=dtype)
 
     @torch.inference_mode()
     def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
@@ -79,11 +78,7 @@ class Phi4MM(Phi4):
 
     def load(self, checkpoint: Path, dtype: torch.dtype) -> Any:
         settings = json.loads((checkpoint / "config.json").read_text())
-        weights = {
-            name: tensor
-            for shard in sorted(checkpoint.glob("*.safetensors"))
-            for name, tensor in load_file(shard).items()
-        }
+        weights = stored(checkpoint)
         embed = "model.embed_tokens_extend.image_embed."
         names = {
             f"{embed}img_projection.0.": f"{embed}img_projection_up.",
@@ -115,9 +110,6 @@ class Phi4MM(Phi4):
 class Mllama(AssembledReference):
     """States for cross-attention, of an image's own tiles, by what its processor says of its layout."""
 
-    def load(self, checkpoint: Path, dtype: torch.dtype) -> Any:
-        return AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=dtype)
-
     def rows(self, tiles: Tensor, grid: tuple[int, int, int]) -> Tensor:
         model = self.model.model
         most = model.max_num_tiles
@@ -133,9 +125,6 @@ class Mllama(AssembledReference):
 class Aria(AssembledReference):
     """What `get_image_features` gives, with the mask of pixels that its processor makes: the margin is left out."""
 
-    def load(self, checkpoint: Path, dtype: torch.dtype) -> Any:
-        return AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=dtype)
-
     def rows(self, tiles: Tensor, grid: tuple[int, int, int]) -> Tensor:
         patch = self.model.config.vision_config.patch_size
         mask = torch.zeros(1, *tiles.shape[2:], dtype=torch.bool, device=tiles.device)
@@ -145,9 +134,6 @@ class Aria(AssembledReference):
 
 class LlavaNextVideo(AssembledReference):
     """Clips by the model's own `get_video_features`, images as LLaVA-NeXT's."""
-
-    def load(self, checkpoint: Path, dtype: torch.dtype) -> Any:
-        return AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=dtype)
 
     def rows(self, tiles: Tensor, grid: tuple[int, int, int]) -> Tensor:
         if grid[1] * grid[2] == 1:

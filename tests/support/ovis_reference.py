@@ -1,32 +1,26 @@
 """Ovis 2 as its authors publish it: modeling_aimv2.py and modeling_ovis.py beside the weights of AIDC-AI/Ovis2-*."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
+from published_reference import Published
 from reference import Array
 
 _TRUNK, _EMBEDDINGS = "visual_tokenizer.backbone.trunk.", "visual_tokenizer.backbone.preprocessor."
 
 
-class OriginalOvis:
+class OriginalOvis(Published):
     """Their formula, on their names of the weights."""
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
-        own = json.loads((checkpoint / "config.json").read_text())["visual_tokenizer_config"]
+        super().__init__(checkpoint, dtype, device)
+        own = self.settings["visual_tokenizer_config"]
         self._backbone, self._stride = own["backbone_config"], own["hidden_stride"]
-        self.dtype, self.device = dtype, device
-        self._weights = {
-            name: tensor.to(device, dtype)
-            for shard in sorted(checkpoint.glob("*.safetensors"))
-            for name, tensor in load_file(shard).items()
-        }
 
     @torch.inference_mode()
     def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
@@ -47,15 +41,15 @@ class OriginalOvis:
             block = f"{_TRUNK}blocks.{layer}."
             states = states + self._attention(self._norm(states, f"{block}norm_1."), f"{block}attn.")
             own = self._norm(states, f"{block}norm_2.")
-            gated = functional.silu(self._linear(own, f"{block}mlp.fc1.")) * self._linear(own, f"{block}mlp.fc3.")
-            states = states + self._linear(gated, f"{block}mlp.fc2.")
+            gated = functional.silu(self.linear(own, f"{block}mlp.fc1")) * self.linear(own, f"{block}mlp.fc3")
+            states = states + self.linear(gated, f"{block}mlp.fc2")
         return self._norm(states, f"{_TRUNK}post_trunk_norm.")
 
     def _attention(self, states: Tensor, prefix: str) -> Tensor:
         heads = self._backbone["num_attention_heads"]
-        q, k, v = self._linear(states, f"{prefix}qkv.").unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.linear(states, f"{prefix}qkv").unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
         out = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        return self._linear(out, f"{prefix}proj.")
+        return self.linear(out, f"{prefix}proj")
 
     def _merged(self, states: Tensor) -> Tensor:
         side, stride = round(states.shape[1] ** 0.5) // self._stride, self._stride
@@ -64,7 +58,7 @@ class OriginalOvis:
         return merged
 
     def _tokens(self, states: Tensor) -> Tensor:
-        logits = self._linear(states, "visual_tokenizer.head.0.")
+        logits = self.linear(states, "visual_tokenizer.head.0")
         weight, bias = (self._weights[f"visual_tokenizer.head.1.{name}"] for name in ("weight", "bias"))
         chances = functional.layer_norm(logits, logits.shape[-1:], weight, bias).softmax(-1)
         return functional.pad(chances, (0, 5))
@@ -73,9 +67,6 @@ class OriginalOvis:
         wide = states.float()
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._backbone["rms_norm_eps"])
         return self._weights[f"{prefix}weight"] * scaled.to(states.dtype)
-
-    def _linear(self, states: Tensor, prefix: str) -> Tensor:
-        return functional.linear(states, self._weights[f"{prefix}weight"], self._weights.get(f"{prefix}bias"))
 
 
 def original_tiles(image: Image.Image, side: int, most: int = 9) -> list[np.ndarray]:

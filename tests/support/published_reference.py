@@ -1,30 +1,23 @@
 """Towers that transformers has no classes for, written down from their authors' modelling code."""
 
 import json
-from collections.abc import Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from reference import Array
+from reference import Alone, Array, stored
 
 
-class Published:
+class Published(Alone):
     """A checkpoint's own weights and settings, by their published names."""
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         self.settings = json.loads((checkpoint / "config.json").read_text())
         self.dtype, self.device = dtype, device
-        self._weights = {
-            name: tensor.to(device, dtype)
-            for shard in sorted(checkpoint.glob("*.safetensors"))
-            for name, tensor in load_file(shard).items()
-        }
+        self._weights = {name: tensor.to(device, dtype) for name, tensor in stored(checkpoint).items()}
 
     def weight(self, name: str) -> Tensor:
         """A weight."""
@@ -57,11 +50,6 @@ class MiniCPMV(Published):
 
     4.0 and 4.5 compute single images in the same way (4.5 adds positions in time for groups of frames).
     """
-
-    def encode(self, pixels: Tensor, grids: Sequence[tuple[int, int, int]]) -> list[Array]:
-        """Embeddings of slices whose patches lie one after the other, each alone."""
-        parts = torch.split(torch.as_tensor(pixels), [prod(grid) for grid in grids])
-        return [self.item(grid, part) for grid, part in zip(grids, parts, strict=True)]
 
     @torch.inference_mode()
     def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
@@ -110,8 +98,8 @@ class MiniCPMV(Published):
         return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
-class Eagle(Published):
-    """github.com/NVlabs/Eagle, Eagle2_5/eaglevl/model/eagle2_5/modeling_eagle2_5_vl.py: `extract_feature`."""
+class PublishedTiles(Published):
+    """One that computes each tile `(C, H, W)` alone."""
 
     @torch.inference_mode()
     def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
@@ -120,6 +108,13 @@ class Eagle(Published):
         assert crops is None
         tiles = [self._rows(tile) for tile in pixels.to(self.device, self.dtype)]
         return torch.cat(tiles).float().cpu().numpy()
+
+    def _rows(self, tile: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Eagle(PublishedTiles):
+    """github.com/NVlabs/Eagle, Eagle2_5/eaglevl/model/eagle2_5/modeling_eagle2_5_vl.py: `extract_feature`."""
 
     def _rows(self, tile: Tensor) -> Tensor:
         vision, name = self.settings["vision_config"], "vision_model.vision_model"
@@ -136,21 +131,13 @@ class Eagle(Published):
         return self.linear(functional.gelu(hidden), "mlp1.3")
 
 
-class DeepseekVL2(Published):
+class DeepseekVL2(PublishedTiles):
     """github.com/deepseek-ai/DeepSeek-VL2, deepseek_vl2/models: siglip_vit.py and modeling_deepseek_vl_v2.py.
 
     The rows of each tile, before `prepare_inputs_embeds` puts line breaks and a separator between them.
     """
 
-    @torch.inference_mode()
-    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
-        """The rows of one image's tiles `(tiles, C, H, W)`."""
-        del grid
-        assert crops is None
-        tiles = [self._projected(self._tower(tile)) for tile in pixels.to(self.device, self.dtype)]
-        return torch.cat(tiles).float().cpu().numpy()
-
-    def _tower(self, tile: Tensor) -> Tensor:
+    def _rows(self, tile: Tensor) -> Tensor:
         vision = self.settings["vision_config"]
         kernel, bias = (self.weight(f"vision.patch_embed.proj.{name}") for name in ("weight", "bias"))
         patches = functional.conv2d(tile[None], kernel, bias, stride=vision["patch_size"])
@@ -161,7 +148,7 @@ class DeepseekVL2(Published):
             states = states + self.linear(attention(q, k, v, vision["heads"]), f"{own}.attn.proj")
             hidden = self.linear(self.norm(states, f"{own}.norm2"), f"{own}.mlp.fc1")
             states = states + self.linear(functional.gelu(hidden, approximate="tanh"), f"{own}.mlp.fc2")
-        return self.norm(states, "vision.norm")
+        return self._projected(self.norm(states, "vision.norm"))
 
     def _projected(self, states: Tensor) -> Tensor:
         """Zeros beyond odd sides, then `unfold`, whose columns are by channel first."""

@@ -1,8 +1,6 @@
 """What transformers makes of packed patches without `grid_thw`, each image alone."""
 
 import json
-from collections.abc import Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +8,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from reference import Array
+from reference import Alone, Array
 from vitwire_server.core.pooling import Pooling
 
 
-class RasterReference:
+class RasterReference(Alone):
     """The whole model of a checkpoint, stock, asked as its own processor's output would be."""
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
@@ -23,11 +21,6 @@ class RasterReference:
         self.model = model.eval().to(device)
         self.dtype = dtype
         self.patch: int = getattr(model.config.vision_config, "patch_size", 0)
-
-    def encode(self, pixels: Tensor, grids: Sequence[tuple[int, int, int]]) -> list[Array]:
-        """Embeddings of items whose patches lie one after the other, each alone."""
-        parts = torch.split(torch.as_tensor(pixels), [prod(grid) for grid in grids])
-        return [self.item(grid, part) for grid, part in zip(grids, parts, strict=True)]
 
     @torch.inference_mode()
     def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
@@ -157,16 +150,9 @@ RASTER = {
     "hunyuan_vl": Hunyuan,
     "pix2struct": Pix2Struct,
     "nemotron_h_omni": Nemotron,
-    "minicpmv4_6": MiniCpm,
-    "minicpmv4_7": MiniCpm,
-    "minicpm_ocr": MiniCpm,
-    "llava-pixtral": Pixtral,
-    "mistral3": Pixtral,
-    "mistral_large4": Pixtral,
-    "lighton_ocr": Pixtral,
-    "gemma4": Gemma4,
-    "diffusion_gemma": Gemma4,
-    "embedding_gemma2": Gemma4,
+    **dict.fromkeys(("minicpmv4_6", "minicpmv4_7", "minicpm_ocr"), MiniCpm),
+    **dict.fromkeys(("llava-pixtral", "mistral3", "mistral_large4", "lighton_ocr"), Pixtral),
+    **dict.fromkeys(("gemma4", "diffusion_gemma", "embedding_gemma2"), Gemma4),
     "siglip2": Siglip2,
     "lfm2_vl": Lfm2Vl,
     "idefics2": Idefics2,

@@ -12,6 +12,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 from packaging.version import Version
+from safetensors.torch import load_file
 from torch import Tensor
 
 from vitwire_server.demo.checkpoint import random_model
@@ -19,6 +20,25 @@ from vitwire_server.demo.checkpoint import random_model
 Array = NDArray[np.float32]
 TOLERANCE = 1e-5
 """Relative to the largest value: float32 rounds at 6e-8, and a few hundred roundings add up."""
+
+
+def stored(checkpoint: Path) -> dict[str, Tensor]:
+    """The weights of all shards, by their own names."""
+    shards = sorted(checkpoint.glob("*.safetensors"))
+    return {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+
+
+class Alone:
+    """A reference that is asked for one item at a time."""
+
+    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
+        """The embedding of one item."""
+        raise NotImplementedError
+
+    def encode(self, pixels: Tensor, grids: Sequence[tuple[int, int, int]]) -> list[Array]:
+        """Embeddings of items whose patches lie one after the other, each alone."""
+        parts = torch.split(torch.as_tensor(pixels), [prod(grid) for grid in grids])
+        return [self.item(grid, part) for grid, part in zip(grids, parts, strict=True)]
 
 
 class Reference:

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 from transformers import CONFIG_MAPPING
 
-from reference import Array
+from reference import Array, stored
 
 
 class TileReference:
@@ -145,13 +144,8 @@ _FEATURES: dict[str, Callable[[Any, Tensor, Tensor | None], Tensor]] = {
     "llama4": _llama4,
     "deepseek_vl_hybrid": _hybrid,
     "granite_docling": _deepstacked,
-    "idefics3": _nested,
-    "smolvlm": _nested,
-    "modernvbert": _nested,
-    "colmodernvbert": _nested,
-    "ultravbert": _nested,
-    "step3p7": _cropped,
-    "deepseek_ocr2": _cropped,
+    **dict.fromkeys(("idefics3", "smolvlm", "modernvbert", "colmodernvbert", "ultravbert"), _nested),
+    **dict.fromkeys(("step3p7", "deepseek_ocr2"), _cropped),
     "unlimited_ocr": _unbroken,
 }
 
@@ -171,11 +165,7 @@ class OriginalInternVL:
     def __init__(self, checkpoint: Path, settings: dict[str, Any], dtype: torch.dtype, device: str) -> None:
         self._config = settings["vision_config"]
         self._ratio = settings["downsample_ratio"]
-        self._weights = {
-            name: tensor.to(device, dtype)
-            for shard in sorted(checkpoint.glob("*.safetensors"))
-            for name, tensor in load_file(shard).items()
-        }
+        self._weights = {name: tensor.to(device, dtype) for name, tensor in stored(checkpoint).items()}
 
     def __call__(self, pixels: Tensor, crops: Tensor | None) -> Tensor:
         assert crops is None

@@ -3,35 +3,23 @@
 Written down from huggingface.co/DAMO-NLP-SG/VideoLLaMA3-7B: modeling_videollama3_encoder.py, modeling_videollama3.py.
 """
 
-import json
-from collections.abc import Sequence
-from math import prod
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
+from published_reference import Published
 from reference import Array
 
 
-class OriginalVideoLlama3:
+class OriginalVideoLlama3(Published):
     """Rows of one image, whose patches are its tokens, or of one clip, whose tokens are of four patches."""
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
-        self._vision = json.loads((checkpoint / "config.json").read_text())["vision_encoder_config"]
-        self.dtype, self.device = dtype, device
-        self._weights = {
-            name.removeprefix("model."): tensor.to(device, dtype)
-            for shard in sorted(checkpoint.glob("*.safetensors"))
-            for name, tensor in load_file(shard).items()
-        }
-
-    def encode(self, pixels: Tensor, grids: Sequence[tuple[int, int, int]]) -> list[Array]:
-        """Embeddings of items whose patches lie one after the other, each alone."""
-        parts = torch.split(torch.as_tensor(pixels), [prod(grid) for grid in grids])
-        return [self.item(grid, part) for grid, part in zip(grids, parts, strict=True)]
+        super().__init__(checkpoint, dtype, device)
+        self._vision = self.settings["vision_encoder_config"]
+        self._weights = {name.removeprefix("model."): tensor for name, tensor in self._weights.items()}
 
     @torch.inference_mode()
     def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
@@ -39,8 +27,8 @@ class OriginalVideoLlama3:
         assert crops is None
         merge = 1 if grid[0] == 1 else 2
         states = self._encoded(torch.as_tensor(pixels).to(self.device, self.dtype), grid, merge)
-        hidden = functional.gelu(self._linear(self._merged(states, grid, merge), "mm_projector.readout.0"))
-        return self._linear(hidden, "mm_projector.readout.2").float().cpu().numpy()
+        hidden = functional.gelu(self.linear(self._merged(states, grid, merge), "mm_projector.readout.0"))
+        return self.linear(hidden, "mm_projector.readout.2").float().cpu().numpy()
 
     def _encoded(self, pixels: Tensor, grid: tuple[int, int, int], merge: int) -> Tensor:
         kernel = self._weights["vision_encoder.embeddings.patch_embedding.weight"].flatten(1)
@@ -49,8 +37,8 @@ class OriginalVideoLlama3:
         for layer in range(self._vision["num_hidden_layers"]):
             own = f"vision_encoder.encoder.layers.{layer}"
             states = states + self._attended(self._norm(states, f"{own}.layer_norm1"), f"{own}.self_attn", angles, grid)
-            hidden = self._linear(self._norm(states, f"{own}.layer_norm2"), f"{own}.mlp.fc1")
-            states = states + self._linear(functional.gelu(hidden, approximate="tanh"), f"{own}.mlp.fc2")
+            hidden = self.linear(self._norm(states, f"{own}.layer_norm2"), f"{own}.mlp.fc1")
+            states = states + self.linear(functional.gelu(hidden, approximate="tanh"), f"{own}.mlp.fc2")
         return self._norm(states, "vision_encoder.post_layernorm")
 
     def _angles(self, grid: tuple[int, int, int], merge: int) -> Tensor:
@@ -67,13 +55,13 @@ class OriginalVideoLlama3:
         """Within each frame."""
         heads = self._vision["num_attention_heads"]
         query, key, value = (
-            self._linear(states, f"{name}.{kind}_proj").view(grid[0], -1, heads, states.shape[-1] // heads)
+            self.linear(states, f"{name}.{kind}_proj").view(grid[0], -1, heads, states.shape[-1] // heads)
             for kind in "qkv"
         )
         turned = angles.view(grid[0], -1, 1, angles.shape[-1])
         query, key = (_rotated(each, turned).transpose(1, 2) for each in (query, key))
         frames = functional.scaled_dot_product_attention(query, key, value.transpose(1, 2))
-        return self._linear(frames.transpose(1, 2).reshape(states.shape), f"{name}.out_proj")
+        return self.linear(frames.transpose(1, 2).reshape(states.shape), f"{name}.out_proj")
 
     @staticmethod
     def _merged(states: Tensor, grid: tuple[int, int, int], merge: int) -> Tensor:
@@ -83,12 +71,8 @@ class OriginalVideoLlama3:
         smaller = functional.interpolate(image, size=(height // merge, width // merge), mode="bilinear")
         return smaller.permute(0, 2, 3, 1).flatten(0, 2)
 
-    def _linear(self, states: Tensor, name: str) -> Tensor:
-        return functional.linear(states, self._weights[f"{name}.weight"], self._weights[f"{name}.bias"])
-
     def _norm(self, states: Tensor, name: str) -> Tensor:
-        weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
-        return functional.layer_norm(states, states.shape[-1:], weight, bias, self._vision["layer_norm_eps"])
+        return self.norm(states, name, self._vision["layer_norm_eps"])
 
 
 def _rotated(states: Tensor, angles: Tensor) -> Tensor:
