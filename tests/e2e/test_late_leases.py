@@ -5,7 +5,7 @@ import gc
 import io
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -16,6 +16,7 @@ from PIL import Image
 
 from both_clients import Call, both
 from checkpoints import Checkpoints
+from entered import entered
 from nixl_consumer import ConsumerProcess, consuming
 from servers import ServerProcess, serving
 from vitwire import AsyncClient, Client, EncodeFailed, InvalidItem, Item, VitwireError
@@ -23,6 +24,7 @@ from vitwire._delivery.nixl import Nixl
 from vitwire.shared.agents import is_installed
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
+from waiting import until
 
 pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed")
 COLUMNS = 3 * 2 * 16 * 16
@@ -47,10 +49,7 @@ def server(checkpoints: Checkpoints, request: pytest.FixtureRequest) -> Iterator
         assert process.metric("vitwire_admitted_items") == 0
 
 
-@pytest.fixture(scope="module")
-def plain_server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    with serving(checkpoints("qwen3_vl"), *FLAGS, "--idle-seconds", "3") as process:
-        yield process
+plain_server = entered(lambda checkpoints: serving(checkpoints("qwen3_vl"), *FLAGS, "--idle-seconds", "3"))
 
 
 def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -86,13 +85,6 @@ def plain(server: ServerProcess, items: list[Item]) -> list[np.ndarray]:
 
 def delivered(server: ServerProcess, way: str) -> float:
     return server.metric("vitwire_delivered_bytes_total", way=way)
-
-
-def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def assert_returned(nixl: Nixl) -> None:
@@ -284,11 +276,7 @@ async def test_no_lease_outlives_a_call_whose_deadline_passes_before_it_starts(
 
 # -- raw requests ----------------------------------------------------------------------------------
 
-
-@pytest.fixture
-def consumer() -> Iterator[ConsumerProcess]:
-    with consuming(16 * ROWS) as process:
-        yield process
+consumer = entered(lambda: consuming(16 * ROWS), scope="function")
 
 
 def delivery(process: ConsumerProcess) -> pb.EncodeStreamRequest:

@@ -1,7 +1,6 @@
 """Clips in chat completions: the openai client, `vitwire router`, a real server and a stand-in engine."""
 
 import base64
-import io
 import json
 import threading
 from collections.abc import Iterator
@@ -12,13 +11,14 @@ import httpx2
 import numpy as np
 import openai
 import pytest
-import torch
 
 from checkpoints import Checkpoints
 from encoded_files import clip, cut, moving, photograph, saved, sound
-from routers import CHAT, EngineProcess, RouterProcess, client_of, leaving, router, until
+from entered import entered
+from routers import CHAT, EngineProcess, RouterProcess, client_of, decoded, leaving, router
 from servers import ServerProcess, serving
 from vitwire import Client, Embedding, Item
+from waiting import until
 
 MP4 = clip(moving(30), 10.0)
 WEBM = clip(moving(20, 64, 96), 5.0, "webm", "libvpx-vp9")
@@ -39,16 +39,8 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"--content-key-file={file}"
 
 
-@pytest.fixture(scope="module")
-def inline(server: ServerProcess, stand_in: EngineProcess, key: str) -> Iterator[RouterProcess]:
-    with router(server.target, stand_in.url, key) as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def reference(server: ServerProcess, stand_in: EngineProcess, key: str) -> Iterator[RouterProcess]:
-    with router(server.target, stand_in.url, "--mode=reference", key) as process:
-        yield process
+inline = entered(lambda server, stand_in, key: router(server.target, stand_in.url, key))
+reference = entered(lambda server, stand_in, key: router(server.target, stand_in.url, "--mode=reference", key))
 
 
 def data_uri(file: bytes, kind: str = "video/mp4") -> str:
@@ -76,11 +68,6 @@ def parts_of(engine: EngineProcess) -> list[Json]:
     """The parts of the last request."""
     found: list[Json] = engine.requests()[-1]["body"]["messages"][0]["content"]
     return found
-
-
-def decoded(value: str) -> torch.Tensor:
-    tensor: torch.Tensor = torch.load(io.BytesIO(base64.b64decode(value)), weights_only=True)
-    return tensor
 
 
 def encoded(server: ServerProcess, *files: bytes) -> list[Embedding]:

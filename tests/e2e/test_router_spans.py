@@ -21,18 +21,16 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from checkpoints import Checkpoints
 from collectors import Collector, attributes, collecting
 from encoded_files import photograph, saved
-from routers import CHAT, EngineProcess, RouterProcess, client_of, leaving, picture, router, until, user
+from entered import entered
+from routers import CHAT, EngineProcess, RouterProcess, client_of, leaving, picture, router, user
 from servers import ServerProcess, serving
+from waiting import until
 
 PARENT = "00f067aa0ba902b7"
 _NUMBERS = count(1)
 SERVER, CLIENT = Span.SPAN_KIND_SERVER, Span.SPAN_KIND_CLIENT
 
-
-@pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    with collecting() as running:
-        yield running
+collector = entered(collecting)
 
 
 @pytest.fixture(scope="module")

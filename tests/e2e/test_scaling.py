@@ -23,13 +23,14 @@ from vitwire import AsyncClient, Client, Item
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
 
+Pair = tuple[ServerProcess, ServerProcess]
 COLUMNS = 3 * 2 * 14 * 14
 SIMULATED = ("--graphs", "simulated", "--budgets", "64")
 FLAGS = ("--max-connection-age-seconds", "1", "--cache-bytes", "10000000", *SIMULATED, *PIXELS_ONLY)
 
 
 @pytest.fixture(scope="module")
-def replicas(checkpoints: Checkpoints) -> Iterator[tuple[ServerProcess, ServerProcess]]:
+def replicas(checkpoints: Checkpoints) -> Iterator[Pair]:
     """Two servers on one port of two addresses."""
     model = checkpoints("qwen2_vl")
     with (
@@ -45,17 +46,17 @@ def item(rows: int = 16, content_id: str | None = None) -> Item:
     return Item(np.full((rows, COLUMNS), level, np.float32), (1, rows // 2, 2), content_id=content_id)
 
 
-def both(replicas: tuple[ServerProcess, ServerProcess]) -> str:
+def both(replicas: Pair) -> str:
     first, second = replicas
     return f"ipv4:127.0.0.1:{first.port},127.0.0.2:{second.port}"
 
 
-def counts(replicas: tuple[ServerProcess, ServerProcess], name: str) -> list[float]:
+def counts(replicas: Pair, name: str) -> list[float]:
     return [replica.metric(name) for replica in replicas]
 
 
 @pytest.mark.parametrize("rows", [16, 1024], ids=["Encode", "EncodeStream"])
-def test_a_running_client_reaches_a_new_replica(replicas: tuple[ServerProcess, ServerProcess], rows: int) -> None:
+def test_a_running_client_reaches_a_new_replica(replicas: Pair, rows: int) -> None:
     first, second = replicas
     with answering("127.0.0.1") as names, Client(names.target(first.port), timeout=60) as client:
         before = second.metric("vitwire_items_total")
@@ -69,7 +70,7 @@ def test_a_running_client_reaches_a_new_replica(replicas: tuple[ServerProcess, S
             client.encode([item(rows)])
 
 
-def test_a_stream_outlives_the_age_of_its_connection(replicas: tuple[ServerProcess, ServerProcess]) -> None:
+def test_a_stream_outlives_the_age_of_its_connection(replicas: Pair) -> None:
     first, _ = replicas
     whole = load.image(8, 8)
     half, aged = len(whole.pixels.data) // 2, threading.Event()
@@ -97,7 +98,7 @@ def test_a_stream_outlives_the_age_of_its_connection(replicas: tuple[ServerProce
     assert answers[-1].chunk.last
 
 
-async def test_no_request_fails_when_connections_are_renewed(replicas: tuple[ServerProcess, ServerProcess]) -> None:
+async def test_no_request_fails_when_connections_are_renewed(replicas: Pair) -> None:
     """Without any retry."""
     first, _ = replicas
     stop = asyncio.Event()
@@ -114,9 +115,7 @@ def encode_repeatedly(client: Client, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("way", ["affinity", "RING_HASH", pytest.param("MAGLEV", marks=pytest.mark.matrix)])
-def test_equal_content_goes_to_the_same_replica(
-    replicas: tuple[ServerProcess, ServerProcess], way: str, tmp_path: Path
-) -> None:
+def test_equal_content_goes_to_the_same_replica(replicas: Pair, way: str, tmp_path: Path) -> None:
     """By the client's own ring, or by a proxy that hashes the hint: each content id is encoded once, in one replica."""
     names = [f"{way}-{number}" for number in range(16)]
     with ExitStack() as stack:
@@ -142,7 +141,7 @@ def test_equal_content_goes_to_the_same_replica(
         assert counts(replicas, "vitwire_cache_misses_total") == list(np.add(encoded, misses))
 
 
-async def test_asynchronous_calls_have_the_same_affinity(replicas: tuple[ServerProcess, ServerProcess]) -> None:
+async def test_asynchronous_calls_have_the_same_affinity(replicas: Pair) -> None:
     names = [f"async-{number}" for number in range(8)]
     with Client(both(replicas), affinity=True, timeout=60) as client:
         client.encode([item(content_id=name) for name in names])
@@ -155,9 +154,7 @@ async def test_asynchronous_calls_have_the_same_affinity(replicas: tuple[ServerP
 
 
 @both_clients.both
-async def test_a_request_is_split_where_that_pays(
-    replicas: tuple[ServerProcess, ServerProcess], make: both_clients.Call
-) -> None:
+async def test_a_request_is_split_where_that_pays(replicas: Pair, make: both_clients.Call) -> None:
     """More tokens than the largest budget, and two replicas that the client has met."""
     calls = partial(counts, replicas, "vitwire_requests_total")
     async with make(both(replicas), spread="auto", timeout=60) as client:

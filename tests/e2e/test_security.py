@@ -3,11 +3,11 @@
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
+import waiting
+from both_clients import Call, both
 from certificates import YESTERDAY, Authority
 from checkpoints import Checkpoints
+from entered import entered
 from processes import listening
 from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import AsyncClient, Client, EncodeFailed, InvalidItem, Item, Unauthenticated, Unavailable
@@ -27,10 +30,13 @@ from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
 from vitwire_cli.app import app
 
+Mutual = tuple[ServerProcess, Authority]
 COLUMNS = 3 * 2 * 14 * 14
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 RELOAD_SECONDS = 30
+until = partial(waiting.until, seconds=RELOAD_SECONDS)
+"""A server looks at its files when somebody calls."""
 EDGES_MET = 16
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
@@ -59,7 +65,7 @@ def server(checkpoints: Checkpoints, authority: Authority, tokens: Path) -> Iter
 
 
 @pytest.fixture(scope="module")
-def mutual(checkpoints: Checkpoints, authority: Authority) -> Iterator[tuple[ServerProcess, Authority]]:
+def mutual(checkpoints: Checkpoints, authority: Authority) -> Iterator[Mutual]:
     """A server that asks for certificates of another authority than its own."""
     clients = Authority(authority.folder.parent / "clients").issue("client.example")
     flags = ("--tls-cert", authority.cert, "--tls-key", authority.key, "--tls-client-ca", clients.root)
@@ -67,11 +73,8 @@ def mutual(checkpoints: Checkpoints, authority: Authority) -> Iterator[tuple[Ser
         yield process, clients
 
 
-@pytest.fixture(scope="module")
-def plain(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    """A server without TLS."""
-    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY) as process:
-        yield process
+plain = entered(lambda checkpoints: serving(checkpoints("qwen2_vl"), *PIXELS_ONLY))
+"""A server without TLS."""
 
 
 def health(target: str, credentials: grpc.ChannelCredentials) -> int:
@@ -104,32 +107,20 @@ def fails_at_once(target: str, tls: Path | None, message: str) -> None:
             assert "gave up" not in str(failed.value)
 
 
-def until(holds: Callable[[], object]) -> None:
-    """Wait until it holds; a server looks at its files when somebody calls."""
-    deadline = time.monotonic() + RELOAD_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, "the change was not noticed"
-        time.sleep(0.05)
-
-
 def every(call: Callable[[], bool]) -> bool:
     """Whether it holds for connections enough to meet every edge: each looks at the files for itself."""
     return all(call() for _ in range(EDGES_MET))
 
 
 class TestTls:
-    def test_every_rpc_of_both_clients(self, server: ServerProcess, authority: Authority) -> None:
-        with Client(server.target, tls=authority.root, token=ALICE) as client:
-            (small,) = client.encode([item()])
-            (large,) = client.encode([item(1024)])
-            assert (len(small.numpy()), len(large.numpy())) == (4, 256)
-            assert client.health() == "SERVING"
-
-    async def test_the_same_for_asyncio(self, server: ServerProcess, authority: Authority) -> None:
-        async with AsyncClient(server.target, tls=authority.credentials(), token=ALICE) as client:
-            (small,) = await client.encode([item()])
-            (large,) = await client.encode([item(1024)])
-            assert (len(small.numpy()), len(large.numpy())) == (4, 256)
+    @both
+    async def test_every_rpc_of_both_clients(self, make: Call, server: ServerProcess, authority: Authority) -> None:
+        for tls in (authority.root, authority.credentials()):
+            async with make(server.target, tls=tls, token=ALICE) as client:
+                (small,) = await client.encode([item()])
+                (large,) = await client.encode([item(1024)])
+                assert (len(small.numpy()), len(large.numpy())) == (4, 256)
+                assert await client.health() == "SERVING"
 
     def test_the_command_line(self, server: ServerProcess, authority: Authority) -> None:
         words = ["info", "--target", server.target, "--ca", str(authority.root)]
@@ -164,9 +155,7 @@ class TestWrongConnections:
         speaks = "does not speak gRPC: check the port, which may be the metrics port"
         fails_at_once(f"127.0.0.1:{plain.metrics_port}", None, speaks)
 
-    def test_a_client_without_the_certificate_that_is_required(
-        self, mutual: tuple[ServerProcess, Authority], authority: Authority
-    ) -> None:
+    def test_a_client_without_the_certificate_that_is_required(self, mutual: Mutual, authority: Authority) -> None:
         server, _ = mutual
         advice = r"the server accepts only clients with a certificate .*ssl_channel_credentials"
         fails_at_once(server.target, authority.root, advice)
@@ -176,9 +165,7 @@ class TestWrongConnections:
         assert "--cert and --key" in refused.stderr
         assert "gave up" not in refused.stderr
 
-    def test_a_client_whose_certificate_is_refused_tries_again(
-        self, mutual: tuple[ServerProcess, Authority], authority: Authority
-    ) -> None:
+    def test_a_client_whose_certificate_is_refused_tries_again(self, mutual: Mutual, authority: Authority) -> None:
         """A probe has no certificate to show, so it does not know whether the client's is the reason."""
         with Client(mutual[0].target, tls=authority.credentials(authority), timeout=60, max_retries=1) as client:
             with pytest.raises(Unavailable, match=r"accepts only clients with a certificate .*2 attempts") as refused:
@@ -197,9 +184,7 @@ class TestWrongConnections:
 
 
 class TestMutualTls:
-    def test_a_certificate_of_the_authority(
-        self, mutual: tuple[ServerProcess, Authority], authority: Authority
-    ) -> None:
+    def test_a_certificate_of_the_authority(self, mutual: Mutual, authority: Authority) -> None:
         server, clients = mutual
         with Client(server.target, tls=authority.credentials(clients)) as client:
             assert len(client.encode([item(), item(1024)])) == 2
@@ -207,9 +192,7 @@ class TestMutualTls:
         assert CliRunner().invoke(app, [*words, "--cert", str(clients.cert), "--key", str(clients.key)]).exit_code == 0
 
     @pytest.mark.parametrize("kind", ["none", "foreign", "expired", "of the server's authority"])
-    def test_any_other_certificate(
-        self, mutual: tuple[ServerProcess, Authority], authority: Authority, tmp_path: Path, kind: str
-    ) -> None:
+    def test_any_other_certificate(self, mutual: Mutual, authority: Authority, tmp_path: Path, kind: str) -> None:
         server, clients = mutual
         shown = {
             "none": lambda: None,
@@ -221,7 +204,7 @@ class TestMutualTls:
             health(server.target, authority.credentials(shown))
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
-    def test_connections_that_fail_leave_the_log_alone(self, mutual: tuple[ServerProcess, Authority]) -> None:
+    def test_connections_that_fail_leave_the_log_alone(self, mutual: Mutual) -> None:
         server, _ = mutual
         before = server.log()
         for _ in range(30):

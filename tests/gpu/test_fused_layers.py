@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ pytest.importorskip("triton")
 from tests.gpu.test_kernels import interpreted
 from triton import TritonError
 
+from checkpoints import Checkpoints
 from reference import norm_error
 from rigs import Rig, draw_grids, rows_of
 from vitwire_server.runtime.attention.selection import Selection, select
@@ -67,10 +67,7 @@ def dtype(device: torch.device) -> torch.dtype:
 
 @pytest.mark.parametrize("model_type", FUSED)
 def test_a_fused_tower_gives_the_rows_of_the_stock_one(
-    model_type: str,
-    dtype: torch.dtype,
-    checkpoints: Callable[[str], Path],
-    device: torch.device,
+    model_type: str, dtype: torch.dtype, checkpoints: Checkpoints, device: torch.device
 ) -> None:
     if Version(transformers.__version__) < Version(RENAMED.get(model_type, "0")):
         pytest.skip(f"its layers had other names before transformers {RENAMED[model_type]}")
@@ -88,11 +85,7 @@ def test_a_fused_tower_gives_the_rows_of_the_stock_one(
 
 @pytest.mark.parametrize("model_type", ["internvl", "radio", "dinov3_vit"])
 def test_the_norm_after_a_scaled_addition_is_one_kernel_with_it(
-    model_type: str,
-    dtype: torch.dtype,
-    checkpoints: Callable[[str], Path],
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
+    model_type: str, dtype: torch.dtype, checkpoints: Checkpoints, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = Rig.of(checkpoints(model_type), dtype, device, sizes=(), fused=False)
     assert fuse_tower(rig.tower, None) == len(rig.tower.blocks) > 1
@@ -103,7 +96,7 @@ def test_the_norm_after_a_scaled_addition_is_one_kernel_with_it(
 
 @torch.inference_mode()
 def test_a_forward_on_another_thread_leaves_the_norms_computed_ahead(
-    checkpoints: Callable[[str], Path], dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Checkpoints, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One thread captures while another runs eager forwards."""
     first, second, *_ = blocks = Rig.of(checkpoints("internvl"), dtype, device, sizes=(), fused=False).tower.blocks
@@ -120,7 +113,7 @@ def test_a_forward_on_another_thread_leaves_the_norms_computed_ahead(
 @torch.inference_mode()
 @pytest.mark.parametrize("between", [lambda rows: rows, lambda rows: rows * 2, lambda rows: rows[:1]])
 def test_a_norm_computed_ahead_is_taken_for_the_same_rows_only(
-    between: Callable[[Tensor], Tensor], dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device
+    between: Callable[[Tensor], Tensor], dtype: torch.dtype, checkpoints: Checkpoints, device: torch.device
 ) -> None:
     first, second, *_ = blocks = Rig.of(checkpoints("internvl"), dtype, device, sizes=(), fused=False).tower.blocks
     rows = torch.randn(2, 24, first.lambda_1.shape[0], generator=torch.Generator().manual_seed(3)).to(device, dtype)
@@ -166,7 +159,7 @@ def counted(block: torch.nn.Module) -> list[int]:
 
 @torch.inference_mode()
 def test_a_layer_that_computes_more_is_left_alone(
-    dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device
+    dtype: torch.dtype, checkpoints: Checkpoints, device: torch.device
 ) -> None:
     tower = Rig.of(checkpoints("llava"), dtype, device, sizes=(), fused=False).tower
     first: Any = tower.blocks[0]
@@ -177,7 +170,7 @@ def test_a_layer_that_computes_more_is_left_alone(
 
 @torch.inference_mode()
 def test_a_layer_whose_attention_takes_more_is_left_alone(
-    dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device
+    dtype: torch.dtype, checkpoints: Checkpoints, device: torch.device
 ) -> None:
     """Layers pass other arguments on by keyword: MiniMax's has the form of SigLIP's, but rotary positions."""
     tower = Rig.of(checkpoints("minimax_m3_vl"), dtype, device, sizes=(), fused=False).tower
@@ -192,7 +185,7 @@ def test_a_layer_whose_attention_takes_more_is_left_alone(
 def test_a_layer_whose_kernels_fail_is_left_alone(
     failure: Exception,
     dtype: torch.dtype,
-    checkpoints: Callable[[str], Path],
+    checkpoints: Checkpoints,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -209,7 +202,7 @@ def test_a_layer_whose_kernels_fail_is_left_alone(
 @torch.inference_mode()
 @pytest.mark.parametrize("model_type", ["llava", "internvl", "dinov3_vit", "siglip2", "mistral3"])
 def test_a_layer_does_not_write_to_its_input(
-    model_type: str, dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device
+    model_type: str, dtype: torch.dtype, checkpoints: Checkpoints, device: torch.device
 ) -> None:
     """Towers keep the states of several layers."""
     tower = Rig.of(checkpoints(model_type), dtype, device, sizes=(), fused=False).tower
@@ -226,7 +219,7 @@ def test_a_layer_does_not_write_to_its_input(
 
 @torch.inference_mode()
 def test_a_layer_that_is_wrong_is_not_used(
-    dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, checkpoints: Checkpoints, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tower = Rig.of(checkpoints("llava"), dtype, device, sizes=(), fused=False).tower
     monkeypatch.setattr(Products, "linear", lambda _, rows, weight, __, **___: rows @ weight.t())
@@ -238,9 +231,7 @@ def test_a_layer_that_is_wrong_is_not_used(
 
 
 @torch.inference_mode()
-def test_the_mask_is_added_to_scores(
-    dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device
-) -> None:
+def test_the_mask_is_added_to_scores(dtype: torch.dtype, checkpoints: Checkpoints, device: torch.device) -> None:
     tower = Rig.of(checkpoints("idefics3"), dtype, device, sizes=(), fused=False).tower
     stock: Any = tower.blocks[0]
     layer = TileLayer(stock, Shared(Products()), first=True)
@@ -269,7 +260,7 @@ def test_threads_do_not_share_values_of_a_forward() -> None:
 
 
 @torch.inference_mode()
-def test_rows_may_lie_in_columns(dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device) -> None:
+def test_rows_may_lie_in_columns(dtype: torch.dtype, checkpoints: Checkpoints, device: torch.device) -> None:
     """As those of one tile do after a convolution."""
     tower = Rig.of(checkpoints("llava_onevision"), dtype, device, sizes=(), fused=False).tower
     layer = TileLayer(tower.blocks[0], Shared(Products()), first=True)
@@ -290,7 +281,7 @@ class Projections(torch.nn.Module):
 
 
 @torch.inference_mode()
-def test_an_mlp_under_other_names(dtype: torch.dtype, checkpoints: Callable[[str], Path], device: torch.device) -> None:
+def test_an_mlp_under_other_names(dtype: torch.dtype, checkpoints: Checkpoints, device: torch.device) -> None:
     blocks: list[Any] = list(Rig.of(checkpoints("llava"), dtype, device, sizes=(), fused=False).tower.blocks)
     for block in blocks:
         block.mlp = Projections(block.mlp)

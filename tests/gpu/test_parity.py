@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from checkpoints import Checkpoints
 from reference import TOLERANCE, Array
 from rigs import Rig, Yardstick, rows_of
 from vitwire_server.core.grids import Grid
@@ -28,7 +28,7 @@ def model_type(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def rig(model_type: str, checkpoints: Callable[[str], Path], device: torch.device) -> Rig:
+def rig(model_type: str, checkpoints: Checkpoints, device: torch.device) -> Rig:
     made = Rig.of(checkpoints(model_type), BF16, device)
     assert not made.graphs.dropped, made.graphs.dropped
     return made
@@ -71,10 +71,7 @@ class TestBfloat16:
 
 
 def test_float32_eager_is_as_near_as_transformers_on_the_device(
-    model_type: str,
-    checkpoints: Callable[[str], Path],
-    device: torch.device,
-    yardsticks: Callable[[str, torch.dtype], Yardstick],
+    model_type: str, checkpoints: Checkpoints, device: torch.device, yardsticks: Callable[[str, torch.dtype], Yardstick]
 ) -> None:
     rig, yardstick = (
         Rig.of(checkpoints(model_type), torch.float32, device, sizes=()),
@@ -193,7 +190,7 @@ class TestCudaOnly:
                 np.testing.assert_array_equal(one, two)
 
     def test_a_failed_capture_leaves_streams_and_allocator_in_order(
-        self, model_type: str, checkpoints: Callable[[str], Path], device: torch.device, yardstick: Yardstick
+        self, model_type: str, checkpoints: Checkpoints, device: torch.device, yardstick: Yardstick
     ) -> None:
         """A synchronisation within the largest budget's capture makes it fail for real, not by a stub."""
 

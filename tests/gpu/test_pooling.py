@@ -1,12 +1,10 @@
 """Pooled towers on the device: the pooler is captured with the tower, and each item keeps its own row."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
+from checkpoints import Checkpoints
 from plain_reference import PlainReference
 from raster_reference import Siglip2
 from reference import norm_error
@@ -34,10 +32,7 @@ PATCHES = [Grid(1, 4, 6), Grid(1, 1, 7), Grid(1, 12, 12), Grid(1, 6, 6)]
     ],
 )
 def test_rows_are_those_of_transformers(
-    model_type: str,
-    pooling: Pooling,
-    checkpoints: Callable[[str], Path],
-    device: torch.device,
+    model_type: str, pooling: Pooling, checkpoints: Checkpoints, device: torch.device
 ) -> None:
     folder, kind = checkpoints(model_type), Siglip2 if model_type == "siglip2" else PlainReference
     rig = Rig.of(folder, BF16, device, pooling=pooling)

@@ -1,12 +1,10 @@
 """A server that prepares pictures on its device."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import torch
 from PIL import Image
 
+from checkpoints import Checkpoints
 from clear_files import faded
 from encoded_files import clip, frames_of, moving, saved
 from prepared import of_clips, of_images
@@ -22,7 +20,7 @@ def drawn(height: int, width: int) -> np.ndarray:
     return np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
 
 
-def test_a_server_prepares_on_the_device(checkpoints: Callable[[str], Path], device: torch.device) -> None:
+def test_a_server_prepares_on_the_device(checkpoints: Checkpoints, device: torch.device) -> None:
     folder, pictures = checkpoints("qwen3_vl"), [drawn(*size) for size in SIZES]
     with (
         serving(folder, "--device", str(device), "--prepare", "device") as server,
@@ -40,7 +38,7 @@ def test_a_server_prepares_on_the_device(checkpoints: Callable[[str], Path], dev
         np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
 
 
-def test_files_are_prepared_as_they_are_shown(checkpoints: Callable[[str], Path], device: torch.device) -> None:
+def test_files_are_prepared_as_they_are_shown(checkpoints: Checkpoints, device: torch.device) -> None:
     """A transparent image and a clip of a phone, against plain pixels."""
     clear = faded()
     white = Image.new("RGB", clear.size, "white")

@@ -1,12 +1,9 @@
 """A server on the device for each mechanism of the table: started as a user starts it, asked over the wire."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 
-from checkpoints import EVERYDAY
+from checkpoints import EVERYDAY, Checkpoints
 from reference import norm_error
 from references import reference_of
 from rigs import RIGHT, Rig, draw_grids
@@ -28,9 +25,7 @@ def check_memory(nbytes: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("model_type", EVERYDAY)
-def test_rows_are_those_of_transformers(
-    model_type: str, checkpoints: Callable[[str], Path], device: torch.device
-) -> None:
+def test_rows_are_those_of_transformers(model_type: str, checkpoints: Checkpoints, device: torch.device) -> None:
     if device.type == "cpu":
         pytest.skip("tests/e2e does it on a CPU")
     folder = checkpoints(model_type)

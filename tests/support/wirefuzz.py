@@ -21,6 +21,11 @@ _FLOAT = st.one_of(st.floats(width=32), st.sampled_from([0.0, 0.5, 1.0, -0.0, 1e
 _DATA = st.one_of(st.binary(max_size=64), st.integers(0, 1 << 18).map(bytes))
 _PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNoAAAAggCBd81ytgAAAABJRU5ErkJggg==")
 _TEXT = st.one_of(st.text(max_size=20), st.integers(0, 2000).map("x".__mul__))
+_FIELDS = (
+    *(("", "modality", _ENUM), ("", "content_id", _TEXT), ("", "keep_ratio", _FLOAT)),
+    *(("pixels", "data_type", _ENUM), ("pixels", "data", _DATA)),
+)
+"""Owner and name of fields that are altered alone, and their values."""
 
 
 @st.composite
@@ -34,32 +39,21 @@ def items(draw: Draw) -> pb.Item:
     return found
 
 
-def _modality(item: pb.Item, draw: Draw) -> None:
-    item.modality = draw(_ENUM)
+def _field(item: pb.Item, draw: Draw) -> None:
+    owner, name, values = draw(st.sampled_from(_FIELDS))
+    setattr(getattr(item, owner) if owner else item, name, draw(values))
 
 
 def _grid(item: pb.Item, draw: Draw) -> None:
     setattr(item.grid, draw(st.sampled_from("thw")), draw(_UINT32))
 
 
-def _type(item: pb.Item, draw: Draw) -> None:
-    item.pixels.data_type = draw(_ENUM)
-
-
 def _shape(item: pb.Item, draw: Draw) -> None:
     item.pixels.shape[:] = draw(st.lists(_UINT64, max_size=6))
 
 
-def _data(item: pb.Item, draw: Draw) -> None:
-    item.pixels.data = draw(_DATA)
-
-
 def _cut(item: pb.Item, draw: Draw) -> None:
     item.pixels.data = item.pixels.data[: draw(st.integers(0, 4096))]
-
-
-def _content_id(item: pb.Item, draw: Draw) -> None:
-    item.content_id = draw(_TEXT)
 
 
 def _without(item: pb.Item, draw: Draw) -> None:
@@ -72,10 +66,6 @@ def _encoded(item: pb.Item, draw: Draw) -> None:
     if draw(st.integers(0, 3)):
         for name in ("pixels", "grid"):
             item.ClearField(name)
-
-
-def _keep_ratio(item: pb.Item, draw: Draw) -> None:
-    item.keep_ratio = draw(_FLOAT)
 
 
 def _crops(item: pb.Item, draw: Draw) -> None:
@@ -110,7 +100,7 @@ def _options(item: pb.Item, draw: Draw) -> None:
 
 _MOST_ROWS = 256
 _ALTERATIONS = (
-    *(_modality, _grid, _type, _shape, _data, _cut, _content_id, _without, _keep_ratio, _crops, _encoded),
+    *(*[_field] * len(_FIELDS), _grid, _shape, _cut, _without, _crops, _encoded),
     *(_clip, _clip, _floats, _floats, _options),
 )
 
