@@ -19,8 +19,9 @@ from adapters import Adapter, adapting
 from checkpoints import Checkpoints
 from clear_files import black_text, faded
 from encoded_files import clip, frames_of, moving, saved, turned
+from entered import entered
 from prepared import of_clips
-from routers import EngineProcess, client_of, router
+from routers import EngineProcess, client_of, decoded, router
 from servers import ServerProcess, serving
 from vitwire import Accepted, Client, Embedding, Item
 from vitwire_server.preparing.rules.sampling import sampled
@@ -55,11 +56,6 @@ def server(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator
 
 def data_uri(file: bytes, kind: str) -> str:
     return f"data:{kind};base64," + base64.b64encode(file).decode()
-
-
-def decoded(value: str) -> torch.Tensor:
-    tensor: torch.Tensor = torch.load(io.BytesIO(base64.b64decode(value)), weights_only=True)
-    return tensor
 
 
 class _Unpickler(pickle.Unpickler):
@@ -105,23 +101,25 @@ def upright(name: str, checkpoints: Checkpoints) -> np.ndarray:
     return np.stack([np.rot90(each, -1) if name == "sideways" else each[:, ::-1] for each in frames])
 
 
-def test_files_and_pictures_get_the_rows_of_plain_pixels(server: ServerProcess, checkpoints: Checkpoints) -> None:
-    with Client(server.target) as client:
-        for file in IMAGES.values():
-            (expected,) = client.encode_images([on_white(file)])
-            image = Image.open(io.BytesIO(file))
-            items = [Item(encoded=file), Item.from_image(image)]
-            streamed = dict(client.iter_encode(items))
-            for own in (*client.encode(items), *client.encode_images([file, image]), streamed[0], streamed[1]):
-                assert_same(own, expected)
-        photo = Image.open(io.BytesIO(turned("JPEG")))
-        frames = np.stack([np.rot90(np.asarray(photo), -1)] * 4)
-        assert_same(*client.encode_clips([[photo] * 4]), *client.encode_clips([frames]))
-        for name, file in CLIPS.items():
-            (expected,) = client.encode_clips([upright(name, checkpoints)])
-            item = Item(encoded=file, modality="video")
-            assert_same(client.encode([item])[0], expected)
-            assert_same(dict(client.iter_encode([item]))[0], expected)
+client = entered(lambda server: Client(server.target))
+
+
+def test_files_and_pictures_get_the_rows_of_plain_pixels(client: Client, checkpoints: Checkpoints) -> None:
+    for file in IMAGES.values():
+        (expected,) = client.encode_images([on_white(file)])
+        image = Image.open(io.BytesIO(file))
+        items = [Item(encoded=file), Item.from_image(image)]
+        streamed = dict(client.iter_encode(items))
+        for own in (*client.encode(items), *client.encode_images([file, image]), streamed[0], streamed[1]):
+            assert_same(own, expected)
+    photo = Image.open(io.BytesIO(turned("JPEG")))
+    frames = np.stack([np.rot90(np.asarray(photo), -1)] * 4)
+    assert_same(*client.encode_clips([[photo] * 4]), *client.encode_clips([frames]))
+    for name, file in CLIPS.items():
+        (expected,) = client.encode_clips([upright(name, checkpoints)])
+        item = Item(encoded=file, modality="video")
+        assert_same(client.encode([item])[0], expected)
+        assert_same(dict(client.iter_encode([item]))[0], expected)
 
 
 def test_the_router_sends_the_same_rows(
@@ -155,14 +153,15 @@ def test_the_router_sends_the_same_rows(
         assert seconds == [1.0], "6 of 30 frames at 10 per second, two a group"
 
 
-def test_the_encoder_of_sglang_sends_the_same_rows(server: ServerProcess, checkpoints: Checkpoints) -> None:
+def test_the_encoder_of_sglang_sends_the_same_rows(
+    server: ServerProcess, checkpoints: Checkpoints, client: Client
+) -> None:
     uris = {
         "IMAGE": data_uri(IMAGES["black text"], "image/png"),
         "VIDEO": data_uri(CLIPS["sideways"], "video/mp4"),
     }
-    with Client(server.target) as client:
-        expected = client.encode_images([on_white(IMAGES["black text"])])
-        expected += client.encode_clips([upright("sideways", checkpoints)])
+    expected = client.encode_images([on_white(IMAGES["black text"])])
+    expected += client.encode_clips([upright("sideways", checkpoints)])
     with adapting(server.target) as adapter, zmq.Context() as context, context.socket(zmq.PULL) as socket:
         socket.linger, socket.rcvtimeo = 0, 60_000
         port = socket.bind_to_random_port("tcp://127.0.0.1")
@@ -173,13 +172,12 @@ def test_the_encoder_of_sglang_sends_the_same_rows(server: ServerProcess, checkp
         assert header.second_per_grid_ts == [1.0]
 
 
-def test_a_film_says_the_seconds_of_its_groups(server: ServerProcess) -> None:
+def test_a_film_says_the_seconds_of_its_groups(client: Client) -> None:
     frames = [np.full((28, 56, 3), index % 256, np.uint8) for index in range(1199)]
     item = Item(encoded=clip(frames, 24000 / 1001, codec="mpeg4"), modality="video", content_id="film")
-    with Client(server.target) as client:
-        accepted, stored = (answer for _, answer in client.iter_store([item]))
-        assert isinstance(accepted, Accepted)
-        (embedding,) = client.encode([item])
+    accepted, stored = (answer for _, answer in client.iter_store([item]))
+    assert isinstance(accepted, Accepted)
+    (embedding,) = client.encode([item])
     for found in (accepted, stored.report, embedding.report):
         assert found.second_per_grid == pytest.approx(1.0002, abs=5e-5)
         assert len(found.frame_seconds) == 100

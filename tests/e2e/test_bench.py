@@ -3,23 +3,19 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from checkpoints import Checkpoints
+from entered import entered
 from servers import ServerProcess, serving
 
 VITWIRE = Path(sys.executable).with_name("vitwire")
 FLAGS = ("--graphs", "simulated", "--budgets", "16,64")
 
-
-@pytest.fixture(scope="module")
-def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    with serving(checkpoints("qwen2_vl"), *FLAGS) as process:
-        yield process
+server = entered(lambda checkpoints: serving(checkpoints("qwen2_vl"), *FLAGS))
 
 
 def bench(server: ServerProcess, *words: object) -> subprocess.CompletedProcess[str]:

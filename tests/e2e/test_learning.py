@@ -1,7 +1,6 @@
 """`--budgets learn` on real servers: padding falls, answers stay right, and a restart begins with what was learned."""
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from checkpoints import Checkpoints
 from reference import TOLERANCE, Array, Reference, error
 from servers import PIXELS_ONLY, SERVER, ServerProcess, serving, supervising
 from vitwire import Client, Item
+from waiting import until
 
 FLAGS = ("--graphs", "simulated", "--budgets", "learn", "--dtype", "float32", "--max-budget-tokens", "256")
 COLUMNS = 3 * 2 * 14 * 14
@@ -131,10 +131,7 @@ def test_no_answer_is_wrong_or_late_while_the_load_changes(
         assert 0 < pause < 30
         assert server.metric("vitwire_expired_total") == server.metric("vitwire_items_failed_total") == 0
         in_use = {int(size) for size in _in_use(server)}
-        deadline = time.monotonic() + 30
-        while set(budgets(server)) != in_use and time.monotonic() < deadline:
-            time.sleep(0.1)  # edges hear of it a little later
-        assert set(budgets(server)) == in_use
+        until(lambda: set(budgets(server)) == in_use)  # edges hear of it a little later
 
 
 def _in_use(server: ServerProcess) -> list[str]:
