@@ -50,11 +50,13 @@ class ProcessorOptions:
 
         Raises InvalidItem, naming the field.
         """
+        if options is None:
+            return None
         if isinstance(options, cls):
             return options if options.given() else None
-        if not isinstance(options, Mapping | None):
+        if not isinstance(options, Mapping):
             raise invalid("options", f"expected ProcessorOptions or a mapping, got {type(options).__name__}")
-        given = {str(name): value for name, value in (options or {}).items() if value is not None}
+        given = {str(name): value for name, value in options.items() if value is not None}
         size = given.pop("size", None)
         if size is not None:
             if not isinstance(size, Mapping) or size.keys() != _EDGES.keys():

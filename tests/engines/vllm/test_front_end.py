@@ -95,7 +95,7 @@ def test_images_of_every_dialect(vllm: EngineProcess) -> None:
 
 
 def test_clips(vllm: EngineProcess, clips: dict[str, bytes]) -> None:
-    """Among images, whole and streamed; who counts tokens uploads none; a file that is no clip is vLLM's to refuse."""
+    """Among images, whole and streamed; counting tokens uploads none; vLLM refuses a file of another kind."""
     client, parts = OpenAI(base_url=f"{vllm.url}/v1", api_key="-"), [image(5), video(clips["usual"])]
     answer = client.chat.completions.create(**chat(*parts, video(clips["NTSC, VP9"])))
     assert answer.usage.completion_tokens == 2

@@ -35,8 +35,8 @@ CLIPS = Counter(
 )
 ACCEPTING = Histogram(
     "vitwire_front_end_accept_seconds",
-    "From an image's upload until Vitwire accepted it.",
-    buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
+    "From the upload of an image or clip until Vitwire accepted it.",
+    buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
 )
 FORMATS = frozenset({"JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP"})
 """Pillow's names of what servers decode; MPO is a camera's JPEG with further pictures."""

@@ -35,6 +35,8 @@ from vitwire.integrations.vllm.uploads import Declined, Uploads
 
 _log = logging.getLogger("vitwire.vllm")
 _DUMMIES = {"image": ImageDummyOptions, "video": VideoDummyOptions}
+_WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, InvalidItem)
+"""What wrong options of a request raise; vLLM handles its media, and says what is wrong."""
 _only_counts: ContextVar[bool] = ContextVar("only_counts", default=False)
 """Whether the request only counts tokens, so that nothing is uploaded."""
 _NO_TOWER = "the encoder does not take an image or clip of this request, and this engine has no tower"
@@ -104,14 +106,7 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
         for file in (each for _, _, each in _files(prompt) if each.upload is None):
             try:
                 found = self._sized(file, options or {})
-            except (
-                ArithmeticError,
-                AttributeError,
-                LookupError,
-                TypeError,
-                ValueError,
-                InvalidItem,
-            ):  # vLLM's to refuse
+            except _WRONG:
                 found = None
             file.upload = self._uploads.begin(file.original_bytes, file.modality, found)
 
@@ -240,4 +235,4 @@ def _raise_if_error(_: object, finish_reason: str | None, request_id: str) -> No
     """Like vLLM's, but with status 503, so that the client may retry."""
     if finish_reason == "error":
         _log.error("request %s failed in the engine", request_id)
-        raise RetryableRequestError("the engine could not get an image of the request, or failed; please retry")
+        raise RetryableRequestError("the engine could not get an image or clip of the request, or failed; please retry")

@@ -19,7 +19,7 @@ CLIPS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_
 _SIZES = frozenset({"min_pixels", "max_pixels", "size"})
 """Options of processors that set the size of an image."""
 _MOST_FRAMES = 1 << 14
-"""Of a clip, for the encoder."""
+"""Most frames of a clip that the server takes."""
 _EDGES = frozenset({"shortest_edge", "longest_edge"})
 _ON_DEVICE = frozenset({"do_normalize", "do_rescale"})
 """vLLM sets these itself when its tower normalises on the device."""
@@ -111,8 +111,6 @@ def sized_clip(info: BaseProcessingInfo, clip: ClipFile, options: Mapping[str, o
     processor, metadata = info.get_hf_processor().video_processor, clip.metadata
     known = VideoMetadata(**{name: value for name, value in metadata.items() if name != "do_sample_frames"})
     frames: list[int] = metadata["frames_indices"]
-    if len(frames) > _MOST_FRAMES:
-        return None
     fields: dict[str, object] = {}
     if hasattr(info, "_get_video_second_idx"):
         if metadata["do_sample_frames"]:  # the processor chooses again, of all frames
@@ -121,6 +119,8 @@ def sized_clip(info: BaseProcessingInfo, clip: ClipFile, options: Mapping[str, o
     elif info.ctx.model_config.hf_config.model_type == "qwen2_5_vl":
         seconds = processor.temporal_patch_size / known.sampled_fps
         fields["second_per_grid_ts"] = torch.tensor(seconds, dtype=info.ctx.model_config.dtype)  # as vLLM converts it
+    if len(frames) > _MOST_FRAMES:
+        return None
     _, height, width, _ = clip.frames.shape
     resized, tokens = info._get_vision_info(  # noqa: SLF001  # as above
         image_width=width,

@@ -39,7 +39,7 @@ class Content:
     file: "torch.Tensor | None" = field(default=None, repr=False, compare=False)
     """To be sent again if the server has lost it; bytes."""
     options: "torch.Tensor | None" = field(default=None, repr=False, compare=False)
-    """Of the file, `packed`."""
+    """The processor's options to send with the file, `packed`."""
 
 
 def packed(options: ProcessorOptions | None) -> list[int]:
