@@ -1,4 +1,4 @@
-"""The process of `vitwire sglang-encoder`: an adapter behind an HTTP and a gRPC port."""
+"""The process of `vitwire sglang-encoder`: an adapter behind an HTTP port."""
 
 import asyncio
 import ipaddress
@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 import httpx2
 import uvicorn
-from prometheus_client import CollectorRegistry, ProcessCollector
 
 from vitwire import AsyncClient, VitwireError
 from vitwire.shared.fairness.budgets import Budget
@@ -24,7 +23,7 @@ from vitwire_gateway.sglang.adapter import MAX_ENCODING, Adapter
 from vitwire_gateway.sglang.media import Media
 from vitwire_gateway.sglang.receiver_messages import Pusher
 from vitwire_gateway.sglang.receiver_requests import refused
-from vitwire_gateway.sglang.services import grpc_server, http_app
+from vitwire_gateway.sglang.services import http_app
 from vitwire_gateway.spans import Spans
 from vitwire_gateway.tracing import collecting
 from vitwire_gateway.workers import Workers, memory_for
@@ -38,7 +37,7 @@ _TIMEOUT_SECONDS = 5.0
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers; `_serve` has them for both servers."""
+    """uvicorn without its signal handlers; `_serve` has them."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -63,8 +62,6 @@ async def _serve(settings: SglangSettings) -> None:
     fetcher = Fetcher(settings)
     media = Media(settings, fetcher)
     pusher = Pusher(settings.send_seconds, tuple(map(ipaddress.ip_network, settings.receiver_network)))
-    registry = CollectorRegistry()
-    ProcessCollector(registry=registry)  # there are no other metrics
     async with AsyncExitStack() as stack:
         spans = stack.enter_context(collecting(settings.otlp_endpoint, "vitwire-sglang-encoder"))
         stack.callback(pusher.close)
@@ -80,14 +77,10 @@ async def _serve(settings: SglangSettings) -> None:
         for close in (fetcher.close, workers.close, adapter.close):
             stack.push_async_callback(close)
         exempt_loaded(logger)
-        addresses = []
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        if settings.grpc_port >= 0:
-            addresses.append(f"grpc://{host}:{await _serve_grpc(adapter, workers, settings, stack, spans)}")
-        if settings.port >= 0:
-            addresses.append(f"http://{host}:{await _serve_http(adapter, workers, settings, stack, spans)}")
+        port = _serve_http(adapter, workers, settings, stack, spans)
         await stack.enter_async_context(_registered(settings))
-        print(f"vitwire: listening on {', '.join(addresses)}", file=sys.stderr, flush=True)
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        print(f"vitwire: listening on http://{host}:{port}", file=sys.stderr, flush=True)
         try:
             model = await client.model()
             width = model.embedding_width  # so that a language server of another model is noticed
@@ -97,21 +90,7 @@ async def _serve(settings: SglangSettings) -> None:
         await stop.wait()
 
 
-async def _serve_grpc(
-    adapter: Adapter, workers: Workers, settings: SglangSettings, stack: AsyncExitStack, spans: Spans | None
-) -> int:
-    server = grpc_server(adapter, workers, settings, spans)
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    try:
-        port = server.add_insecure_port(f"{host}:{settings.grpc_port}")
-    except RuntimeError as error:  # gRPC's only sign of it
-        raise OSError(f"gRPC cannot listen on {settings.host}:{settings.grpc_port}") from error
-    await server.start()
-    stack.push_async_callback(server.stop, settings.drain_seconds)
-    return int(port)
-
-
-async def _serve_http(
+def _serve_http(
     adapter: Adapter, workers: Workers, settings: SglangSettings, stack: AsyncExitStack, spans: Spans | None
 ) -> int:
     listener = listening(settings.host, settings.port)

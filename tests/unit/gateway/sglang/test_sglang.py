@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from smg_grpc_proto import sglang_encoder_pb2 as pb
 
 from fake_service import Fake, model_message, serving
 from vitwire import AsyncClient, Embedding, Model, Report
@@ -34,7 +33,6 @@ from vitwire_gateway.sglang.receiver_requests import (
     Registration,
     endpoint,
     part_of_json,
-    part_of_message,
     registration_of_json,
 )
 from vitwire_gateway.sglang.receivers import Receivers
@@ -48,12 +46,9 @@ JSON = {"req_id": "r", "modality": "IMAGE", "mm_items": ["aGk="], "num_parts": 2
 # -- requests --------------------------------------------------------------------------------------
 
 
-def test_a_part_of_json_and_of_grpc_are_alike() -> None:
+def test_a_part_of_json() -> None:
     body = JSON | {"prefill_host": "10.0.0.1", "embedding_port": 5000, "time_stats_json": "{}"}
-    message = pb.EncodeRequest(
-        req_id="r", mm_items=["aGk="], num_parts=2, part_idx=1, prefill_host="10.0.0.1", embedding_port=[5000]
-    )
-    assert part_of_json(body) == part_of_message(message) == Part("r", 2, 1, ("aGk=",), ("tcp://10.0.0.1:5000",))
+    assert part_of_json(body) == Part("r", 2, 1, ("aGk=",), ("tcp://10.0.0.1:5000",))
 
 
 def test_receivers_may_be_registered_later_several_or_ipv6() -> None:
