@@ -157,9 +157,6 @@ class SglangSettings(GatewaySettings):
         (), "bootstrap server of an SGLang that has no --encoder-urls, http://host:8997; repeatable"
     )
     advertise: str | None = flag(None, "this encoder's URL for --register")
-    allow_image_folder: tuple[Path, ...] = flag(
-        (), "folder that image paths may be in; repeatable; without it paths are refused"
-    )
     receiver_network: tuple[str, ...] = flag(
         (), "network (CIDR) that embeddings may be sent to; repeatable; any if not set"
     )

@@ -60,7 +60,7 @@ async def _serve(settings: SglangSettings) -> None:
     pixels = settings.max_image_pixels
     workers = Workers("vitwire_gateway.sglang.services", memory_for(pixels, settings.max_body_bytes))
     fetcher = Fetcher(settings)
-    media = Media(settings, fetcher)
+    media = Media(settings.max_image_bytes, fetcher)
     pusher = Pusher(settings.send_seconds, tuple(map(ipaddress.ip_network, settings.receiver_network)))
     async with AsyncExitStack() as stack:
         spans = stack.enter_context(collecting(settings.otlp_endpoint, "vitwire-sglang-encoder"))

@@ -40,7 +40,7 @@ class Part:
     num_parts: int
     part_idx: int
     sources: tuple[str, ...]
-    """The files: `data:` URIs, base64, URLs or paths."""
+    """The files: `data:` URIs, base64 or URLs."""
     receivers: tuple[str, ...]
     """ZMQ endpoints that the embedding goes to; empty if SGLang's schedulers register themselves."""
     modality: Modality = "image"
