@@ -270,37 +270,6 @@ def test_urls_and_receivers_follow_their_rules(
     assert torch.equal(rows, embeddings[0].torch())
 
 
-@pytest.mark.matrix
-def test_it_registers_with_sglangs_bootstrap_server_and_leaves(vitwire: ServerProcess) -> None:
-    calls: list[tuple[str, str, Any]] = []
-    registered = threading.Event()
-
-    class Bootstrap(BaseHTTPRequestHandler):
-        def _answer(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            calls.append((self.command, self.path, body))
-            is_first = len(calls) == 1
-            self.send_response(503 if is_first else 200)
-            self.end_headers()
-            if not is_first:
-                registered.set()
-
-        do_POST = do_DELETE = _answer  # noqa: N815  # the base's names
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Bootstrap) as web:
-        threading.Thread(target=web.serve_forever, daemon=True).start()
-        flags = ["--register", f"http://127.0.0.1:{web.server_port}/", "--advertise", "http://encoder:30100"]
-        with adapting(vitwire.target, *flags) as adapter:
-            assert registered.wait(_SECONDS)
-            assert adapter.server.stop() == 0
-        web.shutdown()
-    url = {"url": "http://encoder:30100"}
-    assert calls == [("POST", "/register_encoder_url", url)] * 2 + [("DELETE", "/unregister_encoder_url", url)]
-
-
 def test_spans_go_to_a_collector(vitwire: ServerProcess, images: list[Path]) -> None:
     trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
     parent = f"00-{trace_id}-00f067aa0ba902b7-01"

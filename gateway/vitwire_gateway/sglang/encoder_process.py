@@ -5,10 +5,9 @@ import ipaddress
 import logging
 import signal
 import sys
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 
-import httpx2
 import uvicorn
 
 from vitwire import AsyncClient, VitwireError
@@ -24,7 +23,6 @@ from vitwire_gateway.sglang.media import Media
 from vitwire_gateway.sglang.receiver_messages import Pusher
 from vitwire_gateway.sglang.receiver_requests import refused
 from vitwire_gateway.sglang.services import http_app
-from vitwire_gateway.spans import Spans
 from vitwire_gateway.tracing import collecting
 from vitwire_gateway.workers import Workers, memory_for
 
@@ -32,8 +30,6 @@ logger = logging.getLogger("vitwire.sglang")
 
 _BODIES = 2 << 30
 """Bytes of all bodies held at a time."""
-_RETRY_SECONDS = 5.0
-_TIMEOUT_SECONDS = 5.0
 
 
 class _HttpServer(uvicorn.Server):
@@ -77,10 +73,14 @@ async def _serve(settings: SglangSettings) -> None:
         for close in (fetcher.close, workers.close, adapter.close):
             stack.push_async_callback(close)
         exempt_loaded(logger)
-        port = _serve_http(adapter, workers, settings, stack, spans)
-        await stack.enter_async_context(_registered(settings))
+        listener = listening(settings.host, settings.port)
+        bodies = Budget(_BODIES, lambda: refused("the requests in flight are too large together", 503))
+        app = http_app(adapter, workers, bodies, settings, spans)
+        limit, seconds = 4 * settings.max_requests, max(1.0, settings.drain_seconds)
+        server = _HttpServer(configured(app, settings.send_seconds, seconds, lifespan="off", limit_concurrency=limit))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        print(f"vitwire: listening on http://{host}:{port}", file=sys.stderr, flush=True)
+        print(f"vitwire: listening on http://{host}:{listener.getsockname()[1]}", file=sys.stderr, flush=True)
         try:
             model = await client.model()
             width = model.embedding_width  # so that a language server of another model is noticed
@@ -88,57 +88,6 @@ async def _serve(settings: SglangSettings) -> None:
         except VitwireError as error:
             logger.warning("Vitwire does not answer yet: %s", error)
         await stop.wait()
-
-
-def _serve_http(
-    adapter: Adapter, workers: Workers, settings: SglangSettings, stack: AsyncExitStack, spans: Spans | None
-) -> int:
-    listener = listening(settings.host, settings.port)
-    bodies = Budget(_BODIES, lambda: refused("the requests in flight are too large together", 503))
-    app = http_app(adapter, workers, bodies, settings, spans)
-    limit, seconds = 4 * settings.max_requests, max(1.0, settings.drain_seconds)
-    server = _HttpServer(configured(app, settings.send_seconds, seconds, lifespan="off", limit_concurrency=limit))
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-
-    async def end() -> None:
         bodies.drain()
         server.should_exit = True
-        await task
-
-    stack.push_async_callback(end)
-    return int(listener.getsockname()[1])
-
-
-@asynccontextmanager
-async def _registered(settings: SglangSettings) -> AsyncGenerator[None, None]:
-    """This encoder's address in language servers of SGLang without `--encoder-urls`, for the time of the block."""
-    urls = [url.rstrip("/") for url in settings.register]
-    async with httpx2.AsyncClient(timeout=_TIMEOUT_SECONDS) as client:
-
-        async def call(method: str, url: str) -> str:
-            """Returns what went wrong; empty if nothing did."""
-            try:
-                response = await client.request(method, url, json={"url": settings.advertise})
-                response.raise_for_status()
-            except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-                return str(error) or type(error).__name__
-            return ""
-
-        async def register(url: str) -> None:
-            while error := await call("POST", f"{url}/register_encoder_url"):
-                logger.info("%s does not register this encoder yet: %s", url, error)
-                await asyncio.sleep(_RETRY_SECONDS)
-            logger.info("registered as %s with %s", settings.advertise, url)
-
-        async def unregister(url: str) -> None:
-            if error := await call("DELETE", f"{url}/unregister_encoder_url"):
-                logger.warning("%s did not unregister this encoder: %s", url, error)
-
-        tasks = [asyncio.create_task(register(url)) for url in urls]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.gather(*map(unregister, urls))
+        await serving

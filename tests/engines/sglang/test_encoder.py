@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import socket
 import time
 from array import array
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ import pytest
 import torch
 from sglang.srt.disaggregation.encoder import receiver as receiving
 from sglang.srt.disaggregation.encoder.receiver import (
-    EncoderBootstrapServer,
     create_mm_receiver,
 )
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
@@ -113,21 +111,6 @@ async def test_without_a_server_the_request_fails_at_once(
     with adapters("127.0.0.1:1", "--timeout", "2") as alone:
         assert await received(sglang, [alone.http], [uri(images[0])]) is None
     assert time.monotonic() - started < _SECONDS
-
-
-def test_it_registers_with_a_bootstrap_server(vitwire: ServerProcess, adapters: Adapters) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    bootstrap = EncoderBootstrapServer("127.0.0.1", port, health_check_interval=0)
-    try:
-        with adapters(vitwire.target, "--register", f"http://127.0.0.1:{port}", "--advertise", "http://adapter:30100"):
-            deadline = time.monotonic() + _SECONDS
-            while not bootstrap.list_urls() and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert bootstrap.list_urls() == ["http://adapter:30100"]
-        assert bootstrap.list_urls() == []
-    finally:
-        bootstrap.close()
 
 
 # -- zmq_to_scheduler ------------------------------------------------------------------------------
