@@ -83,7 +83,7 @@ class LocalFront:
             listen,
             max_message_bytes=settings.message_bytes,
             reflects=settings.reflection,
-            tracer=self._tracer,
+            tracer=self._tracer.rpc if self._tracer else None,
         )
         port = await self._rpc.start()
         self._decoders = started(settings, self.metrics, self.processes)
