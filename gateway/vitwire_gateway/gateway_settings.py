@@ -151,16 +151,8 @@ class RouterSettings(GatewaySettings):
 class SglangSettings(GatewaySettings):
     """Settings of `vitwire sglang-encoder`."""
 
-    port: int = flag(30100, "HTTP port; 0 picks a free one, -1 disables it", -1, _MAX_PORT)
-    grpc_port: int = flag(-1, "gRPC port; 0 picks a free one, -1 disables it", -1, _MAX_PORT)
+    port: int = flag(30100, "port to listen on; 0 picks a free one and prints it", 0, _MAX_PORT)
     timeout: float = flag(60.0, "seconds of each request to the encoder", 0.001)
-    register: tuple[str, ...] = flag(
-        (), "bootstrap server of an SGLang that has no --encoder-urls, http://host:8997; repeatable"
-    )
-    advertise: str | None = flag(None, "this encoder's URL for --register")
-    allow_image_folder: tuple[Path, ...] = flag(
-        (), "folder that image paths may be in; repeatable; without it paths are refused"
-    )
     receiver_network: tuple[str, ...] = flag(
         (), "network (CIDR) that embeddings may be sent to; repeatable; any if not set"
     )
@@ -171,16 +163,6 @@ class SglangSettings(GatewaySettings):
     drain_seconds: float = flag(
         30.0, "seconds for requests in flight to end after SIGTERM, once no more are accepted", 0
     )
-
-    def __post_init__(self) -> None:
-        GatewaySettings.__post_init__(self)
-        if self.port < 0 and self.grpc_port < 0:
-            raise ValueError("--port and --grpc-port are both -1: set one")
-        if self.register and not self.advertise:
-            raise ValueError("--register needs --advertise, this encoder's URL for SGLang")
-        for url in self.register:
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"--register {url!r} does not start with http:// or https://")
 
 
 def _check_url(text: str) -> None:

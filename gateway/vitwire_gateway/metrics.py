@@ -31,10 +31,10 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
-        meaning, labels = "by source (data, upload, url) and result (loaded, refused)", ["source", "result"]
+        meaning, labels = "by source (data, url) and result (loaded, refused)", ["source", "result"]
         self.images = counter("vitwire_router_images", f"images {meaning}", labels)
         self.clips = counter("vitwire_router_clips", f"clips {meaning}", labels)
-        for values in product(("data", "upload", "url"), ("loaded", "refused")):
+        for values in product(("data", "url"), ("loaded", "refused")):
             self.images.labels(*values)
             self.clips.labels(*values)
         self.inflight = gauge("vitwire_router_inflight_requests", "requests in flight")

@@ -4,10 +4,10 @@ Without `--otlp-endpoint` there is none, and OpenTelemetry is not imported.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple
 
 Attributes = Mapping[str, str | int | float | bool]
 Note = Callable[[Attributes], None]
@@ -17,28 +17,13 @@ _MAX_TEXT = 256
 _NONE: Attributes = {}
 
 
-class Span(Protocol):
-    """The span of a request, until `end`."""
+class Span(NamedTuple):
+    """The span of a request."""
 
-    def stage(self, name: str, attributes: Attributes, *, is_call: bool) -> AbstractContextManager[Note]:
-        """A span within the task's current one, for the time of the block. An error in it is recorded by its kind."""
-        ...
-
-    def headers(self) -> dict[str, str]:
-        """W3C headers that make the task's current span a parent in another service."""
-        ...
-
-    def end(self, ending: "Ending") -> None:
-        """End the span as `ending` describes."""
-        ...
-
-
-class Spans(Protocol):
-    """Opens the spans of requests."""
-
-    def begin(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> Span:
-        """The span of a request of this task, in the trace of `headers` (W3C)."""
-        ...
+    stage: Callable[[str, Attributes, bool], AbstractContextManager[Note]]
+    """As `stage`, within the task's current span. An error in it is recorded by its kind."""
+    headers: Callable[[], dict[str, str]]
+    """W3C headers that make the task's current span a parent in another service."""
 
 
 SPAN: ContextVar[Span | None] = ContextVar("span", default=None)
@@ -58,20 +43,15 @@ class Ending:
     """The error is not the caller's."""
 
 
-@contextmanager
+Spans = Callable[[str, Mapping[str, str], Attributes], AbstractContextManager[Ending]]
+"""Opens the span of this task's request, by name, in the trace of the headers (W3C), for the time of the block."""
+
+
 def request_span(
-    spans: "Spans | None", name: str, headers: Mapping[str, str], attributes: Attributes
-) -> Iterator[Ending]:
-    """The span of this task's request for the time of the block, which describes its end. `headers`: as for Spans."""
-    ending = Ending(name)
-    if spans is None:
-        yield ending
-        return
-    span = spans.begin(name, headers, attributes)
-    try:
-        yield ending
-    finally:
-        span.end(ending)
+    spans: Spans | None, name: str, headers: Mapping[str, str], attributes: Attributes
+) -> AbstractContextManager[Ending]:
+    """The span of this task's request, if there are spans, for the time of the block, which describes its end."""
+    return spans(name, headers, attributes) if spans else nullcontext(Ending(name))
 
 
 @contextmanager
@@ -81,7 +61,7 @@ def stage(name: str, attributes: Attributes = _NONE, *, is_call: bool = False) -
     if span is None:
         yield lambda _: None
         return
-    with span.stage(name, attributes, is_call=is_call) as note:
+    with span.stage(name, attributes, is_call) as note:
         yield note
 
 

@@ -20,6 +20,6 @@ def collecting(endpoint: str | None, service: str) -> Iterator[Spans | None]:
         return
     spans = SpanExporter(endpoint, service)
     try:
-        yield spans
+        yield spans.request
     finally:
         in_time(spans.shutdown)

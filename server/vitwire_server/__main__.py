@@ -20,8 +20,6 @@ usage: vitwire-server [serve] [FLAGS]          serve a model's vision tower (the
        vitwire-server download MODEL --to DIR  fetch what serve reads of a model on the Hugging Face Hub
        vitwire-server demo-checkpoint [FLAGS]  write a tiny VLM with random weights
        vitwire-server budgets [FLAGS]          fit budgets to a trace of item sizes
-       vitwire-server completion SHELL         completion of flags: eval "$(vitwire-server completion bash)";
-                                               SHELL is bash, zsh, fish or powershell
        vitwire-server COMMAND --help           flags of a command
 """
 _SWITCH_SECONDS = 0.0005
@@ -38,8 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             signal.signal(number, lambda *_: os._exit(0))
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = words.pop(0) if words and (words[0] == "--version" or not words[0].startswith("-")) else "serve"
-    if "_VITWIRE_SERVER_COMPLETE" in os.environ:  # set by the script of `completion`
-        command = "completion"
     if words[:1] in (["-h"], ["--help"]) and command == "serve":
         sys.stdout.write(_USAGE + "\n")
     if command == "--version":
@@ -245,7 +241,6 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "download": _download,
     "demo-checkpoint": _demo_checkpoint,
     "budgets": lambda words: int(resolve_name("vitwire_server.fitting.command:main")(words)),
-    "completion": lambda words: int(resolve_name("vitwire_server.config.resolving:complete")(words)),
 }
 
 if __name__ == "__main__":

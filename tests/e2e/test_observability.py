@@ -1,4 +1,4 @@
-"""What an operator can follow a request by: ids, traces, exemplars, channelz, and logs that stay short."""
+"""What an operator can follow a request by: ids, traces, exemplars, and logs that stay short."""
 
 import json
 import re
@@ -10,7 +10,6 @@ from urllib.request import Request, urlopen
 import grpc
 import numpy as np
 import pytest
-from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import trace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
@@ -38,7 +37,7 @@ collector = entered(collecting)
 
 @pytest.fixture(scope="module")
 def server(checkpoints: Checkpoints, collector: Collector) -> Iterator[ServerProcess]:
-    flags = ("--otlp-endpoint", collector.endpoint, "--log-format", "json", "--channelz", "--dtype", "float32")
+    flags = ("--otlp-endpoint", collector.endpoint, "--log-format", "json", "--dtype", "float32")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
         with serving(checkpoints("qwen2_vl"), *flags, "--graphs", "simulated", "--budgets", "16,64") as process:
@@ -264,13 +263,6 @@ def test_the_process_and_the_limits_show(server: ServerProcess) -> None:
     assert server.metric("process_cpu_seconds_total") > 0
     assert server.metric("vitwire_queue_limit_items") == 4096
     assert server.metric("vitwire_queue_limit_bytes") == 4 << 30
-
-
-def test_channelz_tells_of_the_server(server: ServerProcess) -> None:
-    with grpc.insecure_channel(server.target) as channel:
-        answer = channelz_pb2_grpc.ChannelzStub(channel).GetServers(channelz_pb2.GetServersRequest(), timeout=20)
-    (found,) = answer.server
-    assert found.data.calls_started > 0
 
 
 def test_a_flood_of_bad_requests_logs_few_lines(server: ServerProcess, stub: EncoderServiceStub) -> None:

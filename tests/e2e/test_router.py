@@ -137,27 +137,6 @@ def test_a_stream_arrives_piece_by_piece(llm: OpenAI, stand_in: EngineProcess) -
         assert [chunk.choices[0].delta.content for chunk in stream] == WORDS[1:]
 
 
-def test_uploads(proxy: RouterProcess, received: EngineProcess, server: ServerProcess) -> None:
-    request = {"model": "tiny", "messages": user(image("upload:cat"), text("and"), image("upload:cup"))}
-    files = {
-        "request": (None, json.dumps(request)),
-        "cat": ("hopper.jpg", HOPPER.read_bytes()),
-        "cup": ("c", COFFEE.read_bytes()),
-    }
-    answer = httpx2.post(proxy.url + CHAT, files=files, timeout=60)
-    assert answer.status_code == 200, answer.text
-    (sent,) = received.requests()
-    assert sent["headers"]["content-type"] == "application/json"
-    parts = sent["body"]["messages"][1]["content"]
-    with Client(server.target) as client:
-        expected = client.encode_images([HOPPER, COFFEE])
-    for part, embedding in zip((parts[0], parts[2]), expected, strict=True):
-        assert torch.equal(decoded(part["image_embeds"]["image_embeds"]), embedding.torch())
-    missing = httpx2.post(proxy.url + CHAT, files={"request": (None, json.dumps(request))}, timeout=60)
-    assert missing.status_code == 400
-    assert "no uploaded file 'cat'" in missing.json()["error"]["message"]
-
-
 @pytest.mark.parametrize(
     ("url", "code"),
     [

@@ -51,19 +51,6 @@ def begun(proxy: RouterProcess, number: int, body: bytes, announced: int) -> Ite
         yield
 
 
-def test_codecs_that_take_the_square_of_the_length(proxy: RouterProcess) -> None:
-    """Two such forms once hung both threads, and with them all images."""
-    part = b'--B\r\nContent-Disposition: form-data; name="request"\r\n\r\n' + b"a" * 1_500_000 + b"\r\n--B--\r\n"
-    with ThreadPoolExecutor(4) as pool:
-        attack = [
-            pool.submit(ask, proxy, ATTACKER, content=part, headers={"content-type": f"multipart/form-data; {each}"})
-            for each in ("boundary=B; charset=punycode", "boundary=B; charset=idna", "boundary=B; charset=undefined")
-        ]
-        assert ask(proxy, HONEST, json=chat(file("png", 32))) == 200
-        assert [each.result() for each in attack] == [400] * 3
-    assert "Traceback" not in proxy.log()
-
-
 @contextmanager
 def holding(kind: bytes) -> Iterator[tuple[str, list[int]]]:
     """An encoder that does not answer for files that begin with `kind` until the end; its target, and their sizes."""

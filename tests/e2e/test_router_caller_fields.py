@@ -151,6 +151,7 @@ def test_bodies_that_cannot_be_read_are_refused(proxy: RouterProcess, received: 
         assert posted(proxy, path, body[:-1]).status_code == 400
     for kind in ("multipart/form-data; boundary=B", "application/x-www-form-urlencoded", "Multipart/Mixed; boundary=B"):
         assert posted(proxy, "/pooling", b"--B--", **{"content-type": kind}).status_code == 415
+        assert posted(proxy, CHAT, b"--B--", **{"content-type": kind}).status_code == 400
     twice = [("content-encoding", "identity"), ("content-encoding", "gzip")]
     assert HTTP.post(f"{proxy.url}/pooling", content=gzip.compress(body), headers=twice).status_code == 415
     assert received.requests() == []

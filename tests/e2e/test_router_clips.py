@@ -1,13 +1,11 @@
 """Clips in chat completions: the openai client, `vitwire router`, a real server and a stand-in engine."""
 
 import base64
-import json
 import threading
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import httpx2
 import numpy as np
 import openai
 import pytest
@@ -15,7 +13,7 @@ import pytest
 from checkpoints import Checkpoints
 from encoded_files import clip, cut, moving, photograph, saved, sound
 from entered import entered
-from routers import CHAT, EngineProcess, RouterProcess, client_of, decoded, leaving, router
+from routers import EngineProcess, RouterProcess, client_of, decoded, leaving, router
 from servers import ServerProcess, serving
 from vitwire import Client, Embedding, Item
 from waiting import until
@@ -124,14 +122,6 @@ def test_references_are_fetched_under_the_id_of_the_clip(
     assert parts_of(stand_in)[0]["uuid"] == sent["uuid"], "of the content, whatever the mode"
 
 
-def test_uploads(inline: RouterProcess, stand_in: EngineProcess) -> None:
-    request = {"model": "tiny", "messages": [{"role": "user", "content": [part("upload:clip")]}]}
-    files = {"request": (None, json.dumps(request)), "clip": ("c.mp4", MP4)}
-    answer = httpx2.post(inline.url + CHAT, files=files, timeout=60)
-    assert answer.status_code == 200, answer.text
-    assert parts_of(stand_in)[0]["type"] == "video_embeds"
-
-
 @pytest.mark.parametrize("mode", ["inline", "reference"])
 def test_what_is_no_clip_is_refused_and_others_are_served(
     mode: str, request: pytest.FixtureRequest, stand_in: EngineProcess
@@ -160,7 +150,7 @@ def test_urls_and_options_are_refused(inline: RouterProcess, stand_in: EnginePro
     for url, code in (
         ("http://127.0.0.1:1/clip.mp4", "clip_url_refused"),
         ("file:///etc/passwd", "clip_url_refused"),
-        ("upload:nothing", "invalid_clip_url"),
+        ("upload:nothing", "clip_url_refused"),
         ("data:video/mp4,abc", "invalid_clip_url"),
         ("data:video/mp4;base64,%%%", "invalid_base64"),
     ):
@@ -169,7 +159,7 @@ def test_urls_and_options_are_refused(inline: RouterProcess, stand_in: EnginePro
         400, "unsupported_option", "mm_processor_kwargs",
     )  # fmt: skip
     assert stand_in.requests() == []
-    assert inline.metric('vitwire_router_clips_total{result="refused",source="url"}') == 2
+    assert inline.metric('vitwire_router_clips_total{result="refused",source="url"}') == 3
 
 
 class _Files(SimpleHTTPRequestHandler):

@@ -56,7 +56,7 @@ beside = entered(lambda server, stand_in: router(server.target, stand_in.url))
         ({"input": [picture(), "data:image/png;base64,QUJD"]}, "input[1]", "not a JPEG"),
         ({"input": [picture(seed=number) for number in range(33)]}, "input", "33 images, the limit is 32"),
         ({"input": "https://example.org/cat.jpg"}, "input", "fetches no URLs"),
-        ({"input": "upload:cat"}, "input", "no uploaded file 'cat'"),
+        ({"input": "upload:cat"}, "input", NO_TEXT),
         ({"input": "file:///etc/passwd"}, "input", NO_TEXT),
     ],
 )

@@ -1,4 +1,4 @@
-"""`vitwire sglang-encoder` as SGLang sees it: plain gRPC and HTTP in, pickled headers and rows over ZMQ out.
+"""`vitwire sglang-encoder` as SGLang sees it: plain HTTP in, pickled headers and rows over ZMQ out.
 
 tests/engines/sglang drives it by SGLang's own code.
 """
@@ -8,9 +8,8 @@ import io
 import json
 import pickle
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,16 +17,12 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-import grpc
 import numpy as np
 import pytest
 import torch
 import zmq
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from PIL import Image
-from smg_grpc_proto import sglang_encoder_pb2 as pb
-from smg_grpc_proto import sglang_encoder_pb2_grpc as pb_grpc
 
 from adapters import Adapter, adapting, receiving
 from collectors import attributes, collecting
@@ -66,12 +61,6 @@ def embeddings(vitwire: ServerProcess, images: list[Path]) -> list[Embedding]:
         return client.encode_images(images)
 
 
-@contextmanager
-def stub(adapter: Adapter) -> Iterator[pb_grpc.SglangEncoderStub]:
-    with grpc.insecure_channel(adapter.grpc) as channel:
-        yield pb_grpc.SglangEncoderStub(channel)
-
-
 def uris(images: Sequence[Path]) -> list[str]:
     return ["data:image/png;base64," + base64.b64encode(each.read_bytes()).decode() for each in images]
 
@@ -91,10 +80,10 @@ def read(frames: Sequence[bytes]) -> tuple[Any, torch.Tensor | None]:
     return header, torch.frombuffer(bytearray(frames[1]), dtype=header.dtype).reshape(header.shape)
 
 
-def post(adapter: Adapter, path: str, body: object) -> tuple[int, Any]:
+def post(adapter: Adapter, path: str, body: object, headers: Mapping[str, str] = {}) -> tuple[int, Any]:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
-        with urlopen(Request(adapter.http + path, content), timeout=_SECONDS) as response:
+        with urlopen(Request(adapter.http + path, content, dict(headers)), timeout=_SECONDS) as response:
             return response.status, json.loads(response.read())
     except HTTPError as error:
         return error.code, json.loads(error.read())
@@ -105,17 +94,11 @@ def part(sources: Sequence[object], port: int | None, **change: object) -> dict[
     return found | {"prefill_host": "127.0.0.1", "embedding_port": port} | change
 
 
-encoder = entered(stub)
-
-
 def test_the_rows_of_several_images_arrive_in_order(
-    encoder: pb_grpc.SglangEncoderStub, images: list[Path], embeddings: list[Embedding], receiver: Receiver
+    adapter: Adapter, images: list[Path], embeddings: list[Embedding], receiver: Receiver
 ) -> None:
     socket, port = receiver
-    request = pb.EncodeRequest(
-        mm_items=uris(images), req_id="r", num_parts=3, part_idx=2, prefill_host="127.0.0.1", embedding_port=[port]
-    )
-    encoder.Encode(request, timeout=_SECONDS)
+    assert post(adapter, "/encode", part(uris(images), port, req_id="r", num_parts=3, part_idx=2)) == (200, None)
     header, rows = read(socket.recv_multipart())
     assert rows is not None
     assert torch.equal(rows, torch.cat([each.torch() for each in embeddings]))
@@ -124,16 +107,17 @@ def test_the_rows_of_several_images_arrive_in_order(
 
 
 def test_schedulers_register_before_or_after_the_request(
-    encoder: pb_grpc.SglangEncoderStub, images: list[Path], embeddings: list[Embedding], receiver: Receiver
+    adapter: Adapter, images: list[Path], embeddings: list[Embedding], receiver: Receiver
 ) -> None:
     socket, port = receiver
-    registration = pb.SchedulerReceiveUrlRequest(req_id="s", receive_url=f"127.0.0.1:{port}", receive_count=1)
-    request = pb.EncodeRequest(mm_items=uris(images[:1]), req_id="s", num_parts=1, part_idx=0)
-    encoder.SchedulerReceiveUrl(registration, timeout=_SECONDS)
-    encoder.Encode(request, timeout=_SECONDS)
-    waiting = encoder.Encode.future(request, timeout=_SECONDS)
-    encoder.SchedulerReceiveUrl(registration, timeout=_SECONDS)
-    waiting.result()
+    registration = {"req_id": "s", "receive_url": f"127.0.0.1:{port}", "receive_count": 1}
+    request = part(uris(images[:1]), None, req_id="s")
+    assert post(adapter, "/scheduler_receive_url", registration) == (200, None)
+    assert post(adapter, "/encode", request) == (200, None)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(post, adapter, "/encode", request)
+        assert post(adapter, "/scheduler_receive_url", registration) == (200, None)
+        assert waiting.result() == (200, None)
     for _ in range(2):
         header, rows = read(socket.recv_multipart())
         assert header.req_id == "s"
@@ -161,7 +145,6 @@ def test_errors_reach_the_caller_and_the_receiver(adapter: Adapter, images: list
         ("/encode", part(["aGk="] * 4, 5), 400, "mm_items: 4 images or clips exceed the limit of 3"),
         ("/encode", part(["http://127.0.0.1:1/a.png"], 5), 400, "mm_items[0]: this gateway fetches no URLs"),
         ("/encode", part(["file:///etc/passwd"], 5), 400, "mm_items[0]: this encoder reads no files"),
-        ("/encode", part(["file://["], 5), 400, "mm_items[0]: not a file URL"),
         (
             "/encode",
             part([{"url": "aGk=", "\ud800": 1}], 5, req_id="\ud800"),
@@ -222,20 +205,6 @@ def test_receivers_that_cannot_be_reached_fail_the_request_only(
     assert "Traceback" not in adapter.server.log()
 
 
-def test_grpc_reports_errors_as_statuses(encoder: pb_grpc.SglangEncoderStub) -> None:
-    for call, code in [
-        (lambda: encoder.Encode(pb.EncodeRequest(), timeout=_SECONDS), grpc.StatusCode.INVALID_ARGUMENT),
-        (
-            lambda: encoder.SchedulerReceiveUrl(pb.SchedulerReceiveUrlRequest(), timeout=_SECONDS),
-            grpc.StatusCode.INVALID_ARGUMENT,
-        ),
-        (lambda: encoder.Send(pb.SendRequest(req_id="r"), timeout=_SECONDS), grpc.StatusCode.UNIMPLEMENTED),
-    ]:
-        with pytest.raises(grpc.RpcError) as caught:
-            call()
-        assert caught.value.code() is code
-
-
 def test_a_receiver_that_is_gone_fails_the_request_only(
     adapter: Adapter, images: list[Path], receiver: Receiver
 ) -> None:
@@ -248,19 +217,16 @@ def test_a_receiver_that_is_gone_fails_the_request_only(
 
 
 def test_it_is_healthy_while_the_server_is(vitwire: ServerProcess, adapter: Adapter) -> None:
-    def health(adapter: Adapter) -> tuple[int, str]:
-        with grpc.insecure_channel(adapter.grpc) as channel:
-            states = health_pb2_grpc.HealthStub(channel)
-            state = states.Check(health_pb2.HealthCheckRequest(), timeout=_SECONDS).status
+    def health(adapter: Adapter) -> int:
         try:
             with urlopen(f"{adapter.http}/health", timeout=_SECONDS) as response:
-                return response.status, health_pb2.HealthCheckResponse.ServingStatus.Name(state)
+                return int(response.status)
         except HTTPError as error:
-            return error.code, health_pb2.HealthCheckResponse.ServingStatus.Name(state)
+            return error.code
 
-    assert health(adapter) == (200, "SERVING")
+    assert health(adapter) == 200
     with adapting("127.0.0.1:1") as alone:
-        assert health(alone) == (503, "NOT_SERVING")
+        assert health(alone) == 503
         assert alone.server.stop() == 0
 
 
@@ -304,60 +270,21 @@ def test_urls_and_receivers_follow_their_rules(
     assert torch.equal(rows, embeddings[0].torch())
 
 
-@pytest.mark.matrix
-def test_it_registers_with_sglangs_bootstrap_server_and_leaves(vitwire: ServerProcess) -> None:
-    calls: list[tuple[str, str, Any]] = []
-    registered = threading.Event()
-
-    class Bootstrap(BaseHTTPRequestHandler):
-        def _answer(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            calls.append((self.command, self.path, body))
-            is_first = len(calls) == 1
-            self.send_response(503 if is_first else 200)
-            self.end_headers()
-            if not is_first:
-                registered.set()
-
-        do_POST = do_DELETE = _answer  # noqa: N815  # the base's names
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Bootstrap) as web:
-        threading.Thread(target=web.serve_forever, daemon=True).start()
-        flags = ["--register", f"http://127.0.0.1:{web.server_port}/", "--advertise", "http://encoder:30100"]
-        with adapting(vitwire.target, *flags) as adapter:
-            assert registered.wait(_SECONDS)
-            assert adapter.server.stop() == 0
-        web.shutdown()
-    url = {"url": "http://encoder:30100"}
-    assert calls == [("POST", "/register_encoder_url", url)] * 2 + [("DELETE", "/unregister_encoder_url", url)]
-
-
 def test_spans_go_to_a_collector(vitwire: ServerProcess, images: list[Path]) -> None:
     trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
     parent = f"00-{trace_id}-00f067aa0ba902b7-01"
     with collecting() as collector, zmq.Context() as context, context.socket(zmq.PULL) as socket:
         port = socket.bind_to_random_port("tcp://127.0.0.1")
-        request = pb.EncodeRequest(
-            mm_items=uris(images[:2]), req_id="r", num_parts=1, prefill_host="127.0.0.1", embedding_port=[port]
-        )
-        bad = pb.EncodeRequest(mm_items=["no image"], req_id="r", num_parts=1)
         with adapting(vitwire.target, "--otlp-endpoint", collector.endpoint) as adapter:
-            with stub(adapter) as encoder:
-                encoder.Encode(request, metadata=[("traceparent", parent)], timeout=_SECONDS)
-                with pytest.raises(grpc.RpcError):
-                    encoder.Encode(bad, timeout=_SECONDS)
-            assert post(adapter, "/encode", part(uris(images[:1]), port))[0] == 200
+            headers = {"traceparent": parent}
+            assert post(adapter, "/encode", part(uris(images[:2]), port), headers)[0] == 200
+            assert post(adapter, "/encode", part(["no image"], None))[0] == 400
             assert adapter.server.stop() == 0
     assert {each["service.name"] for each in collector.resources} == {"vitwire-sglang-encoder"}
-    good, failed = (each for each in collector.spans if each.name == "sglang.grpc.encoder.SglangEncoder/Encode")
+    good, failed = (each for each in collector.spans if each.name == "POST /encode")
     assert (good.trace_id.hex(), good.parent_span_id.hex()) == (trace_id, "00f067aa0ba902b7")
     below = [each for each in collector.spans if each.parent_span_id == good.span_id]
     assert [each.name for each in below] == ["encode", "encode", "deliver"]
-    assert attributes(good)["rpc.response.status_code"] == "OK"
-    assert attributes(failed)["error.type"] == "INVALID_ARGUMENT"
+    assert attributes(good)["http.response.status_code"] == 200
+    assert attributes(failed)["error.type"] == "400"
     assert failed.status.code == Status.STATUS_CODE_UNSET
-    (posted,) = (each for each in collector.spans if each.name == "POST /encode")
-    assert attributes(posted)["http.response.status_code"] == 200

@@ -14,18 +14,17 @@ from servers import ServerProcess, spawn
 class Adapter(NamedTuple):
     server: ServerProcess
     http: str
-    grpc: str
 
 
 @contextmanager
 def adapting(target: str, *flags: str) -> Iterator[Adapter]:
     program = ["-c", "from vitwire_cli import main; main()"]
-    command = ["sglang-encoder", "--target", target, "--port", "0", "--grpc-port", "0", *flags]
+    command = ["sglang-encoder", "--target", target, "--port", "0", *flags]
     with tempfile.NamedTemporaryFile(prefix="adapter-", suffix=".log") as log:
         server = ServerProcess(spawn(program, command, log.file), Path(log.name))
         try:
-            found = server.wait_for(r"listening on grpc://(\S+), (http://\S+)\s")
-            yield Adapter(server, found[2], found[1])
+            found = server.wait_for(r"listening on (http://\S+)\s")
+            yield Adapter(server, found[1])
         finally:
             if server.process.poll() is None:
                 server.stop()

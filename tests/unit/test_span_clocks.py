@@ -46,7 +46,7 @@ def test_of_a_server(spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatc
 
 
 def test_of_a_router(spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch) -> None:
-    with request_span(span_exporter.SpanExporter(ENDPOINT, "router"), "GET", {}, {}):
+    with request_span(span_exporter.SpanExporter(ENDPOINT, "router").request, "GET", {}, {}):
         set_back(monkeypatch)
         with stage("images"):
             pass

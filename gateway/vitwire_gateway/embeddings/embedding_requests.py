@@ -8,7 +8,6 @@ from vitwire_gateway.bodies import Json, parse
 from vitwire_gateway.requests.chat import images_of
 from vitwire_gateway.requests.image_refs import ImageRef, Path, param_of
 from vitwire_gateway.requests.image_sources import Limits, RequestImages, images_in
-from vitwire_gateway.requests.multipart_forms import opened
 
 _MAX_DIMENSIONS = 1 << 31
 _NO_TEXT = "Vitwire embeds images, no text: use the text encoder of the same checkpoint"
@@ -46,16 +45,12 @@ class EmbeddingRequest(NamedTuple):
         return cls(EmbeddingOptions(*options), RequestImages.of(images))
 
 
-def openai_request(body: bytes, form: str | None, limits: Limits, *, has_engine: bool) -> EmbeddingRequest | None:
-    """The request in a body in OpenAI's form; `form` is the type of a form. Raises ApiError.
-
-    None if it is the engine's, as it has text.
-    """
-    if has_engine and form is None and not any(mark in body for mark in _MARKS):
+def openai_request(body: bytes, limits: Limits, *, has_engine: bool) -> EmbeddingRequest | None:
+    """The request in a body in OpenAI's form; None if it is the engine's, as it has text. Raises ApiError."""
+    if has_engine and not any(mark in body for mark in _MARKS):
         return None
-    content, files = opened(body, form, limits.max_images)
-    request = parse(content)
-    if has_engine and form is None and not _is_of_images(request):
+    request = parse(body)
+    if has_engine and not _is_of_images(request):
         return None
     found = _of_messages(request) if request.get("messages") is not None else _of_input(request)
     for name, values in _NEUTRAL.items():
@@ -66,13 +61,12 @@ def openai_request(body: bytes, form: str | None, limits: Limits, *, has_engine:
     if not isinstance(normalize, bool | None):
         raise invalid("expected true or false", "normalize")
     options = EmbeddingOptions((encoding,), _dimensions(request, "dimensions"), normalize)
-    return EmbeddingRequest(options, images_in(request, found, files, limits))
+    return EmbeddingRequest(options, images_in(request, found, limits))
 
 
-def cohere_request(body: bytes, form: str | None, limits: Limits) -> EmbeddingRequest:
-    """The request in a body in Cohere's form; `form` is the type of a form. Raises ApiError."""
-    content, files = opened(body, form, limits.max_images)
-    request = parse(content)
+def cohere_request(body: bytes, limits: Limits) -> EmbeddingRequest:
+    """The request in a body in Cohere's form. Raises ApiError."""
+    request = parse(body)
     found = _of_cohere(request)
     types = request.get("embedding_types") or ["float"]
     if not isinstance(types, list) or not all(isinstance(each, str) for each in types):
@@ -84,7 +78,7 @@ def cohere_request(body: bytes, form: str | None, limits: Limits) -> EmbeddingRe
         if each not in _COHERE_TYPES:
             raise invalid(f"expected {', '.join(_COHERE_TYPES)}, got {each[:32]!r}", "embedding_types")
     options = EmbeddingOptions(tuple(dict.fromkeys(types)), _dimensions(request, "output_dimension"))
-    return EmbeddingRequest(options, images_in(request, found, files, limits))
+    return EmbeddingRequest(options, images_in(request, found, limits))
 
 
 def _is_of_images(request: Json) -> bool:
@@ -174,7 +168,7 @@ def _checked(path: Path, url: object) -> ImageRef:
     """An image that has a URL of a known kind. Raises ApiError for texts."""
     if not isinstance(url, str):
         text = f"expected a data URI or URL of an image; {_NO_TEXT}"
-    elif url[:8].partition(":")[0].lower() not in ("data", "http", "https", "upload"):
+    elif url[:8].partition(":")[0].lower() not in ("data", "http", "https"):
         text = f"neither a data URI nor a URL of an image; {_NO_TEXT}"
     else:
         return ImageRef(path, url)

@@ -33,8 +33,6 @@ from vitwire_gateway.workers import Workers
 
 _MODEL_SECONDS = 2.0
 """Less than a server takes to restart, so that its new weights never get content ids of the old ones."""
-_MAX_CLIPS = 1000
-"""Whose times are kept."""
 _NO_TIMES = "the file does not say how many frames a second has"
 
 
@@ -74,8 +72,6 @@ class Encoder:
         self._content_key = content_key or secrets.token_bytes(32)
         self._places = Places(max_encoding)
         self.caller = Caller.of("anybody")
-        self._times: dict[str, Accepted | Report] = {}
-        """Answers with the times of clips, by content id; all requests share it."""
         self.stores: dict[bytes, asyncio.Task[str]] = {}
         """Files that are being stored, by digest."""
 
@@ -168,12 +164,10 @@ class Encoder:
                 message = "the encoder keeps no embeddings: --mode reference needs --cache-bytes on every server"
                 raise ApiError(502, message, "encoder_without_cache")
             content_id = content_id_of(image, model, self._content_key)
-            # The server says the times of a clip only if it gets the file.
-            known = Report() if image.modality == "image" else self._times.get(content_id)
-            if known is not None:
+            if image.modality == "image":  # the server says the times of a clip only if it gets the file
                 with suppress(NotCached):
-                    (stored,) = await self.client.store([Item(content_id=content_id, modality=image.modality)])
-                    accepted.set_result(Referenced(content_id, stored.grid, model, known))
+                    (stored,) = await self.client.store([Item(content_id=content_id)])
+                    accepted.set_result(Referenced(content_id, stored.grid, model, Report()))
                     return content_id
             item = replace(await self._item(image, model), content_id=content_id)
             async with aclosing(self.client.iter_store([item])) as answers:
@@ -182,15 +176,8 @@ class Encoder:
                         raise answer from None
                     times = _times(image, answer)
                     if times is not None and not accepted.done():
-                        self._remember(content_id, times)
                         accepted.set_result(Referenced(content_id, answer.grid, model, times))
         return content_id
-
-    def _remember(self, content_id: str, times: Accepted | Report) -> None:
-        if times.frame_seconds:
-            self._times[content_id] = times
-            if len(self._times) > _MAX_CLIPS:
-                del self._times[next(iter(self._times))]
 
     async def _item(self, image: ImageFile, model: Model) -> Item:
         """The only place where a file becomes an item: as it is, once its header is known."""

@@ -1,9 +1,7 @@
-"""Files: of images, whose header is read in a worker, of clips, and regular ones on disk."""
+"""Files: of images, whose header is read in a worker, and of clips."""
 
 import hashlib
 import io
-import os
-import stat
 from typing import NamedTuple
 
 from PIL import Image, MpoImagePlugin, UnidentifiedImageError, WebPImagePlugin  # noqa: F401 - workers cannot import
@@ -67,12 +65,3 @@ def clip_kind(content: bytes) -> str:
         if content.startswith(mark, at):
             return kind
     raise ApiError(400, "neither an MP4 nor a WebM file")
-
-
-def opened_regular(path: str, flags: int) -> int:
-    """For `open(opener=)`: the descriptor of a regular file. Raises OSError for any other, and never blocks."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError("not a regular file")
-    return descriptor

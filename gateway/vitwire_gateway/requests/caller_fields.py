@@ -44,7 +44,7 @@ def cleaned(body: bytes, limits: Limits) -> tuple[Json, bool]:
     return request, True
 
 
-def clean_body(body: bytes, form: None, limits: Limits) -> list[bytes]:  # noqa: ARG001  # as jobs are called
+def clean_body(body: bytes, limits: Limits) -> list[bytes]:
     """The request, `cleaned`, that the engine gets in place of a body; empty if it gets the body."""
     if body.lstrip(_BEFORE)[:1] not in (b"{", b"[") or not any(mark in body for mark in _MARKS):
         return []

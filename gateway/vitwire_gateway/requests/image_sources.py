@@ -1,8 +1,8 @@
-"""Images and clips of requests as their URLs have them: uploads, base64, or addresses to fetch. Pure functions."""
+"""Images and clips of requests as their URLs have them: base64, or addresses to fetch. Pure functions."""
 
 import binascii
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Self
 
 from vitwire.items import Modality
@@ -12,10 +12,8 @@ from vitwire_gateway.bodies import Json, model_of
 from vitwire_gateway.images.fetching import too_large
 from vitwire_gateway.requests.image_refs import ImageRef
 
-Kind = Literal["data", "upload", "url"]
+Kind = Literal["data", "url"]
 
-UPLOAD_SCHEME = "upload:"
-"""`{"url": "upload:cat"}` names the file of the form's field `cat`."""
 _MAX_URL = 8192
 """Characters in JSON, by which a worker answers."""
 
@@ -62,8 +60,8 @@ class RequestImages(NamedTuple):
         return cls([Place(*each) for each in places], [Source(*each) for each in sources], model, options)
 
 
-def images_in(request: Json, refs: Sequence[ImageRef], files: Mapping[str, bytes], limits: Limits) -> RequestImages:
-    """The images and clips of a request with these files. Raises ApiError for too many."""
+def images_in(request: Json, refs: Sequence[ImageRef], limits: Limits) -> RequestImages:
+    """The images and clips of a request. Raises ApiError for too many."""
     if len(refs) > limits.max_images:
         what = "images and clips" if any(each.modality == "video" for each in refs) else "images"
         text = f"the request has {len(refs)} {what}, the limit is {limits.max_images} (--max-images)"
@@ -74,34 +72,25 @@ def images_in(request: Json, refs: Sequence[ImageRef], files: Mapping[str, bytes
         key = ref.url, ref.modality
         if key not in numbers:
             numbers[key] = len(sources)
-            sources.append(_source(ref, files, limits.max_image_bytes))
+            sources.append(_source(ref, limits.max_image_bytes))
         places.append(Place(ref.param, numbers[key]))
     return RequestImages(places, sources, model_of(request))
 
 
-def _source(ref: ImageRef, files: Mapping[str, bytes], max_bytes: int) -> Source:
+def _source(ref: ImageRef, max_bytes: int) -> Source:
     url, param = ref.url, ref.param
-    scheme = url[:8].partition(":")[0].lower()
-    kind: Kind = "data" if scheme == "data" else "upload" if scheme == UPLOAD_SCHEME[:-1] else "url"
+    kind: Kind = "data" if url[:5].lower() == "data:" else "url"
     try:
         if kind == "url":
             if len(json.dumps(url)) > _MAX_URL:
                 raise invalid(f"the URL exceeds the limit of {_MAX_URL} characters", param, "invalid_image_url")
             return Source(kind, url, ref.modality)
-        file = upload(url, files, param) if kind == "upload" else decode_data_uri(url, max_bytes, param)
+        file = decode_data_uri(url, max_bytes, param)
         if len(file) > max_bytes:
             raise too_large(max_bytes, param)
     except ApiError as error:
         return Source(kind, error, ref.modality)
     return Source(kind, file, ref.modality)
-
-
-def upload(url: str, files: Mapping[str, bytes], param: str) -> bytes:
-    """The uploaded file that an URL names. Raises ApiError if there is none."""
-    name = url[len(UPLOAD_SCHEME) :]
-    if name not in files:
-        raise invalid(f"the request has no uploaded file {name[:64]!r}", param, "invalid_image_url")
-    return files[name]
 
 
 def decode_data_uri(url: str, max_bytes: int, param: str) -> bytes:

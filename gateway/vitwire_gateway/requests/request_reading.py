@@ -1,6 +1,6 @@
-"""Requests from bodies of JSON and of forms, with the images and clips in them.
+"""Requests from bodies of JSON, with the images and clips in them.
 
-Small requests are read where they are; the rest, and all forms, in a worker.
+Small requests are read where they are, the rest in a worker.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,6 @@ from vitwire_gateway.requests.chat import images_of
 from vitwire_gateway.requests.filling import Hole, cut, serialised
 from vitwire_gateway.requests.image_refs import options_of
 from vitwire_gateway.requests.image_sources import Limits, RequestImages, images_in
-from vitwire_gateway.requests.multipart_forms import opened
 from vitwire_gateway.workers import Workers
 
 _LONGER_BYTES = 32 << 20
@@ -36,32 +35,23 @@ class CutRequest(NamedTuple):
         return cls(pieces, RequestImages.of(images))
 
 
-async def read(
-    workers: Workers, caller: Caller, job: Callable[..., Any], body: bytes, content_type: str, limits: Limits
-) -> Any:  # noqa: ANN401  # as the job returned it
-    """`job(body, form, limits)`, as `Workers.run`, but here if the body is small and JSON. Raises ApiError.
-
-    form: the type of a form; None if the body is JSON.
-    """
-    form = content_type if content_type.lower().startswith("multipart/form-data") else None
-    if form is None and is_small(body):
-        return job(body, None, limits)
-    return await workers.run(caller, job, body, 4 * len(body) + _LONGER_BYTES, form, limits)
+async def read(workers: Workers, caller: Caller, job: Callable[..., Any], body: bytes, limits: Limits) -> Any:  # noqa: ANN401  # as the job returned it
+    """`job(body, limits)`, as `Workers.run`, but here if the body is small. Raises ApiError."""
+    if is_small(body):
+        return job(body, limits)
+    return await workers.run(caller, job, body, 4 * len(body) + _LONGER_BYTES, limits)
 
 
-def cut_request(
-    body: bytes, form: str | None, limits: Limits, hole: Hole, *, with_clips: bool, sized: bool = False
-) -> CutRequest:
-    """The chat request in a body; `form` is the type of a form. Clips are perhaps the engine's. Raises ApiError.
+def cut_request(body: bytes, limits: Limits, hole: Hole, *, with_clips: bool, sized: bool = False) -> CutRequest:
+    """The chat request in a body. Clips are perhaps the engine's. Raises ApiError.
 
     sized: images may have options that set their size.
     """
-    content, files = opened(body, form, limits.max_images)
-    request, is_new = cleaned(content, limits)
+    request, is_new = cleaned(body, limits)
     found = images_of(request, with_clips=with_clips, sized=sized)
-    images = images_in(request, found, files, limits)
+    images = images_in(request, found, limits)
     if sized and any(each.modality == "image" for each in found):
         images = images._replace(options=options_of(request))
     if not found:
-        return CutRequest([serialised(request)] if form or is_new else [], images)
+        return CutRequest([serialised(request)] if is_new else [], images)
     return CutRequest(cut(request, found, hole), images)

@@ -15,10 +15,10 @@ from vitwire.content_ids import read_content_key
 from vitwire.shared.fairness.budgets import Budget, Holding
 from vitwire.shared.fairness.hosts import host_name
 from vitwire.shared.named_files import naming
+from vitwire_flags.regular_files import read_regular
 from vitwire_gateway.api_errors import ApiError, overloaded
 from vitwire_gateway.callers import Caller
 from vitwire_gateway.gateway_settings import RouterSettings
-from vitwire_gateway.images.image_files import opened_regular
 from vitwire_gateway.metrics import Metrics
 
 logger = logging.getLogger("vitwire.router")
@@ -73,14 +73,10 @@ class ApiKeys:
 def read_keys(file: Path) -> list[str]:
     """The keys in a regular file, one per line; lines that begin with `#` are comments.
 
-    Raises OSError, or ValueError if it has none, has white space in a key, or is larger than 16 MiB.
+    Raises OSError, also if it is larger than 16 MiB, and ValueError if it has none, or has white space in a key.
     """
-    with open(file, "rb", opener=opened_regular) as opened:  # Path.open has no opener
-        content = opened.read(_MAX_KEY_BYTES + 1)
-    if len(content) > _MAX_KEY_BYTES:
-        raise ValueError(f"the file is larger than {_MAX_KEY_BYTES} bytes")
     keys = list[str]()
-    for number, line in enumerate(content.decode().splitlines(), 1):
+    for number, line in enumerate(read_regular(file, _MAX_KEY_BYTES).decode().splitlines(), 1):
         key = line.strip()
         if key.startswith("#"):
             continue

@@ -104,7 +104,7 @@ class Router:
         exchange.stage = "images"
         settings, workers = self.settings, self.images.encoder.workers
         limits = Limits(settings.max_images, settings.max_image_bytes, settings.allow_caller_embeds)
-        return await read(workers, ticket.caller, job, body, exchange.request.headers.get("content-type", ""), limits)
+        return await read(workers, ticket.caller, job, body, limits)
 
     async def _completed(self, dialect: Dialect, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
         clips = self.settings.clips == "encode"
@@ -115,7 +115,7 @@ class Router:
             images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take)
             await self._encoded(dialect, exchange, ticket, images, request)
             return
-        if request.pieces:  # of a form, or cleaned
+        if request.pieces:  # cleaned
             body = b"".join(request.pieces)
             ticket.bytes.take(len(body))
         await self._forward(exchange, body, as_json=True)

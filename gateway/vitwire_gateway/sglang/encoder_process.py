@@ -1,16 +1,14 @@
-"""The process of `vitwire sglang-encoder`: an adapter behind an HTTP and a gRPC port."""
+"""The process of `vitwire sglang-encoder`: an adapter behind an HTTP port."""
 
 import asyncio
 import ipaddress
 import logging
 import signal
 import sys
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 
-import httpx2
 import uvicorn
-from prometheus_client import CollectorRegistry, ProcessCollector
 
 from vitwire import AsyncClient, VitwireError
 from vitwire.shared.fairness.budgets import Budget
@@ -24,8 +22,7 @@ from vitwire_gateway.sglang.adapter import MAX_ENCODING, Adapter
 from vitwire_gateway.sglang.media import Media
 from vitwire_gateway.sglang.receiver_messages import Pusher
 from vitwire_gateway.sglang.receiver_requests import refused
-from vitwire_gateway.sglang.services import grpc_server, http_app
-from vitwire_gateway.spans import Spans
+from vitwire_gateway.sglang.services import http_app
 from vitwire_gateway.tracing import collecting
 from vitwire_gateway.workers import Workers, memory_for
 
@@ -33,12 +30,10 @@ logger = logging.getLogger("vitwire.sglang")
 
 _BODIES = 2 << 30
 """Bytes of all bodies held at a time."""
-_RETRY_SECONDS = 5.0
-_TIMEOUT_SECONDS = 5.0
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers; `_serve` has them for both servers."""
+    """uvicorn without its signal handlers; `_serve` has them."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -61,10 +56,8 @@ async def _serve(settings: SglangSettings) -> None:
     pixels = settings.max_image_pixels
     workers = Workers("vitwire_gateway.sglang.services", memory_for(pixels, settings.max_body_bytes))
     fetcher = Fetcher(settings)
-    media = Media(settings, fetcher)
+    media = Media(settings.max_image_bytes, fetcher)
     pusher = Pusher(settings.send_seconds, tuple(map(ipaddress.ip_network, settings.receiver_network)))
-    registry = CollectorRegistry()
-    ProcessCollector(registry=registry)  # there are no other metrics
     async with AsyncExitStack() as stack:
         spans = stack.enter_context(collecting(settings.otlp_endpoint, "vitwire-sglang-encoder"))
         stack.callback(pusher.close)
@@ -80,14 +73,14 @@ async def _serve(settings: SglangSettings) -> None:
         for close in (fetcher.close, workers.close, adapter.close):
             stack.push_async_callback(close)
         exempt_loaded(logger)
-        addresses = []
+        listener = listening(settings.host, settings.port)
+        bodies = Budget(_BODIES, lambda: refused("the requests in flight are too large together", 503))
+        app = http_app(adapter, workers, bodies, settings, spans)
+        limit, seconds = 4 * settings.max_requests, max(1.0, settings.drain_seconds)
+        server = _HttpServer(configured(app, settings.send_seconds, seconds, lifespan="off", limit_concurrency=limit))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        if settings.grpc_port >= 0:
-            addresses.append(f"grpc://{host}:{await _serve_grpc(adapter, workers, settings, stack, spans)}")
-        if settings.port >= 0:
-            addresses.append(f"http://{host}:{await _serve_http(adapter, workers, settings, stack, spans)}")
-        await stack.enter_async_context(_registered(settings))
-        print(f"vitwire: listening on {', '.join(addresses)}", file=sys.stderr, flush=True)
+        print(f"vitwire: listening on http://{host}:{listener.getsockname()[1]}", file=sys.stderr, flush=True)
         try:
             model = await client.model()
             width = model.embedding_width  # so that a language server of another model is noticed
@@ -95,71 +88,6 @@ async def _serve(settings: SglangSettings) -> None:
         except VitwireError as error:
             logger.warning("Vitwire does not answer yet: %s", error)
         await stop.wait()
-
-
-async def _serve_grpc(
-    adapter: Adapter, workers: Workers, settings: SglangSettings, stack: AsyncExitStack, spans: Spans | None
-) -> int:
-    server = grpc_server(adapter, workers, settings, spans)
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    try:
-        port = server.add_insecure_port(f"{host}:{settings.grpc_port}")
-    except RuntimeError as error:  # gRPC's only sign of it
-        raise OSError(f"gRPC cannot listen on {settings.host}:{settings.grpc_port}") from error
-    await server.start()
-    stack.push_async_callback(server.stop, settings.drain_seconds)
-    return int(port)
-
-
-async def _serve_http(
-    adapter: Adapter, workers: Workers, settings: SglangSettings, stack: AsyncExitStack, spans: Spans | None
-) -> int:
-    listener = listening(settings.host, settings.port)
-    bodies = Budget(_BODIES, lambda: refused("the requests in flight are too large together", 503))
-    app = http_app(adapter, workers, bodies, settings, spans)
-    limit, seconds = 4 * settings.max_requests, max(1.0, settings.drain_seconds)
-    server = _HttpServer(configured(app, settings.send_seconds, seconds, lifespan="off", limit_concurrency=limit))
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-
-    async def end() -> None:
         bodies.drain()
         server.should_exit = True
-        await task
-
-    stack.push_async_callback(end)
-    return int(listener.getsockname()[1])
-
-
-@asynccontextmanager
-async def _registered(settings: SglangSettings) -> AsyncGenerator[None, None]:
-    """This encoder's address in language servers of SGLang without `--encoder-urls`, for the time of the block."""
-    urls = [url.rstrip("/") for url in settings.register]
-    async with httpx2.AsyncClient(timeout=_TIMEOUT_SECONDS) as client:
-
-        async def call(method: str, url: str) -> str:
-            """Returns what went wrong; empty if nothing did."""
-            try:
-                response = await client.request(method, url, json={"url": settings.advertise})
-                response.raise_for_status()
-            except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-                return str(error) or type(error).__name__
-            return ""
-
-        async def register(url: str) -> None:
-            while error := await call("POST", f"{url}/register_encoder_url"):
-                logger.info("%s does not register this encoder yet: %s", url, error)
-                await asyncio.sleep(_RETRY_SECONDS)
-            logger.info("registered as %s with %s", settings.advertise, url)
-
-        async def unregister(url: str) -> None:
-            if error := await call("DELETE", f"{url}/unregister_encoder_url"):
-                logger.warning("%s did not unregister this encoder: %s", url, error)
-
-        tasks = [asyncio.create_task(register(url)) for url in urls]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.gather(*map(unregister, urls))
+        await serving

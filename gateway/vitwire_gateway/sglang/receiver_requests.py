@@ -6,10 +6,7 @@ Small requests are read where they are, the rest in a worker.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeGuard, TypeVar
-
-from google.protobuf.message import DecodeError, Message
-from smg_grpc_proto import sglang_encoder_pb2 as pb
+from typing import Literal, NamedTuple, TypeGuard
 
 from vitwire.items import Modality
 from vitwire_gateway.api_errors import ApiError
@@ -17,8 +14,6 @@ from vitwire_gateway.bodies import Json, is_small, parse
 from vitwire_gateway.callers import Caller
 from vitwire_gateway.workers import Workers
 
-M = TypeVar("M", bound=Message)
-Form = Literal["json", "message"]
 Kind = Literal["part", "registration", "other"]
 
 _ADDRESS = re.compile(
@@ -45,7 +40,7 @@ class Part:
     num_parts: int
     part_idx: int
     sources: tuple[str, ...]
-    """The files: `data:` URIs, base64, URLs or paths."""
+    """The files: `data:` URIs, base64 or URLs."""
     receivers: tuple[str, ...]
     """ZMQ endpoints that the embedding goes to; empty if SGLang's schedulers register themselves."""
     modality: Modality = "image"
@@ -84,11 +79,11 @@ def refused(message: str, status: int = 400) -> ApiError:
     return ApiError(status, message)
 
 
-async def read(workers: Workers, caller: Caller, body: bytes, form: Form, kind: Kind) -> ReceiverRequest:
+async def read(workers: Workers, caller: Caller, body: bytes, kind: Kind) -> ReceiverRequest:
     """The request in a body. Raises ApiError if no worker is left or reading takes too much."""
     if is_small(body):
-        return receiver_request_of(body, form, kind)
-    req_id, asked, refusal = await workers.run(caller, _read, body, 2 * len(body) + _MARGIN, form, kind)
+        return receiver_request_of(body, kind)
+    req_id, asked, refusal = await workers.run(caller, _read, body, 2 * len(body) + _MARGIN, kind)
     if asked and kind == "part":
         part_id, num_parts, part_idx, files, receivers, modality = asked
         sources = tuple(each.decode("utf-8", "surrogatepass") for each in files)
@@ -96,9 +91,9 @@ async def read(workers: Workers, caller: Caller, body: bytes, form: Form, kind: 
     return ReceiverRequest(req_id, Registration(*asked) if asked else None, refusal)
 
 
-def _read(body: bytes, form: Form, kind: Kind) -> Sequence[object]:
+def _read(body: bytes, kind: Kind) -> Sequence[object]:
     """The job of `read`: fields in place of classes, and the files, which may be large, as bytes."""
-    req_id, asked, refusal = receiver_request_of(body, form, kind)
+    req_id, asked, refusal = receiver_request_of(body, kind)
     fields: Sequence[object] = ()
     if isinstance(asked, Part):
         files = [each.encode("utf-8", "surrogatepass") for each in asked.sources]
@@ -108,16 +103,10 @@ def _read(body: bytes, form: Form, kind: Kind) -> Sequence[object]:
     return req_id and req_id[:_MAX_ECHO], fields, refusal
 
 
-def receiver_request_of(body: bytes, form: Form, kind: Kind) -> ReceiverRequest:
+def receiver_request_of(body: bytes, kind: Kind) -> ReceiverRequest:
     """The request in a body."""
     req_id = None
     try:
-        if form == "message":
-            if kind == "part":
-                return ReceiverRequest(None, part_of_message(_parsed(pb.EncodeRequest(), body)))
-            message = _parsed(pb.SchedulerReceiveUrlRequest(), body)
-            url = endpoint(message.receive_url, "receive_url")
-            return ReceiverRequest(None, Registration(message.req_id, url, message.receive_count))
         content = parse(body)
         req_id = content["req_id"] if isinstance(content.get("req_id"), str) else None
         if kind == "part":
@@ -125,22 +114,6 @@ def receiver_request_of(body: bytes, form: Form, kind: Kind) -> ReceiverRequest:
         return ReceiverRequest(req_id, registration_of_json(content) if kind == "registration" else None)
     except ApiError as error:
         return ReceiverRequest(req_id, refusal=error)
-
-
-def _parsed(message: M, body: bytes) -> M:
-    try:
-        message.ParseFromString(body)
-    except DecodeError as error:
-        raise refused(f"the request is not a valid {message.DESCRIPTOR.name}") from error
-    return message
-
-
-def part_of_message(message: pb.EncodeRequest) -> Part:
-    """The part that a gRPC request asks for, always of images. Raises ApiError."""
-    _check_number(message.mm_items, "mm_items", _MAX_SOURCES)
-    _check_number(message.embedding_port, "embedding_port", _MAX_RECEIVERS)
-    receivers = _receivers(message.prefill_host, [port for port in message.embedding_port if port])
-    return Part(message.req_id, message.num_parts, message.part_idx, tuple(message.mm_items), receivers)
 
 
 def part_of_json(body: Json) -> Part:

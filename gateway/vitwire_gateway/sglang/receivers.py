@@ -29,8 +29,6 @@ class Receivers:
     """Registrations by request. Each part takes one of every scheduler, whether they come before or after it.
 
     If there are too many, the oldest go that no part waits for, of the caller that has the most.
-
-    Over gRPC the parts of a request share its id, and each scheduler registers once per part.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -1,24 +1,15 @@
-"""SGLang's encoder protocol over HTTP and gRPC.
+"""SGLang's encoder protocol over HTTP."""
 
-Language servers speak HTTP unless SGLANG_ENCODER_MM_RECEIVER_MODE=grpc, which is `sglang.grpc.encoder.SglangEncoder`
-with gRPC's health service.
-"""
-
-import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NoReturn
+from collections.abc import Awaitable, Callable
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from smg_grpc_proto import sglang_encoder_pb2 as pb
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vitwire.shared.fairness.budgets import Budget
-from vitwire.shared.fairness.hosts import host_name, peer_name
+from vitwire.shared.fairness.hosts import host_name
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import read_body
 from vitwire_gateway.callers import Caller
@@ -28,23 +19,9 @@ from vitwire_gateway.sglang.receiver_requests import Kind, read
 from vitwire_gateway.spans import Attributes, Spans, request_span
 from vitwire_gateway.workers import Workers
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 _BODY_SECONDS = 60.0
-_SERVICE = pb.DESCRIPTOR.services_by_name["SglangEncoder"].full_name
-_SERVICES = ("", _SERVICE)
-_WATCH_SECONDS = 5.0
-_STREAMS = ("grpc.max_concurrent_streams", 900)
-"""As Vitwire's server: more RPCs of one connection would fill gRPC's queue, which ends those of others."""
-_CODES = {
-    400: grpc.StatusCode.INVALID_ARGUMENT,
-    413: grpc.StatusCode.INVALID_ARGUMENT,
-    501: grpc.StatusCode.UNIMPLEMENTED,
-    503: grpc.StatusCode.UNAVAILABLE,
-    504: grpc.StatusCode.DEADLINE_EXCEEDED,
-}
-_FAULTS = frozenset(code for status, code in _CODES.items() if status >= 500) | {grpc.StatusCode.INTERNAL}
 
 
 def http_app(
@@ -62,7 +39,7 @@ def http_app(
             try:
                 async with bodies.holding(caller.name) as holding:
                     body = await read_body(request, holding, settings.max_body_bytes, _BODY_SECONDS)
-                    posted = await read(workers, caller, body, "json", kind)
+                    posted = await read(workers, caller, body, kind)
                     del body
                     req_id = posted.req_id
                     await adapter.serve(posted, caller, holding)
@@ -105,85 +82,3 @@ def _traced(path: str, endpoint: Endpoint, spans: Spans | None) -> Endpoint:
                 ending.error, ending.is_fault = str(status) if status >= 400 else "", status >= 500
 
     return traced
-
-
-def grpc_server(adapter: Adapter, workers: Workers, settings: SglangSettings, spans: Spans | None) -> grpc.aio.Server:
-    """A server without ports yet. It gets messages as bytes, as those that take long to read are read in workers."""
-
-    async def answered(body: bytes, method: str, kind: Kind, context: Context) -> None:
-        caller = Caller.of(peer_name(context.peer()))
-        name = f"{_SERVICE}/{method}"
-        code = grpc.StatusCode.INTERNAL
-        with request_span(spans, name, _headers(context), {"rpc.system.name": "grpc", "rpc.method": name}) as ending:
-            try:
-                await adapter.serve(await read(workers, caller, body, "message", kind), caller)
-                code = grpc.StatusCode.OK
-            except ApiError as error:
-                code = _CODES.get(error.status, code)
-                await context.abort(code, str(error))
-            except asyncio.CancelledError:
-                code = grpc.StatusCode.CANCELLED
-                raise
-            finally:
-                ending.attributes["rpc.response.status_code"] = code.name
-                ending.error, ending.is_fault = "" if code is grpc.StatusCode.OK else code.name, code in _FAULTS
-
-    async def encode(body: bytes, context: Context) -> pb.EncodeResponse:
-        await answered(body, "Encode", "part", context)
-        return pb.EncodeResponse()
-
-    async def register(body: bytes, context: Context) -> pb.SchedulerReceiveUrlResponse:
-        await answered(body, "SchedulerReceiveUrl", "registration", context)
-        return pb.SchedulerReceiveUrlResponse()
-
-    async def refuse(_: bytes, context: Context) -> NoReturn:
-        message = "Send is for transfers by Mooncake; this encoder sends embeddings over ZMQ"
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
-
-    options = [("grpc.max_receive_message_length", settings.max_body_bytes), ("grpc.so_reuseport", 0), _STREAMS]
-    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=4 * settings.max_requests)
-    calls = {"Encode": encode, "SchedulerReceiveUrl": register, "Send": refuse}
-    handlers: dict[str, Any] = {
-        name: grpc.unary_unary_rpc_method_handler(call, response_serializer=lambda answer: answer.SerializeToString())
-        for name, call in calls.items()
-    }
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(_SERVICE, handlers)])
-    health_pb2_grpc.add_HealthServicer_to_server(_Health(adapter), server)
-    return server
-
-
-class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated without types
-    """Serving while Vitwire is."""
-
-    def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
-
-    async def Check(  # noqa: N802
-        self, request: health_pb2.HealthCheckRequest, context: Context
-    ) -> health_pb2.HealthCheckResponse:
-        if request.service not in _SERVICES:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
-        return await self._state()
-
-    async def Watch(  # noqa: N802
-        self, request: health_pb2.HealthCheckRequest, _: Context
-    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        if request.service not in _SERVICES:
-            yield health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
-            return
-        last = None
-        while True:
-            state = await self._state()
-            if state != last:
-                yield state
-            last = state
-            await asyncio.sleep(_WATCH_SECONDS)
-
-    async def _state(self) -> health_pb2.HealthCheckResponse:
-        states = health_pb2.HealthCheckResponse
-        healthy = await self._adapter.is_healthy()
-        return states(status=states.SERVING if healthy else states.NOT_SERVING)
-
-
-def _headers(context: Context) -> dict[str, str]:
-    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from vitwire_flags.options import flag
+from vitwire_flags.regular_files import read_regular
 from vitwire_server.config.toml_file import read_toml
-from vitwire_server.core.files import read_regular
 
 MAX_ITEMS = 8192
 """Most items in one message; bounds how long parsing one can block the event loop."""

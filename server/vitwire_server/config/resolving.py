@@ -1,11 +1,11 @@
-"""Settings from flags, variables and a TOML file (`toml_file`); messages for wrong ones, and completion by shells."""
+"""Settings from flags, variables and a TOML file (`toml_file`); and messages for wrong ones."""
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperOption
@@ -17,14 +17,13 @@ from vitwire_server.config.host import memory_limit
 from vitwire_server.config.settings import ServeSettings, UsageError
 
 _PROGRAM = "vitwire-server"
-_COMMANDS = ("serve", "download", "demo-checkpoint", "budgets", "completion")
 _HEADINGS = {name: each.__doc__ for each in ServeSettings.__bases__ for name in each.__annotations__}
 
 
 def resolve(arguments: Sequence[str]) -> ServeSettings:
     """Settings from flags, environment and TOML. Raises UsageError; `--help` exits."""
     try:
-        settings = _command(_given).main(list(arguments), _PROGRAM, standalone_mode=False)
+        settings = _command().main(list(arguments), _PROGRAM, standalone_mode=False)
         if not isinstance(settings, ServeSettings):  # the exit code of --help and the like
             sys.exit(settings)
         unknown = unknown_variables(settings.prefix, options_of(ServeSettings))
@@ -35,13 +34,6 @@ def resolve(arguments: Sequence[str]) -> ServeSettings:
     if unknown and settings.strict_config:
         raise UsageError("; ".join(unknown))
     return settings
-
-
-def complete(words: Sequence[str]) -> int:
-    """Print a script by which a shell completes commands and the flags of `serve`, or answer that script."""
-    os.environ.setdefault("_VITWIRE_SERVER_COMPLETE", f"source_{words[0] if words else 'bash'}")
-    _command(_completed).main([], _PROGRAM)
-    return 0
 
 
 def warnings(settings: ServeSettings) -> list[str]:
@@ -63,16 +55,10 @@ def _given(ctx: typer.Context, settings: ServeSettings) -> ServeSettings:
     return replace(settings, given=frozenset(name for name, it in sources.items() if it and it.name != "DEFAULT"))
 
 
-def _completed(
-    command: Annotated[str, typer.Argument(autocompletion=lambda: _COMMANDS)] = "serve", *, settings: ServeSettings
-) -> None:
-    """Only for completion: the flags of `serve`, which needs no name, beside the names of commands."""
-
-
-def _command(function: Callable[..., Any]) -> Any:  # noqa: ANN401  # typer has no public name for commands
+def _command() -> Any:  # noqa: ANN401  # typer has no public name for commands
     app = typer.Typer()
     names = {"help_option_names": ["-h", "--help"]}
-    app.command(help=ServeSettings.__doc__, context_settings=names)(with_options(function))
+    app.command(help=ServeSettings.__doc__, context_settings=names)(with_options(_given))
     command = typer.main.get_command(app)
     for each in command.params:
         if isinstance(each, TyperOption):

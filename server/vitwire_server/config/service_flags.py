@@ -172,7 +172,6 @@ class DebugSettings:
     """logs and debugging"""
 
     reflection: bool = flag(True, "enable gRPC server reflection")
-    channelz: bool = flag(False, "enable gRPC channelz (sockets and calls, for debugging)")
     otlp_endpoint: str | None = flag(
         None, "OpenTelemetry collector to send traces to: host:4317, or https://host:4317 for TLS"
     )

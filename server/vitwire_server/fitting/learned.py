@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
+from vitwire_flags.regular_files import read_regular, replace_file
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.capacities import Capacities
-from vitwire_server.core.files import read_regular, replace_file
 from vitwire_server.core.grids import Footprint
 from vitwire_server.core.items import total
 

@@ -9,8 +9,8 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from vitwire_flags.regular_files import append_regular
 from vitwire_server.core.capacities import Capacities, CropCapacities, PackedCapacities, TileCapacities
-from vitwire_server.core.files import append_regular
 from vitwire_server.core.grids import Footprint, Grid
 from vitwire_server.core.items import Item
 

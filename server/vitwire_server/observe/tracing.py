@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
 from uuid import uuid4
 
 from vitwire_server.core.delivery import Delivered
@@ -34,13 +33,11 @@ class Span:
     """Records the gRPC status code that the RPC ended with."""
 
 
-class Tracer(Protocol):
-    """Opens the span of an RPC and sets `SPAN` to it within the block."""
+Tracer = Callable[[str, str, Mapping[str, str]], AbstractContextManager[Span | None]]
+"""Opens the span of an RPC, by service, method and headers, and sets `SPAN` to it within the block.
 
-    def rpc(self, service: str, method: str, headers: Mapping[str, str]) -> AbstractContextManager[Span | None]:
-        """None if the trace of `headers` (W3C) is not sampled."""
-        ...
-
+None if the trace of the headers (W3C) is not sampled.
+"""
 
 SPAN: ContextVar[Span | None] = ContextVar("span", default=None)
 """Span of the current task's RPC; None outside of RPCs and if it is not recorded."""

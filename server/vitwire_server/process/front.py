@@ -17,7 +17,7 @@ from vitwire_server.rpc.calls import Serving
 from vitwire_server.rpc.codec import Codec
 from vitwire_server.rpc.credentials import Certificates, Tokens
 from vitwire_server.rpc.receive_slots import ReceiveSlots
-from vitwire_server.rpc.server import Extras, Listen, RpcServer
+from vitwire_server.rpc.server import Listen, RpcServer
 from vitwire_server.rpc.service import EncoderService
 from vitwire_server.sessions.session import Sessions
 
@@ -82,8 +82,8 @@ class LocalFront:
             self._service,
             listen,
             max_message_bytes=settings.message_bytes,
-            extras=Extras(reflection=settings.reflection, channelz=settings.channelz),
-            tracer=self._tracer,
+            reflects=settings.reflection,
+            tracer=self._tracer.rpc if self._tracer else None,
         )
         port = await self._rpc.start()
         self._decoders = started(settings, self.metrics, self.processes)

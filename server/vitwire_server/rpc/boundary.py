@@ -79,7 +79,7 @@ class RpcBoundary(grpc.aio.ServerInterceptor):
             self._metrics.inflight.inc(counts)
             self._active += counts
             code = counted = grpc.StatusCode.OK
-            with self.tracer.rpc(self._service, method, headers) if self.tracer else nullcontext() as span:
+            with self.tracer(self._service, method, headers) if self.tracer else nullcontext() as span:
                 try:
                     answer, ending = await self._outcome(behaviour, method, request, context)
                     if ending:

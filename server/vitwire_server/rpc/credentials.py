@@ -14,7 +14,7 @@ import grpc
 
 from vitwire.shared.fairness.hosts import peer_name
 from vitwire.shared.named_files import naming
-from vitwire_server.core.files import read_regular
+from vitwire_flags.regular_files import read_regular
 from vitwire_server.rpc.grpc_types import Context, Continuation, RpcHandler
 
 _log = logging.getLogger(__name__)

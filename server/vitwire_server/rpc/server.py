@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
-from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health_pb2 as pb
 from grpc_reflection.v1alpha import reflection
 
@@ -78,14 +77,6 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-@dataclass(frozen=True, slots=True)
-class Extras:
-    """Optional services."""
-
-    reflection: bool = False
-    channelz: bool = False
-
-
 class HealthService:
     """The health service, on one event loop.
 
@@ -147,7 +138,7 @@ class RpcServer:
         listen: Listen,
         *,
         max_message_bytes: int,
-        extras: Extras,
+        reflects: bool,
         tracer: Tracer | None = None,
     ) -> None:
         self._listen = listen
@@ -160,7 +151,6 @@ class RpcServer:
                 ("grpc.so_reuseport", int(listen.is_shared)),
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.max_send_message_length", -1),
-                ("grpc.enable_channelz", int(extras.channelz)),
                 # No compression: gRPC inflates 360 KB to 250 MB before any handler sees the message.
                 ("grpc.compression_enabled_algorithms_bitset", 1),
                 ("grpc.max_allowed_incoming_connections", listen.max_connections),
@@ -177,9 +167,7 @@ class RpcServer:
             ),
         )
         self._server.add_generic_rpc_handlers((service.handlers(), self._health.handlers()))
-        if extras.channelz:
-            channelz.add_channelz_servicer(self._server)
-        if extras.reflection:
+        if reflects:
             names = (SERVICE, HEALTH, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vitwire_server.core.files import read_regular
+from vitwire_flags.regular_files import read_regular
 
 _MOST_BYTES = 256 << 20
 

@@ -154,7 +154,6 @@ class AdapterProcess:
 
     process: subprocess.Popen[bytes]
     http: str
-    grpc: str
     log: Callable[[], str]
 
 
@@ -168,12 +167,12 @@ def adapters() -> Adapters:
     @contextmanager
     def start(target: str, *flags: str) -> Iterator[AdapterProcess]:
         program = ["-c", "from vitwire_cli import main; main()"]
-        command: Sequence[str] = ["sglang-encoder", "--target", target, "--port", "0", "--grpc-port", "0", *flags]
+        command: Sequence[str] = ["sglang-encoder", "--target", target, "--port", "0", *flags]
         with tempfile.NamedTemporaryFile(prefix="adapter-", suffix=".log") as log:
             server = ServerProcess(spawn(program, command, log.file), Path(log.name))
             try:
-                found = server.wait_for(r"listening on (grpc://\S+), (http://\S+)\s")
-                yield AdapterProcess(server.process, found[2], found[1], server.log)
+                found = server.wait_for(r"listening on (http://\S+)\s")
+                yield AdapterProcess(server.process, found[1], server.log)
             finally:
                 if server.process.poll() is None:
                     server.stop()

@@ -1,12 +1,10 @@
-"""`vitwire sglang-encoder` driven by SGLang's own receiving code, over HTTP and gRPC, with a real server behind it."""
+"""`vitwire sglang-encoder` driven by SGLang's own receiving code, over HTTP, with a real server behind it."""
 
 import asyncio
 import base64
-import inspect
-import socket
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,9 +14,6 @@ import pytest
 import torch
 from sglang.srt.disaggregation.encoder import receiver as receiving
 from sglang.srt.disaggregation.encoder.receiver import (
-    EncoderBootstrapServer,
-    MMReceiverGrpc,
-    MMReceiverHTTP,
     create_mm_receiver,
 )
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
@@ -32,8 +27,8 @@ _SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
-def adapter(vitwire: ServerProcess, adapters: Adapters, images: list[Path]) -> Iterator[AdapterProcess]:
-    with adapters(vitwire.target, "--allow-image-folder", str(images[0].parent)) as process:
+def adapter(vitwire: ServerProcess, adapters: Adapters) -> Iterator[AdapterProcess]:
+    with adapters(vitwire.target) as process:
         yield process
 
 
@@ -53,10 +48,6 @@ def uri(path: Path) -> str:
     return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
 
 
-def urls(mode: str, *adapters: AdapterProcess) -> list[str]:
-    return [getattr(each, mode) for each in adapters]
-
-
 def check(sglang: SGLang, inputs: Any, embeddings: list[Embedding]) -> None:
     """The inputs have the rows of each image at its place, and positions."""
     assert len(inputs.mm_items) == len(embeddings)
@@ -70,82 +61,56 @@ def check(sglang: SGLang, inputs: Any, embeddings: list[Embedding]) -> None:
 # -- zmq_to_tokenizer ------------------------------------------------------------------------------
 
 
-async def received(sglang: SGLang, mode: str, encoders: list[str], sources: list[str]) -> Any:
+async def received(sglang: SGLang, encoders: list[str], sources: list[str]) -> Any:
     """What SGLang's tokenizer manager gets for a request with these images; None if the encoder failed."""
-    receiver = create_mm_receiver(sglang.server_args, transport_mode=mode, encode_urls=encoders)
+    receiver = create_mm_receiver(sglang.server_args, transport_mode="http", encode_urls=encoders)
     request = GenerateReqInput(text=sglang.prompt(len(sources)), image_data=sources)
     return await receiver.recv_mm_data(request, sglang.processor, request.text)
 
 
-@pytest.mark.parametrize("mode", ["http", "grpc"])
 @pytest.mark.parametrize("count", [1, 3])
 async def test_the_tokenizer_gets_the_embeddings(
-    sglang: SGLang, adapter: AdapterProcess, images: list[Path], embeddings: list[Embedding], mode: str, count: int
+    sglang: SGLang, adapter: AdapterProcess, images: list[Path], embeddings: list[Embedding], count: int
 ) -> None:
-    inputs = await received(sglang, mode, urls(mode, adapter), [uri(each) for each in images[:count]])
+    inputs = await received(sglang, [adapter.http], [uri(each) for each in images[:count]])
     check(sglang, inputs, embeddings[:count])
 
 
-@pytest.mark.parametrize("mode", ["http", "grpc"])
 async def test_several_encoders_each_encode_a_part(
     sglang: SGLang,
     adapter: AdapterProcess,
     second: AdapterProcess,
     images: list[Path],
     embeddings: list[Embedding],
-    mode: str,
 ) -> None:
     order = [0, 1, 2, 1, 0]
-    inputs = await received(sglang, mode, urls(mode, adapter, second), [uri(images[each]) for each in order])
+    inputs = await received(sglang, [adapter.http, second.http], [uri(images[each]) for each in order])
     check(sglang, inputs, [embeddings[each] for each in order])
 
 
-async def test_base64_and_allowed_paths_are_images_too(
+async def test_base64_is_an_image_too(
     sglang: SGLang, adapter: AdapterProcess, images: list[Path], embeddings: list[Embedding]
 ) -> None:
-    sources = [base64.b64encode(images[0].read_bytes()).decode(), f"file://{images[1]}"]
-    check(sglang, await received(sglang, "http", [adapter.http], sources), embeddings[:2])
+    sources = [base64.b64encode(images[0].read_bytes()).decode()]
+    check(sglang, await received(sglang, [adapter.http], sources), embeddings[:1])
 
 
-@pytest.mark.parametrize("mode", ["http", "grpc"])
 async def test_a_bad_image_fails_the_request_at_once(
-    sglang: SGLang, adapter: AdapterProcess, images: list[Path], mode: str
+    sglang: SGLang, adapter: AdapterProcess, images: list[Path]
 ) -> None:
     bad = "data:image/png;base64," + base64.b64encode(b"not an image").decode()
     started = time.monotonic()
-    assert await received(sglang, mode, urls(mode, adapter), [uri(images[0]), bad]) is None
+    assert await received(sglang, [adapter.http], [uri(images[0]), bad]) is None
     assert time.monotonic() - started < _SECONDS  # SGLang gives up by itself after 180 s
 
 
-@pytest.mark.parametrize("mode", ["http", "grpc"])
 async def test_without_a_server_the_request_fails_at_once(
-    sglang: SGLang, adapters: Adapters, images: list[Path], mode: str
+    sglang: SGLang, adapters: Adapters, images: list[Path]
 ) -> None:
     started = time.monotonic()
     with adapters("127.0.0.1:1", "--timeout", "2") as alone:
-        assert await received(sglang, mode, urls(mode, alone), [uri(images[0])]) is None
+        assert await received(sglang, [alone.http], [uri(images[0])]) is None
     assert time.monotonic() - started < _SECONDS
-
-
-def test_it_registers_with_a_bootstrap_server(vitwire: ServerProcess, adapters: Adapters) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    bootstrap = EncoderBootstrapServer("127.0.0.1", port, health_check_interval=0)
-    try:
-        with adapters(vitwire.target, "--register", f"http://127.0.0.1:{port}", "--advertise", "http://adapter:30100"):
-            deadline = time.monotonic() + _SECONDS
-            while not bootstrap.list_urls() and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert bootstrap.list_urls() == ["http://adapter:30100"]
-        assert bootstrap.list_urls() == []
-    finally:
-        bootstrap.close()
-
-
-def test_sglang_cannot_use_zmq_to_scheduler_over_grpc() -> None:
-    """Once this fails, `_without_time_stats` and the limit in docs/sglang.md can go."""
-    assert "time_stats_json" in inspect.signature(MMReceiverHTTP.encode).parameters
-    assert "time_stats_json" not in inspect.signature(MMReceiverGrpc.encode).parameters
 
 
 # -- zmq_to_scheduler ------------------------------------------------------------------------------
@@ -167,12 +132,8 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     torch.distributed.destroy_process_group()
 
 
-def ranks(sglang: SGLang, group: Any, mode: str, encoders: list[str], size: int) -> Ranks:
-    """Receivers of a server with the backend zmq_to_scheduler. Each scheduler polls for itself, in this process.
-
-    SGLang 0.5.23 cannot use this backend over gRPC: it calls `MMReceiverGrpc.encode` with an argument that this does
-    not take. The argument, of tracing, is dropped here, so that all else of SGLang's gRPC code runs.
-    """
+def ranks(sglang: SGLang, group: Any, encoders: list[str], size: int) -> Ranks:
+    """Receivers of a server with the backend zmq_to_scheduler. Each scheduler polls for itself, in this process."""
     disagg = SimpleNamespace(encoder_transfer_backend="zmq_to_scheduler", encoder_urls=encoders)
     tp_group = SimpleNamespace(cpu_group=group, all_gather_object=lambda value: [value])
     scheduler = SimpleNamespace(
@@ -184,9 +145,7 @@ def ranks(sglang: SGLang, group: Any, mode: str, encoders: list[str], size: int)
     )
     schedulers = []
     with patch.object(receiving, "get_disagg", lambda: disagg):
-        tokenizer = create_mm_receiver(sglang.server_args, transport_mode=mode, encode_urls=encoders)
-        if mode == "grpc":
-            tokenizer.encode = _without_time_stats(tokenizer.encode)
+        tokenizer = create_mm_receiver(sglang.server_args, transport_mode="http", encode_urls=encoders)
         for rank in range(size):
             parallel = SimpleNamespace(pp_rank=0, tp_rank=rank, tp_size=size, tp_group=tp_group, nnodes=1)
             with (
@@ -194,19 +153,11 @@ def ranks(sglang: SGLang, group: Any, mode: str, encoders: list[str], size: int)
                 patch.object(receiving, "get_device", lambda: SimpleNamespace(gpu_id=0)),
             ):
                 each = create_mm_receiver(
-                    sglang.server_args, transport_mode=mode, encode_urls=encoders, scheduler=scheduler
+                    sglang.server_args, transport_mode="http", encode_urls=encoders, scheduler=scheduler
                 )
             each.mm_processor = sglang.processor
             schedulers.append(each)
     return Ranks(tokenizer, schedulers)
-
-
-def _without_time_stats(encode: Callable[..., Any]) -> Callable[..., Any]:
-    def call(**arguments: Any) -> Any:
-        del arguments["time_stats_json"]
-        return encode(**arguments)
-
-    return call
 
 
 async def scheduled(sglang: SGLang, found: Ranks, sources: list[str]) -> list[tuple[list[Any], list[Any]]]:
@@ -252,7 +203,6 @@ async def scheduled(sglang: SGLang, found: Ranks, sources: list[str]) -> list[tu
     return outcomes
 
 
-@pytest.mark.parametrize("mode", ["http", "grpc"])
 @pytest.mark.parametrize("size", [1, 2])
 async def test_every_scheduler_gets_the_embeddings(
     sglang: SGLang,
@@ -261,35 +211,32 @@ async def test_every_scheduler_gets_the_embeddings(
     second: AdapterProcess,
     images: list[Path],
     embeddings: list[Embedding],
-    mode: str,
     size: int,
 ) -> None:
-    found = ranks(sglang, group, mode, urls(mode, adapter, second), size)
+    found = ranks(sglang, group, [adapter.http, second.http], size)
     for _ in range(2):  # the schedulers' sockets are used again
         for done, aborted in await scheduled(sglang, found, [uri(each) for each in images]):
             assert not aborted
             check(sglang, done[0].mm_inputs, embeddings)
 
 
-@pytest.mark.parametrize("mode", ["http", "grpc"])
 async def test_a_bad_image_aborts_the_request_with_its_reason(
-    sglang: SGLang, group: Any, adapter: AdapterProcess, images: list[Path], mode: str
+    sglang: SGLang, group: Any, adapter: AdapterProcess, images: list[Path]
 ) -> None:
     bad = "data:image/png;base64," + base64.b64encode(b"not an image").decode()
-    found = ranks(sglang, group, mode, urls(mode, adapter), 1)
+    found = ranks(sglang, group, [adapter.http], 1)
     ((done, aborted),) = await scheduled(sglang, found, [uri(images[0]), bad])
     ((_, message, code),) = aborted
     assert not done
     assert "mm_items[1]" in message
-    assert code == 400 or mode == "grpc"
+    assert code == 400
 
 
-@pytest.mark.parametrize("mode", ["http", "grpc"])
 async def test_without_a_server_the_request_is_aborted(
-    sglang: SGLang, group: Any, adapters: Adapters, images: list[Path], mode: str
+    sglang: SGLang, group: Any, adapters: Adapters, images: list[Path]
 ) -> None:
     with adapters("127.0.0.1:1", "--timeout", "2") as alone:
-        found = ranks(sglang, group, mode, urls(mode, alone), 1)
+        found = ranks(sglang, group, [alone.http], 1)
         ((done, aborted),) = await scheduled(sglang, found, [uri(images[0])])
     assert not done
     assert aborted[0][2] in {502, 503, 504}

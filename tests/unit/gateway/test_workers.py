@@ -18,7 +18,7 @@ from vitwire_gateway.workers import Workers
 
 LIMITS = Limits(4, 1 << 20)
 JOB = partial(cut_request, hole="part", with_clips=False)
-ARGUMENTS = None, LIMITS
+ARGUMENTS = (LIMITS,)
 NOTHING = [[], [[], [], "", []]]
 
 
@@ -70,7 +70,7 @@ async def test_answers_carry_bytes_and_errors_within_a_limit(workers: Workers) -
 async def test_small_bodies_of_many_values_are_read_in_a_worker(workers: Workers) -> None:
     """Reading 32,000 of them here would hold up others for 25 ms."""
     for few, is_here in ((b"1," * 1000 + b"1", True), (b"1," * 30_000 + b"1", False)):
-        found = await read(workers, Caller.of("a"), JOB, b'{"input":[' + few + b"]}", "", LIMITS)
+        found = await read(workers, Caller.of("a"), JOB, b'{"input":[' + few + b"]}", LIMITS)
         assert isinstance(found, tuple) is is_here
 
 
@@ -79,7 +79,7 @@ async def test_long_urls_leave_the_worker_alive(workers: Workers) -> None:
     parts = [{"image_url": {"url": "\U0001f600" * 8000 + str(number)}} for number in range(60)]
     request = {"messages": [{"role": "user", "content": parts}], "mm_processor_kwargs": {"max_pixels": 1 << 62}}
     body, job = json.dumps(request, ensure_ascii=False).encode(), partial(JOB, sized=True)
-    found = CutRequest.of(await read(workers, Caller.of("a"), job, body, "", LIMITS._replace(max_images=64)))
+    found = CutRequest.of(await read(workers, Caller.of("a"), job, body, LIMITS._replace(max_images=64)))
     assert dict(found.images.options) == {"max_pixels": 1 << 62}
     assert {str(each.content)[-55:] for each in found.images.sources} >= {
         "image_url: the URL exceeds the limit of 8192 characters"

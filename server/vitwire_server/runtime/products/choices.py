@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import triton
 
-from vitwire_server.core.files import replace_file
+from vitwire_flags.regular_files import replace_file
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined] # of the HTTP library that it uses
 
-from vitwire_server.core.files import replace_file
+from vitwire_flags.regular_files import replace_file
 from vitwire_server.towers.checkpoints.checkpoint import open_checkpoint
 from vitwire_server.towers.checkpoints.weights import refused, vision_shards
 from vitwire_server.towers.files import CheckpointError, local_folder, optional_json

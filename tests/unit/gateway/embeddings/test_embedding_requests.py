@@ -15,11 +15,11 @@ BODY = json.dumps({"messages": [{"role": "user", "content": [PART]}]})
 @pytest.mark.parametrize("body", [BODY.encode(), BODY.replace("image", "\\u0069mage").encode(), BODY.encode("utf-16")])
 def test_images_are_not_the_engines_however_they_are_written(body: bytes) -> None:
     """It would fetch their URLs."""
-    found = openai_request(body, None, LIMITS, has_engine=True)
+    found = openai_request(body, LIMITS, has_engine=True)
     assert found is not None
     assert found.images.sources[0].content == PART["image_url"]["url"]
 
 
 @pytest.mark.parametrize("body", [b'{"input": "caf\\u00e9"}', b'{"input": [1, 2]}', b"not JSON"])
 def test_texts_are_the_engines(body: bytes) -> None:
-    assert openai_request(body, None, LIMITS, has_engine=True) is None
+    assert openai_request(body, LIMITS, has_engine=True) is None

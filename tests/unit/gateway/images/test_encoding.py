@@ -23,7 +23,6 @@ from vitwire import AsyncClient, InvalidItem, Model, Unauthenticated
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire_cli.app import app
 from vitwire_gateway.api_errors import ApiError
-from vitwire_gateway.callers import Caller
 from vitwire_gateway.gateway_settings import GatewaySettings, RouterSettings, SglangSettings
 from vitwire_gateway.images.encoding import Encoder, content_id_of
 from vitwire_gateway.images.image_files import ImageFile
@@ -203,21 +202,6 @@ async def test_a_clip_is_referenced_once_its_times_are_known(accepted: Sequence[
             found = await task
             assert (found.grid, found.times.frame_seconds) == ((2, 4, 4), (0.0, 0.5, 1.0, 1.5))
             assert found.times.second_per_grid == 1.02
-
-
-async def test_a_clip_that_the_server_has_is_not_sent_again() -> None:
-    """Its times are known from the time before; if the server has lost it, it is sent."""
-    with serving(fake := Storing((0.0, 0.5), (0.0, 0.5))) as running:
-        fake.proceed.set()
-        async with encoding(running) as encoder:
-            for fake.is_cached in (False, True, False):
-                request = encoder.serving(Caller.of("a"))
-                async with request.storing():
-                    found = await request.store(MP4)
-                assert (found.grid, found.times.frame_seconds) == ((2, 4, 4), (0.0, 0.5))
-                assert found.times.second_per_grid == 1.02
-    size = len(MP4.content)
-    assert fake.file_bytes == [size, 0, 0, size]
 
 
 async def test_a_clip_without_times_is_refused() -> None:

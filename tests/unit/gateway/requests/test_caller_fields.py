@@ -8,7 +8,6 @@ import pytest
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.requests.caller_fields import clean_body
 from vitwire_gateway.requests.image_sources import Limits
-from vitwire_gateway.requests.request_reading import cut_request
 
 Json = dict[str, Any]
 LIMITS, ALLOWING = Limits(8, 100), Limits(8, 100, allow_embeds=True)
@@ -62,7 +61,7 @@ PLACES = {
 def cleaned(request: Json, limits: Limits = LIMITS) -> Any:
     """The request as the engine gets it."""
     body = json.dumps(request).encode()
-    (sent,) = clean_body(body, None, limits) or [body]
+    (sent,) = clean_body(body, limits) or [body]
     return json.loads(sent)
 
 
@@ -139,7 +138,7 @@ def test_tricks_of_json(encoding: str, name: str) -> None:
     """What vLLM's parser reads is inspected, and parsers that differ in duplicate keys get no choice."""
     part = f'{{"type": "image_url", "image_url": null, "{name}": "{UUID}"}}'
     body = f' \n{{"messages": [], "messages": [{{"content": [{part}]}}], "x": 1.5, "x": 2}}'.encode(encoding)
-    (sent,) = clean_body(body, None, LIMITS)
+    (sent,) = clean_body(body, LIMITS)
     is_read = "55" not in name  # "Uuid" is another name
     assert (UUID.encode() in sent) is not is_read
     assert sent.count(b'"messages"') == sent.count(b'"x"') == 1
@@ -158,26 +157,18 @@ def test_tricks_of_json(encoding: str, name: str) -> None:
     ],
 )
 def test_other_bodies_pass_as_they_are(body: bytes) -> None:
-    assert clean_body(body, None, LIMITS) == []
+    assert clean_body(body, LIMITS) == []
 
 
 @pytest.mark.parametrize("body", [b'{"uuid": 1', b'[{"uuid": 1}]', b'{"uuid": NaN}', b'{"a":' * 10_000 + b'"uuid"'])
 def test_what_cannot_be_inspected_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
-        clean_body(body, None, LIMITS)
+        clean_body(body, LIMITS)
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
-
-
-def test_forms_are_read_like_json() -> None:
-    part = {"type": "audio_url", "audio_url": None, "uuid": UUID}
-    content = json.dumps({"messages": [{"content": [part]}]})
-    form = f'--B\r\nContent-Disposition: form-data; name="request"\r\n\r\n{content}\r\n--B--\r\n'.encode()
-    (sent,) = cut_request(form, "multipart/form-data; boundary=B", LIMITS, "part", with_clips=False).pieces
-    assert json.loads(bytes(sent)) == {"messages": [{"content": [{"type": "audio_url", "audio_url": None}]}]}
 
 
 def test_deep_and_wide_requests() -> None:
     """A path to each value would take the square of the depth."""
     deep = b'{"a":' * 400 + b"[" + b"{}," * 100_000 + b'{"uuid": 1, "image": 1}]' + b"}" * 400
-    (sent,) = clean_body(deep, None, LIMITS)
+    (sent,) = clean_body(deep, LIMITS)
     assert b"uuid" not in sent

@@ -27,7 +27,7 @@ def chat(*parts: Any) -> dict[str, Any]:
 
 
 def read(request: Any, limits: Limits = LIMITS, *, with_clips: bool = True, sized: bool = False) -> CutRequest:
-    return cut_request(json.dumps(request).encode(), None, limits, "part", with_clips=with_clips, sized=sized)
+    return cut_request(json.dumps(request).encode(), limits, "part", with_clips=with_clips, sized=sized)
 
 
 def image(url: Any) -> dict[str, Any]:
@@ -243,7 +243,7 @@ def test_all_else_is_kept() -> None:
 
 
 def test_fields_of_the_image_stay_where_it_passes_on() -> None:
-    request = chat(image({"url": "upload:a", "detail": "low"}))
+    request = chat(image({"url": "data:a", "detail": "low"}))
     changed = rewritten(request, {"url": "data:x"}, hole="url")
     assert changed["messages"][1]["content"] == [image({"url": "data:x", "detail": "low"})]
 

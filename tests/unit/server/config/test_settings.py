@@ -157,16 +157,16 @@ def test_help_has_every_flag_under_a_heading(
 
 def test_switches_are_booleans_in_a_file_and_words_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     toml = tmp_path / "vitwire.toml"
-    toml.write_text('model = "m"\nmetrics = false\nreflection = false\nchannelz = true\n')
+    toml.write_text('model = "m"\nmetrics = false\nreflection = false\nnixl = true\n')
     settings = resolve(["--config", str(toml), "--reflection"])
-    assert (settings.metrics, settings.reflection, settings.channelz) == (False, True, True)
-    for name, value in (("REFLECTION", "false"), ("CHANNELZ", "1"), ("PORT", "1"), ("DRAIN_SECONDS", "2.5")):
+    assert (settings.metrics, settings.reflection, settings.nixl) == (False, True, True)
+    for name, value in (("REFLECTION", "false"), ("NIXL", "1"), ("PORT", "1"), ("DRAIN_SECONDS", "2.5")):
         monkeypatch.setenv(f"VITWIRE_{name}", value)
     settings = resolve(["--model", "m"])
-    assert (settings.reflection, settings.channelz, settings.port, settings.drain_seconds) == (False, True, 1, 2.5)
+    assert (settings.reflection, settings.nixl, settings.port, settings.drain_seconds) == (False, True, 1, 2.5)
 
 
-@pytest.mark.parametrize("name", ["METRICS", "REFLECTION", "CHANNELZ"])
+@pytest.mark.parametrize("name", ["METRICS", "REFLECTION", "NIXL"])
 def test_a_variable_that_negates_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"VITWIRE_NO_{name}", "1")
     with pytest.raises(UsageError, match=rf"^VITWIRE_NO_{name}: .*; set VITWIRE_{name}=off instead$"):
@@ -301,7 +301,7 @@ def test_rpc_processes_are_auto_or_a_number(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_what_can_be_closed_and_opened() -> None:
-    given = resolve(["--model", "m", "--no-metrics", "--channelz", "--otlp-endpoint", "https://collector:4317"])
-    assert (given.metrics, given.channelz, given.otlp_endpoint) == (False, True, "https://collector:4317")
+    given = resolve(["--model", "m", "--no-metrics", "--nixl", "--otlp-endpoint", "https://collector:4317"])
+    assert (given.metrics, given.nixl, given.otlp_endpoint) == (False, True, "https://collector:4317")
     default = resolve(["--model", "m"])
-    assert (default.metrics, default.channelz, default.otlp_endpoint) == (True, False, None)
+    assert (default.metrics, default.nixl, default.otlp_endpoint) == (True, False, None)

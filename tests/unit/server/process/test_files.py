@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from vitwire_flags.regular_files import append_regular, read_regular
 from vitwire_server.config.settings import UsageError
-from vitwire_server.core.files import append_regular, read_regular
 from vitwire_server.process import hanging_files
 from vitwire_server.process.hanging_files import read_at_start, refresh_for_ever
 
