@@ -1,5 +1,6 @@
 """A Vitwire server of a tiny Qwen3-VL, and engines of vLLM that fetch from it."""
 
+import logging
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -111,6 +112,14 @@ def engines(checkpoint: Path, server: ServerProcess, frontend: InputProcessor) -
 @pytest.fixture
 def engine(engines: Engines) -> Engine:
     return engines()
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """What our part of vLLM's log has, from INFO on."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level("INFO", "vllm.vitwire")
+    return caplog
 
 
 @pytest.fixture(scope="session")

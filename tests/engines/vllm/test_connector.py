@@ -129,10 +129,9 @@ def test_server_down_and_restarted(engines: Engines, checkpoint: Path, model: Mo
 
 
 def test_another_model_fails_requests(
-    engines: Engines, cached: Cached, model: Model, caplog: pytest.LogCaptureFixture
+    engines: Engines, cached: Cached, model: Model, logged: pytest.LogCaptureFixture
 ) -> None:
     cached("wide")
-    caplog.set_level("WARNING", "vitwire.vllm")  # vLLM's HTTP server, started by another test, changes the root's
     engine = engines()
     (fetcher,) = [engine.worker.ec_connector._fetcher]
     fetcher._expected = fetcher._expected.__class__(64, torch.bfloat16, torch.device("cpu"))
@@ -140,8 +139,8 @@ def test_another_model_fails_requests(
     engine.run(name)
     assert engine.errors == {name}
     assert engine.stats["failed"] == 1
-    assert "has shape (4, 192), vLLM's model takes (4, 64)" in caplog.text
-    assert name in caplog.text
+    assert "has shape (4, 192), vLLM's model takes (4, 64)" in logged.text
+    assert name in logged.text
 
 
 def test_rows_of_another_type_are_converted(engines: Engines, cached: Cached, model: Model) -> None:

@@ -162,6 +162,7 @@ def test_without_an_encoder_the_tower_answers(checkpoint: Path, path: Path) -> N
         for seed in range(3):
             assert asked(vllm, chat(image(seed)))[0] == 200
         assert outcomes(vllm) == {"unavailable": 3}
+        assert "an image or clip was not encoded (unavailable)" in vllm.log()
 
 
 def test_without_the_plugin_it_does_not_start(checkpoint: Path, path: Path) -> None:

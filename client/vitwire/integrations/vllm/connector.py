@@ -29,6 +29,7 @@ from vitwire.integrations.vllm.plugin import VERSIONS, is_registered
 from vitwire.integrations.vllm.settings import Settings
 from vitwire.integrations.vllm.stats import VitwireECPromMetrics, VitwireECStats
 from vitwire.integrations.vllm.table import FILE, OPTIONS, Content, Order, Outcome, Step, Table
+from vitwire.integrations.vllm.tower import take_times, time_tower
 from vitwire.integrations.vllm.worker import Expected, Fetcher
 from vitwire.items import Modality
 
@@ -86,6 +87,8 @@ class VitwireECConnector(ECConnectorBase):  # type: ignore[misc]  # as above
         self._is_single = workers == 1
         self._wait_left = _STEP_WAIT_SECONDS
         self._fetcher = Fetcher(settings, _expected(vllm_config)) if role is ECConnectorRole.WORKER else None
+        if self._fetcher and settings.fallback == "faster":
+            time_tower()
 
     def shutdown(self) -> None:
         if self._fetcher:
@@ -183,8 +186,8 @@ class VitwireECConnector(ECConnectorBase):  # type: ignore[misc]  # as above
     # -- statistics --------------------------------------------------------------------------------
 
     def get_ec_connector_stats(self) -> VitwireECStats | None:
-        """The scheduler's; the workers' outcomes are counted there."""
-        stats = VitwireECStats(self._table.take_counts())
+        """The workers' outcomes are counted by the scheduler; they count the times of their tower."""
+        stats = VitwireECStats(take_times() if self._fetcher else self._table.take_counts())
         return None if stats.is_empty() else stats
 
     @classmethod

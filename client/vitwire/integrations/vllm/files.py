@@ -65,6 +65,10 @@ class MediaFile(MediaWithBytes[Any]):  # type: ignore[misc]  # vLLM has no type 
         self.original_bytes = content
         self.upload: Future[Reference | None] | None = None
         self.reference: Reference | None = None
+        self.tokens = 0
+        """Places of its embedding, if they are known before it is decoded."""
+        self.declined = 0.0
+        """When it became the engine's to encode, by the monotonic clock."""
         self._reader = reader
         self._decoded: MediaWithBytes[Any] | None = None
 

@@ -6,6 +6,7 @@ is also the guard: an engine with our connector would accept embeddings, and ids
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,6 +27,7 @@ from vllm.renderers import ChatParams
 from vllm.renderers.hf import HfRenderer
 
 from vitwire.errors import InvalidItem
+from vitwire.integrations.vllm.choice import Choice
 from vitwire.integrations.vllm.connector import VitwireECConnector, expected_width
 from vitwire.integrations.vllm.files import ClipFile, FileConnector, MediaFile
 from vitwire.integrations.vllm.references import References
@@ -33,7 +35,7 @@ from vitwire.integrations.vllm.settings import Settings
 from vitwire.integrations.vllm.sizes import CLIPS, MODELS, Sized, may_encode, sized, sized_clip
 from vitwire.integrations.vllm.uploads import Declined, Uploads
 
-_log = logging.getLogger("vitwire.vllm")
+_log = logging.getLogger("vllm.vitwire")
 _DUMMIES = {"image": ImageDummyOptions, "video": VideoDummyOptions}
 _WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, InvalidItem)
 """What wrong options of a request raise; vLLM handles its media, and says what is wrong."""
@@ -60,10 +62,12 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
     """Uploads images to the encoder; vLLM prepares those that the encoder does not take. Raises ValueError."""
 
     _uploads: Uploads | None = None
+    _choice: Choice | None = None
 
     def __init__(self, config: VllmConfig, tokenizer: object) -> None:
         settings = Settings.of(config.ec_transfer_config.ec_connector_extra_config)
-        if config.parallel_config._api_process_count > 1 and not settings.content_key_file:  # noqa: SLF001  # no other
+        servers = config.parallel_config._api_process_count  # noqa: SLF001  # there is no other way
+        if servers > 1 and not settings.content_key_file:
             raise ValueError(
                 "ec_connector_extra_config.content_key_file: several API servers need one secret for the ids of "
                 "images: openssl rand -hex 32 > FILE"
@@ -77,7 +81,9 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
         processor = self.mm_processor
         if processor and config.model_config.hf_config.model_type in MODELS:
             processor._cached_apply_hf_processor = References(processor).apply  # noqa: SLF001  # it has no other hook
-            self._uploads = Uploads(settings, expected_width(config))
+            if self._has_tower and settings.fallback == "faster":
+                self._choice = Choice(servers / config.parallel_config.data_parallel_size)
+            self._uploads = Uploads(settings, expected_width(config), self._choice)
 
     # -- messages to prompts: uploads begin ----------------------------------------------------------
 
@@ -108,6 +114,7 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
                 found = self._sized(file, options or {})
             except _WRONG:
                 found = None
+            file.tokens = found.tokens if found else 0
             file.upload = self._uploads.begin(file.original_bytes, file.modality, found)
 
     def _sized(self, file: MediaFile, options: Mapping[str, object]) -> Sized | None:
@@ -128,8 +135,14 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
 
     async def _process_tokens_async(self, prompt: dict[str, Any], *, skip_mm_cache: bool = False) -> object:
         self._check(prompt, skip_mm_cache=skip_mm_cache)
-        await asyncio.gather(*(self._settle(items, index, file) for items, index, file in _files(prompt)))
-        return await super()._process_tokens_async(prompt, skip_mm_cache=skip_mm_cache)
+        files = list(_files(prompt))
+        await asyncio.gather(*(self._settle(items, index, file) for items, index, file in files))
+        found = await super()._process_tokens_async(prompt, skip_mm_cache=skip_mm_cache)
+        own = [file for _, _, file in files if file.declined and file.tokens]
+        if own and self._choice:
+            seconds = time.monotonic() - min(file.declined for file in own)
+            self._choice.prepared(own[0].modality, seconds, sum(file.tokens for file in own))
+        return found
 
     def _check(self, prompt: dict[str, Any], *, skip_mm_cache: bool) -> None:
         """Begin uploads that no message began. Raises VLLMValidationError for a uuid without an image."""
@@ -158,6 +171,7 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
             yield
         except Declined as reason:
             if self._has_tower:
+                file.declined = time.monotonic()
                 return
             if str(reason) in Declined.PASSING:
                 raise RetryableRequestError(f"the encoder is {reason}, and this engine has no tower; retry") from None

@@ -34,7 +34,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "content_key_file": (str,),
     "accept_seconds": (int, float),
     "allow_caller_embeds": (bool,),
+    "fallback": (str,),
 }
+_FALLBACKS = ("faster", "unavailable")
 _LEAST = {"timeout": 1e-3, "accept_seconds": 1e-3, "wait": 0, "delivery_bytes": 1, "held_tokens": 0, "threads": 1}
 
 
@@ -71,6 +73,9 @@ class Settings:
     """Seconds within which the server must accept an image of the front end, before the engine's tower encodes it."""
     allow_caller_embeds: bool = False
     """Whether requests may bring embeddings, references and uuids: only if no stranger reaches vLLM's port."""
+    fallback: str = "faster"
+    """When the engine's tower encodes what the encoder could: "faster", if the encoder is unavailable, or would be done
+    later; "unavailable", only then."""
 
     @classmethod
     def of(cls, extra: Mapping[str, object]) -> "Settings":
@@ -94,6 +99,8 @@ class Settings:
                 raise ValueError(f"{_WHERE}.{name}: must be at least {least}, got {value}")
         if self.delivery not in DELIVERIES:
             raise ValueError(f"{_WHERE}.delivery: expected one of {', '.join(DELIVERIES)}, got {self.delivery!r}")
+        if self.fallback not in _FALLBACKS:
+            raise ValueError(f"{_WHERE}.fallback: expected one of {', '.join(_FALLBACKS)}, got {self.fallback!r}")
         if self.output_type not in (None, *OUTPUT_TYPES):
             raise ValueError(f"{_WHERE}.output_type: expected one of {', '.join(OUTPUT_TYPES)}")
         if self.token and self.token_file:

@@ -7,6 +7,8 @@ from vllm.config import VllmConfig
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from vitwire.integrations.vllm.choice import ENGINE_PACE
+
 _COUNTERS = {
     "fetched": ("vllm:vitwire_ec_fetched_items", "Embeddings that all workers fetched from Vitwire."),
     "missing": ("vllm:vitwire_ec_missing_items", "Embeddings that Vitwire did not have cached; their requests failed."),
@@ -18,6 +20,8 @@ _COUNTERS = {
     "seconds": ("vllm:vitwire_ec_fetch_seconds", "Seconds of all fetches, of each worker."),
     "streamed_bytes": ("vllm:vitwire_ec_streamed_bytes", "Bytes of embeddings that came in gRPC responses."),
     "nixl_bytes": ("vllm:vitwire_ec_nixl_bytes", "Bytes of embeddings that NIXL wrote into device memory."),
+    "tower_seconds": ("vllm:vitwire_ec_tower_seconds", "Seconds of the engine's own tower, of each worker."),
+    "tower_tokens": ("vllm:vitwire_ec_tower_tokens", "Embeddings that it made, of each worker."),
 }
 
 
@@ -60,6 +64,8 @@ class VitwireECPromMetrics(ECConnectorPromMetrics):  # type: ignore[misc]  # as 
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        if tokens := transfer_stats_data.get("tower_tokens"):
+            ENGINE_PACE.add(transfer_stats_data["tower_seconds"] / tokens)
         for key, counters in self._counters.items():
             if value := transfer_stats_data.get(key):
                 counters[engine_idx].inc(value)

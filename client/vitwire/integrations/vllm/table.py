@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 FILE = "vitwire_file"
 """Field of an image's data with its file: bytes in a tensor."""
-_log = logging.getLogger("vitwire.vllm")
+_log = logging.getLogger("vllm.vitwire")
 OPTIONS = "vitwire_options"
 """Field with the options that the encoder got, see `packed`."""
 COUNTED = ("fetched", "missing", "failed", "resent", "seconds", "streamed_bytes", "nixl_bytes")

@@ -14,6 +14,7 @@ import torch
 from vitwire._delivery.answers import Accepted, Stored
 from vitwire.content_ids import content_id
 from vitwire.errors import DeadlineExceeded, NotCached, Overloaded, Unavailable, VitwireError
+from vitwire.integrations.vllm.choice import Choice
 from vitwire.integrations.vllm.files import ACCEPTING, CLIPS, IMAGES, Reference
 from vitwire.integrations.vllm.settings import Settings
 from vitwire.integrations.vllm.sizes import Sized
@@ -24,7 +25,7 @@ from vitwire.options import ProcessorOptions
 from vitwire.shared.recent import Recent
 
 T = TypeVar("T")
-_log = logging.getLogger("vitwire.vllm")
+_log = logging.getLogger("vllm.vitwire")
 _MODEL_SECONDS = 2.0
 """Less than one server takes to restart, so that its new weights never get content ids of the old ones."""
 _PAUSE_SECONDS = 1.0
@@ -52,11 +53,13 @@ class Uploads:
     """Has the server accept images; each is then fetched by the engine's workers, under its content id.
 
     width: columns of an embedding, deepstack levels included, as the language model takes it.
+    choice: for an engine whose tower may be faster.
     """
 
-    def __init__(self, settings: Settings, width: int) -> None:
+    def __init__(self, settings: Settings, width: int, choice: Choice | None) -> None:
         self._settings = settings
         self._width = width
+        self._choice = choice
         self._key = settings.content_key()
         self._known: dict[str, None] = {}
         """Content ids that were accepted lately, oldest first."""
@@ -136,18 +139,30 @@ class Uploads:
             found = Reference(name, {**sized.fields, FILE: file, OPTIONS: torch.tensor(packed(sized.options))})
             if name in self._known and await self._is_cached(name, modality, sized):
                 return found
-            item = Item(encoded=content, modality=modality, content_id=name, options=sized.options)
-            async with aclosing(self._client.iter_store([item])) as answers:
-                async for _, answer in answers:
-                    if isinstance(answer, VitwireError):
-                        raise answer from None
-                    _match(answer, sized)
-                    _remember(self._known, name)
-                    if not accepted.done():
-                        accepted.set_result(found)
+            if self._choice and self._choice.is_engine_earlier(modality, sized.tokens):
+                raise Declined("slower")
+            await self._store(
+                Item(encoded=content, modality=modality, content_id=name, options=sized.options), sized, found, accepted
+            )
         except VitwireError as error:
             raise self._declined(error, digest, was_accepted=accepted.done()) from error
         return found
+
+    async def _store(self, item: Item, sized: Sized, found: Reference, accepted: "asyncio.Future[Reference]") -> None:
+        """Raises Declined and VitwireError."""
+        began, forecast = time.monotonic(), None
+        async with aclosing(self._client.iter_store([item])) as answers:
+            async for _, answer in answers:
+                if isinstance(answer, VitwireError):
+                    raise answer from None
+                _match(answer, sized)
+                _remember(self._known, found.content_id)
+                if not accepted.done():
+                    accepted.set_result(found)
+                if self._choice and isinstance(answer, Accepted):
+                    self._choice.accepted(forecast := answer.forecast)
+        if self._choice and forecast is not None:
+            self._choice.stored(time.monotonic() - began, forecast)
 
     def _check(self, model: Model, modality: Modality, options: ProcessorOptions | None) -> None:
         """Raises Declined for a server that cannot encode for this engine."""

@@ -17,7 +17,7 @@ from vitwire.integrations.vllm.settings import Settings
 from vitwire.integrations.vllm.table import Content, Order, Outcome, Step, unpacked
 from vitwire.items import Item
 
-_log = logging.getLogger("vitwire.vllm")
+_log = logging.getLogger("vllm.vitwire")
 _PAUSE_SECONDS = 0.05
 """Between two requests for content that is not cached yet."""
 
