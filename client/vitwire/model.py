@@ -85,6 +85,8 @@ class Model:
     attention_backend: str
     device: str
     server_version: str
+    device_sharing: str = ""
+    """A CUDA device's name, memory that was free at start, bound of the server's memory, and MPS, in a line."""
     deliveries: tuple[str, ...] = ()
     """Supported deliveries of embeddings: stream, nixl."""
     encodings: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ _SECTIONS = {
     "embeddings": ("embedding_width", "deepstack_levels", "matryoshka", "rows_by_grid", "deliveries"),
     "pixels": ("patch_size", "merge_size", "temporal_patch_size", "channels"),
     "preparation": ("prepared", "encodings", "options", "preparation_fingerprint"),
-    "server": ("server_version", "device", "attention_backend", "graphs", "budgets"),
+    "server": ("server_version", "device", "device_sharing", "attention_backend", "graphs", "budgets"),
 }
 
 

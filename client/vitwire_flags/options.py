@@ -8,8 +8,10 @@ from inspect import Parameter, signature
 from types import EllipsisType
 from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
+from typer import BadParameter
 from typer.models import OptionInfo
 
+from vitwire_flags.sizes import shown, size_of
 from vitwire_flags.variables import is_injected
 
 T = TypeVar("T")
@@ -29,6 +31,24 @@ def flag(
     option = OptionInfo(default=..., help=text, min=minimum, max=maximum, **details)
     value: Any = MISSING if default is ... else default
     return cast("T", field(default=value, repr=not option.hide_input, metadata={"option": option}))
+
+
+def size(default: T, text: str, minimum: int = 0, maximum: int | None = None) -> T:
+    """As `flag`, for a size in bytes that may have a unit."""
+
+    def parsed(value: str | int) -> int:
+        try:
+            nbytes = size_of(str(value))
+        except ValueError as error:
+            raise BadParameter(str(error)) from None
+        if nbytes < minimum or (maximum is not None and nbytes > maximum):
+            most = "" if maximum is None else f" and at most {shown(maximum)}"
+            raise BadParameter(f"must be at least {shown(minimum)}{most}, got {value}")
+        return nbytes
+
+    parsed.__name__ = "size"
+    shown_default = shown(default) if default and isinstance(default, int) else True
+    return flag(default, text, parser=parsed, metavar="<size>", show_default=shown_default)
 
 
 def options_of(kind: type) -> dict[str, OptionInfo]:

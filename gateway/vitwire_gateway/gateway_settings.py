@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import grpc
 
 from vitwire.shared.named_files import tls_of
-from vitwire_flags.options import flag
+from vitwire_flags.options import flag, size
 
 Engine = Literal["vllm", "sglang"]
 Mode = Literal["inline", "reference"]
@@ -49,9 +49,9 @@ class GatewaySettings:
         256, "maximum requests in flight, at most 3/4 of them from one caller; further ones are refused", 1
     )
     max_images: int = flag(64, "maximum number of images and clips per request", 0)
-    max_image_bytes: int = flag(20 * MIB, "maximum bytes of one file", 1)
+    max_image_bytes: int = size(20 * MIB, "maximum bytes of one file", 1)
     max_image_pixels: int = flag(50_000_000, "maximum pixels of one image", 1)
-    max_body_bytes: int = flag(64 * MIB, "maximum bytes of a request's body", 1024)
+    max_body_bytes: int = size(64 * MIB, "maximum bytes of a request's body", 1024)
     drain_seconds: float = flag(
         60.0, "seconds for requests in flight to end after SIGTERM, once no more are accepted", 0
     )
@@ -102,8 +102,8 @@ class RouterSettings(GatewaySettings):
     content_key_file: Path | None = flag(None, "file with the secret of ids, 32 bytes or more; default: random")
     allow_caller_embeds: bool = flag(False, "pass on embeddings that callers send; trust them all")
     engine_api_key_file: Path | None = flag(None, "file with the API key for the engine, sent in place of the caller's")
-    max_header_bytes: int = flag(32768, "maximum bytes of a request's path and headers", 1024)
-    max_buffered_bytes: int = flag(
+    max_header_bytes: int = size(32768, "maximum bytes of a request's path and headers", 1024)
+    max_buffered_bytes: int = size(
         2048 * MIB,
         "maximum bytes of requests and images held, at most 3/4 from one caller; further requests get 429",
         1024,

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from vitwire_server.assembling.capturing import Captured, capture
+from vitwire_server.assembling.device_share import outbox_bytes
 from vitwire_server.assembling.placing import Placed, place
-from vitwire_server.config.service_flags import MAX_MESSAGE_BYTES, DeliverySettings
+from vitwire_server.config.service_flags import MAX_MESSAGE_BYTES
 from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.errors import EncoderError
@@ -36,8 +37,6 @@ _log = logging.getLogger(__name__)
 _MIB = 1 << 20
 _FLOAT32_BYTES = 4
 _WARM_UP_TOKENS = 16
-_PASSING_BYTES = 512 << 20
-"""Room for rows on their way to clients, for new ones, and for those that move to the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +109,7 @@ def _card(captured: Captured, preparation: Preparation) -> ModelCard:
         graphs=placed.mode,
         attention=placed.attention_name,
         device=str(tower.device),
+        device_sharing=placed.sharing,
         version=release(),
         backends=placed.backends(graphs.ladder),
         unavailable=unavailable(tower.device, attention.unused if attention else {}, graphs=placed.mode != "off"),
@@ -149,11 +149,11 @@ def _limits(settings: ServeSettings, tower: Tower) -> Limits:
     )
 
 
-def _outbox(settings: DeliverySettings, device: torch.device) -> Outbox | None:
+def _outbox(settings: ServeSettings, device: torch.device) -> Outbox | None:
     """Memory that rows are delivered from; None if there is nothing to deliver from there. Raises UsageError."""
-    if not settings.nixl or (device.type == "cpu" and not settings.stored_bytes):
+    nbytes = outbox_bytes(settings, device)
+    if not nbytes:
         return None
-    nbytes = _PASSING_BYTES + settings.stored_bytes
     try:
         return Outbox(device, nbytes)
     except RuntimeError as error:  # of the allocators of CPU and CUDA

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vitwire_server.assembling.device_share import bound_device, sharing, with_room_for_graphs
 from vitwire_server.config.model_flags import GraphSettings
 from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.core.budgets import Budget, Ladder
@@ -42,6 +43,8 @@ class Placed:
     attention: Selection | None
     """None for tile towers, which always use SDPA."""
     streams: Streams
+    sharing: str
+    """How the device is shared, in a line; empty on a CPU."""
 
     @property
     def attention_name(self) -> str:
@@ -73,14 +76,32 @@ def place(settings: ServeSettings, on_weights_loaded: Callable[[], None], memory
         raise UsageError(f"--dtype {settings.dtype}: {fault}")
     _log.info("loading %s, with %d CPU threads for torch", checkpoint.folder, torch.get_num_threads())
     adapter = Adapter.read(*settings.adapter) if settings.adapter else None
-    loaded = load_tower(checkpoint, dtype=dtype, device=device, track=progress, adapter=adapter)
+    shared = sharing(device, settings.device_memory)
+    if shared:
+        _log.info("%s: %s", device, shared)
+    nbytes = bound_device(settings, device)
+    try:
+        loaded = load_tower(checkpoint, dtype=dtype, device=device, track=progress, adapter=adapter)
+    except torch.OutOfMemoryError as error:
+        raise UsageError(f"the weights do not fit on {device} ({shared}): {str(error).partition('. ')[0]}") from None
+    if nbytes is not None:
+        settings = with_room_for_graphs(settings, nbytes, torch.cuda.memory_allocated(device))
     on_weights_loaded()
     attention = chosen_attention(settings, loaded.tower, captured=mode == "cuda")
     fuse_blocks(loaded.tower, attention)
     model_id = f"{checkpoint.model_id}+{adapter.name}" if adapter else checkpoint.model_id
     streams = _streams(device, memory)
     return Placed(
-        settings, mode, checkpoint, model_id, preprocessing, loaded.tower, loaded.fingerprint, attention, streams
+        settings,
+        mode,
+        checkpoint,
+        model_id,
+        preprocessing,
+        loaded.tower,
+        loaded.fingerprint,
+        attention,
+        streams,
+        shared,
     )
 
 

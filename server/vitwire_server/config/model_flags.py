@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vitwire_flags.options import flag
+from vitwire_flags.options import flag, size
 from vitwire_flags.regular_files import read_regular
 from vitwire_server.config.toml_file import read_toml
 
@@ -54,6 +54,13 @@ class DeviceSettings:
         "run one process per listed device (cuda:0,cuda:1), on consecutive ports and the Unix sockets "
         "PATH.0, PATH.1; none: serve --device in this process",
     )
+    device_memory: int = size(
+        0,
+        "most memory of a CUDA device that the server takes, its processes, weights, graphs and embeddings included; "
+        "0: no limit",
+        0,
+        MAX_BYTES,
+    )
     rpc_processes: str = flag(
         "auto",
         "number of processes per device that serve RPCs; 1: one process serves RPCs and drives the device; "
@@ -94,7 +101,7 @@ class GraphSettings:
     state_dir: Path | None = flag(
         None, "state directory for --budgets learn; none: that of compiled kernels ($TRITON_CACHE_DIR)"
     )
-    graph_memory: int = flag(4096 * MIB, "estimated bytes that automatically chosen budgets may use", 0, MAX_BYTES)
+    graph_memory: int = size(4096 * MIB, "estimated bytes that automatically chosen budgets may use", 0, MAX_BYTES)
     max_budget_tokens: int = flag(4096, "maximum tokens per budget and per eager batch", 1, MAX_PATCHES)
     max_items_per_batch: int = flag(64, "maximum items per forward", 1, MAX_ITEMS)
     max_frames_per_batch: int = flag(512, "maximum attention segments (frames) per forward", 1, MAX_PATCHES)

@@ -12,6 +12,7 @@ from typer.core import TyperOption
 from typer.exceptions import TyperException
 
 from vitwire_flags.options import options_of, with_options
+from vitwire_flags.sizes import shown
 from vitwire_flags.variables import ignored_variables, unknown_variables
 from vitwire_server.config.host import memory_limit
 from vitwire_server.config.settings import ServeSettings, UsageError
@@ -84,13 +85,9 @@ def _memory(settings: ServeSettings, limit: int) -> Iterator[str]:
         bounds["--graph-memory"] = settings.graph_memory
     processes = max(1, len(settings.device_list))
     if processes * sum(bounds.values()) > limit:
-        flags = " + ".join(f"{flag} {_size(value)}" for flag, value in bounds.items() if value)
+        flags = " + ".join(f"{flag} {shown(value)}" for flag, value in bounds.items() if value)
         each = f" in each of {processes} processes" if processes > 1 else ""
         yield (
-            f"the memory limit of this cgroup is {_size(limit)}, less than {flags}{each}: under load the kernel would "
+            f"the memory limit of this cgroup is {shown(limit)}, less than {flags}{each}: under load the kernel would "
             "kill the server; lower these settings or raise the limit"
         )
-
-
-def _size(value: int) -> str:
-    return f"{value / (1 << 30):.1f} GiB" if value >= 1 << 30 else f"{value / (1 << 20):.1f} MiB"

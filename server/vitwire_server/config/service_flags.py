@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vitwire_flags.options import flag
+from vitwire_flags.options import flag, size
 from vitwire_server.config.model_flags import MAX_BYTES, MAX_ITEMS, MAX_PATCHES, MIB
 from vitwire_server.core.decoding import MAX_PICTURE_PIXELS
 
@@ -39,13 +39,13 @@ class LimitSettings:
     """limits of requests"""
 
     max_queued_items: int = flag(4096, "maximum items admitted and not yet answered", 1, _MAX_QUEUED_ITEMS)
-    max_queued_bytes: int = flag(
+    max_queued_bytes: int = size(
         4096 * MIB,
         "maximum bytes admitted and not yet answered, pixels and resulting embeddings together",
         1,
         MAX_BYTES,
     )
-    max_request_bytes: int | None = flag(
+    max_request_bytes: int | None = size(
         None, "maximum bytes per message; none: the size of the largest item allowed", 1, MAX_MESSAGE_BYTES
     )
     max_items_per_request: int = flag(256, "maximum items per request", 1, MAX_ITEMS)
@@ -77,7 +77,7 @@ class FileSettings:
         "the model's device (needs the extra jpeg); auto: on a GPU, if test pictures differ from Pillow's by at most "
         "1 of 255",
     )
-    max_encoded_bytes: int = flag(32 * MIB, "maximum bytes of an item that is sent as a file", 1, 1 << 30)
+    max_encoded_bytes: int = size(32 * MIB, "maximum bytes of an item that is sent as a file", 1, 1 << 30)
     max_image_pixels: int = flag(
         64 * MIB, "maximum pixels of a picture, sent as a file or not, or of a frame of a clip", 1, MAX_PICTURE_PIXELS
     )
@@ -95,7 +95,7 @@ class FileSettings:
 class CacheSettings:
     """cache"""
 
-    cache_bytes: int = flag(0, "size of the embedding cache in bytes; 0 disables it", 0, MAX_BYTES)
+    cache_bytes: int = size(0, "size of the embedding cache in bytes; 0 disables it", 0, MAX_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ class DeliverySettings(CacheSettings):
     nixl_seconds: float = flag(
         5.0, "seconds a NIXL delivery may take before the embedding is sent in the response", 0.001, _LONGEST
     )
-    store_bytes: int = flag(
+    store_bytes: int = size(
         2048 * MIB,
         "with --nixl and --cache-bytes: maximum bytes of embeddings that wait on the device for a client; "
         "further ones wait on the host",

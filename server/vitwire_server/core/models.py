@@ -310,6 +310,8 @@ class ModelCard:
     attention: str
     device: str
     version: str
+    device_sharing: str = ""
+    """How the device is shared with other processes, in a line; empty on a CPU."""
     nixl: bool = False
     """Whether rows can be written into clients' memory."""
     replica: str = field(default_factory=lambda: uuid4().hex)

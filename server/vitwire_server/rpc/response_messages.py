@@ -138,6 +138,7 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         graphs=card.graphs,
         attention_backend=card.attention,
         device=card.device,
+        device_sharing=card.device_sharing,
         server_version=card.version,
         pooling=_POOLINGS[card.pooling],
         available_poolings=[_POOLINGS[pooling] for pooling in card.poolings],

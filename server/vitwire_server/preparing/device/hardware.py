@@ -43,6 +43,8 @@ _PROBE = (333, 517)
 _DRAWN = Recipe(Preprocessing(1, 1 << 16, (0.5,) * 3, (0.5,) * 3, 1 / 255, Image.Resampling.BICUBIC), 16, 2, 1)
 """Shrinks the probe along both axes."""
 _EXTENSIONS = ("libnvjpeg_ext.*", "libjpeg_turbo_ext.*")
+_NO_MPS = "/nonexistent"
+"""A fault under MPS ends the contexts of all its clients, such as the engine's: files are decoded outside of it."""
 _BLOCKING = 4
 """CU_CTX_SCHED_BLOCKING_SYNC: waits do not use a core."""
 _TURNS = {2: (0, True), 3: (2, False), 4: (2, True), 5: (1, True), 6: (3, False), 7: (3, True), 8: (1, False)}
@@ -57,6 +59,7 @@ class Hardware:
         self.max_pixels = MAX_PICTURE_PIXELS
         on_device = self._device.type == "cuda"
         if on_device:
+            os.environ["CUDA_MPS_PIPE_DIRECTORY"] = _NO_MPS
             index = self._device.index or 0
             ctypes.CDLL("libcuda.so.1").cuInit(0)
             ctypes.CDLL("libcuda.so.1").cuDevicePrimaryCtxSetFlags_v2(index, _BLOCKING)

@@ -25,7 +25,7 @@ from vitwire_server.preparing.rules.patches import Pixels
 _log = logging.getLogger(__name__)
 _WORKER, HARDWARE = "vitwire_server.preparing.files.worker", "vitwire_server.preparing.device.hardware"
 """The modules of decoders on the CPU and on a device."""
-OF_HARDWARE = (*spawn.OF_DEVICES, "CUDA_MPS_PIPE_DIRECTORY", "CUDA_HOME", "TRITON_CACHE_DIR", "CC", "TMPDIR")
+OF_HARDWARE = (*spawn.OF_DEVICES, "CUDA_HOME", "TRITON_CACHE_DIR", "CC", "TMPDIR")
 """Variables of decoders on a device."""
 _COPIED_BYTES = 4 << 20
 """Bytes that are copied before other RPCs get their turn."""

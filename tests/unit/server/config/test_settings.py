@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+import torch
 from tools.tables import flags_table
 
 from vitwire_flags.options import options_of
+from vitwire_server.assembling.device_share import outbox_bytes, torch_bytes, with_room_for_graphs
 from vitwire_server.config import resolving
 from vitwire_server.config.resolving import resolve, warnings
 from vitwire_server.config.settings import ServeSettings, UsageError
+
+GIB, PROCESS = 1 << 30, 640 << 20
 
 
 def test_flag_beats_variable_beats_file_beats_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -57,7 +61,10 @@ def test_a_ladder_that_learns_has_no_sizes_of_its_own(tmp_path: Path) -> None:
         (["--budgets", "64,9999"], "--budgets: 9999 is more than --max-budget-tokens 4096"),
         (["--max-patches-per-item", "99999999999999"], "'--max-patches-per-item' .*: .* 1048576"),
         (["--max-budget-tokens", "99999999999999"], "'--max-budget-tokens' .*: .* 1048576"),
-        (["--cache-bytes", "-1"], "'--cache-bytes' .*: .* greater than or equal to 0"),
+        (
+            ["--cache-bytes", "-1"],
+            "'--cache-bytes' .*: '-1' is not a size; write a number of bytes, or a size such as 500MB or 4GiB",
+        ),
         (["--idle-seconds", "0"], "'--idle-seconds' .*: .* greater than or equal to 0.001"),
         (["--wedge-seconds", "inf"], "'--wedge-seconds' .*: .* less than or equal to 1"),
         (["--wedge-seconds", "1e300"], "'--wedge-seconds' .*: .* less than or equal to 1"),
@@ -223,14 +230,12 @@ def test_bounds_beyond_the_memory_limit_are_named(monkeypatch: pytest.MonkeyPatc
     assert warnings(resolve(["--model", "m", "--graph-memory", "99999999999"])) == [], "those are a GPU's"
     flags = ["--model", "m", "--cache-bytes", str(3 << 30), "--devices", "cpu,cpu"]
     (message,) = warnings(resolve(flags))
-    assert message.startswith(
-        "the memory limit of this cgroup is 6.0 GiB, less than --max-queued-bytes 4.0 GiB + --cache-"
-    )
-    assert "--cache-bytes 3.0 GiB in each of 2 processes: " in message
-    assert "--graph-memory 4.0 GiB" in warnings(resolve(["--model", "m", "--graphs", "simulated"]))[0]
+    assert message.startswith("the memory limit of this cgroup is 6 GiB, less than --max-queued-bytes 4 GiB + --cache-")
+    assert "--cache-bytes 3 GiB in each of 2 processes: " in message
+    assert "--graph-memory 4 GiB" in warnings(resolve(["--model", "m", "--graphs", "simulated"]))[0]
     stored = ["--model", "m", "--device", "cpu", "--cache-bytes", "1", "--store-bytes", str(3 << 30)]
     assert warnings(resolve(stored)) == [], "nothing is stored without NIXL"
-    assert "--store-bytes 3.0 GiB: " in warnings(resolve([*stored, "--nixl"]))[0]
+    assert "--store-bytes 3 GiB: " in warnings(resolve([*stored, "--nixl"]))[0]
     monkeypatch.setattr(resolving, "memory_limit", lambda: None)
     assert warnings(resolve(flags)) == []
 
@@ -305,3 +310,50 @@ def test_what_can_be_closed_and_opened() -> None:
     assert (given.metrics, given.nixl, given.otlp_endpoint) == (False, True, "https://collector:4317")
     default = resolve(["--model", "m"])
     assert (default.metrics, default.nixl, default.otlp_endpoint) == (True, False, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("0", 0), ("4096", 4096), ("500MB", 500_000_000), ("1.5 GiB", 3 << 29), ("4g", 4_000_000_000), ("2KiB", 2048)],
+)
+def test_sizes_may_have_units(text: str, nbytes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert resolve(["--model", "m", "--cache-bytes", text]).cache_bytes == nbytes
+    monkeypatch.setenv("VITWIRE_CACHE_BYTES", text)
+    assert resolve(["--model", "m"]).cache_bytes == nbytes
+    (tmp_path / "vitwire.toml").write_text(f'model = "m"\nstore_bytes = "{text}"\n')
+    assert resolve(["--config", str(tmp_path / "vitwire.toml")]).store_bytes == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "1e9", "4 GiBs", "4GiB/s", "0x10", "inf"])
+def test_other_texts_are_no_sizes(text: str) -> None:
+    with pytest.raises(UsageError, match=r"'--store-bytes' .*: .* is not a size"):
+        resolve(["--model", "m", "--store-bytes", text])
+
+
+@pytest.mark.parametrize(
+    ("flags", "left"),
+    [
+        ([], 8 * GIB - 2 * PROCESS),
+        (["--decode", "cpu"], 8 * GIB - PROCESS),
+        (["--nixl", "--cache-bytes", "1GiB"], 8 * GIB - 3 * PROCESS),
+    ],
+)
+def test_memory_of_a_shared_device(flags: list[str], left: int) -> None:
+    """Torch gets what contexts leave; graphs half of what weights and stored embeddings leave of that."""
+    settings = resolve(["--model", "m", "--device-memory", "8GiB", *flags])
+    assert torch_bytes(settings, free=9 * GIB) == left
+    stored = outbox_bytes(settings, torch.device("cuda"))
+    assert stored == (5 * GIB // 2 if "--nixl" in flags else 0)
+    weights = left - stored - 2 * GIB
+    assert with_room_for_graphs(settings, left, weights).graph_memory == GIB
+    assert with_room_for_graphs(settings, left, 0).graph_memory == min(4 * GIB, (left - stored) // 2)
+    with pytest.raises(UsageError, match=r"the weights take .*; raise it by more than 1 MiB$"):
+        with_room_for_graphs(settings, left, left - stored + (1 << 20))
+    with pytest.raises(UsageError, match="the device has only 7 GiB free; other processes hold the rest"):
+        torch_bytes(settings, free=7 * GIB)
+
+
+def test_memory_of_a_shared_device_that_is_too_small() -> None:
+    settings = resolve(["--model", "m", "--device-memory", "4GiB", "--nixl", "--cache-bytes", "1GiB"])
+    with pytest.raises(UsageError, match=r"3 processes and embeddings on the device \(--store-bytes\) take 4.4 GiB"):
+        torch_bytes(settings, free=80 * GIB)
