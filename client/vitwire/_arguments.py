@@ -58,7 +58,7 @@ class BatchOptions(ClipOptions, total=False):
 
 
 def image_items(images: Sequence[ImageLike], model: Model, options: ImageOptions) -> list[Item]:
-    """One item per image: a file as it is, or a picture. Raises InvalidItem for one that cannot be used, or OSError."""
+    """One item per image: a file as it is, or a picture. Raises InvalidItem for one that cannot be used."""
     _check_prepared(model, "image")
     _check_list(images, "images", dimensions=3)
     items = [_indexed(lambda image: _item(loaded(image), model), *each) for each in enumerate(images)]
@@ -127,5 +127,7 @@ def _indexed(make: Callable[[S], T], index: int, source: S) -> T:
     """Raises InvalidItem, with the position, for a source that cannot be used."""
     try:
         return make(source)
+    except OSError as error:
+        raise InvalidItem(f"the file cannot be read: {error}", item=index) from error
     except (ValueError, TypeError) as error:
         raise InvalidItem(str(error), item=index) from error

@@ -159,8 +159,8 @@ class Client(BaseClient[Transport]):
         images: paths, bytes of files, file objects in binary mode and `data:` URIs, sent as they are; Pillow images or
             uint8 arrays `(H, W)`, `(H, W, C)` or `(C, H, W)`, sent as pictures. The client fetches no URLs.
         content_ids: as for `encode_batch`.
-        Raises InvalidItem for an invalid image, OSError for a file that cannot be opened, and EncodeFailed for a server
-        that prepares no images.
+        Raises InvalidItem for an image that is invalid or cannot be read, and EncodeFailed for a server that prepares
+        no images.
         """
         call = self._call(options, ImageOptions)
         return self._encode(image_items(images, self._get_model(call), options), call)

@@ -17,7 +17,7 @@ from vitwire._transport.balancing import Replicas
 from vitwire._transport.channel import StreamCall
 from vitwire._transport.connections import Connection, Connections
 from vitwire._transport.context import Context, Metadata
-from vitwire._transport.diagnosis import diagnosed
+from vitwire._transport.diagnosis import diagnosed, unheard
 from vitwire._transport.exchange import Exchange, model_of
 from vitwire._transport.protocol import Part
 from vitwire._transport.slots import Slots
@@ -35,7 +35,7 @@ class Transport:
     def __init__(self, channels: grpc_channel.Channels, connections: int, max_in_flight: int | None = None) -> None:
         self.slots = Slots(max_in_flight)
         """Limits requests in flight; the caller of `encode` holds one."""
-        self._security = channels.security
+        self._security, self._target = channels.security, channels.target
         self._timers = Timers()
         self.connections: Connections[grpc.Channel] = Connections(channels.open, connections)
         self.replicas = Replicas()
@@ -81,7 +81,7 @@ class Transport:
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return "SERVICE_UNKNOWN"
-            raise diagnosed(from_rpc(error), self._security) from None
+            raise unheard(diagnosed(from_rpc(error), self._security), self._target) from None
         return grpc_channel.health_name(status)
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class Transport:
             return meaning
         if attempts.needs_reason():
             attempts.reason = self._reason(attempts.reason, metadata)
-        return attempts.reason or failure
+        return unheard(attempts.reason or failure, self._target)
 
     def _reason(self, known: VitwireError | None, metadata: Metadata) -> VitwireError | None:
         """Why no server is ready: None if one is ready, `known` if none answers."""

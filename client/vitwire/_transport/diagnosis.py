@@ -66,6 +66,14 @@ def diagnosed(failure: VitwireError, security: Security) -> VitwireError:
     return failure
 
 
+def unheard(failure: VitwireError, target: str) -> VitwireError:
+    """The failure, or that nothing listens at the target, as the user named it, if gRPC was refused a connection."""
+    text = str(failure)
+    if isinstance(failure, Unavailable) and text.startswith(_NO_CONNECTION) and "Connection refused" in text:
+        return _meaning(failure, f"nothing listens at {target} (connection refused)", is_permanent=False)
+    return failure
+
+
 def _probed(host: str, port: int) -> tuple[bool, bool]:
     """Two facts about a server: it speaks TLS; it asked for a certificate and closed a connection without one."""
     speaks_tls = asked = False

@@ -68,12 +68,14 @@ def _command() -> Any:  # noqa: ANN401  # typer has no public name for commands
 
 
 def _message(error: TyperException) -> str:
-    """One line about a wrong setting, which names the TOML file if it is from there."""
+    """One line about a wrong setting, which names the variable or the TOML file that it is from."""
     ctx, param = getattr(error, "ctx", None), getattr(error, "param", None)
+    found = ctx.get_parameter_source(param.name) if ctx and param else None
+    source = found.name if found else ""
+    if isinstance(error, typer.BadParameter) and param and source == "ENVIRONMENT":
+        error.param_hint = param.envvar
     message = error.format_message()
-    if ctx and param and (source := ctx.get_parameter_source(param.name)) and source.name == "DEFAULT_MAP":
-        return f"{message} ({ctx.params['config']})"
-    return message
+    return f"{message} ({ctx.params['config']})" if ctx and source == "DEFAULT_MAP" else message
 
 
 def _memory(settings: ServeSettings, limit: int) -> Iterator[str]:

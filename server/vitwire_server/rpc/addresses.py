@@ -23,6 +23,17 @@ def raise_if_port_taken(host: str, port: int) -> None:
             raise
 
 
+def unusable_host(host: str) -> str:
+    """Why nothing can listen at a host, which gRPC does not say; empty if something can, or is not known."""
+    try:
+        _reserved(host.strip("[]"), 0).close()
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            return "it is not an address of this machine; 0.0.0.0 stands for all of them"
+        return str(error)
+    return ""
+
+
 def raise_if_ports_taken(host: str, flag: str, ports: Iterable[int]) -> None:
     """Raises OSError for the first port that another program listens on; the message names the flag."""
     for port in ports:

@@ -115,6 +115,8 @@ class Certificates(WatchedFiles):
             key = read_regular(self._key, _MOST_BYTES)
         with naming("--tls-cert", self._cert):
             pairs = [(key, read_regular(self._cert, _MOST_BYTES))]
+            # ssl has no other way to read the end of the first certificate
+            fields = ssl._ssl._test_decode_cert(str(self._cert))  # type: ignore[attr-defined]  # noqa: SLF001
         context, roots = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), None
         with naming(f"--tls-cert {self._cert} --tls-key", self._key):
             context.load_cert_chain(self._cert, self._key, password="")
@@ -122,8 +124,6 @@ class Certificates(WatchedFiles):
             with naming("--tls-client-ca", self._client_ca):
                 roots = read_regular(self._client_ca, _MOST_BYTES)
                 context.load_verify_locations(self._client_ca)
-        # ssl has no other way to read the end of the first certificate
-        fields = ssl._ssl._test_decode_cert(str(self._cert))  # type: ignore[attr-defined]  # noqa: SLF001
         self._on_load(ssl.cert_time_to_seconds(fields["notAfter"]))
         return grpc.ssl_server_certificate_configuration(pairs, root_certificates=roots)
 

@@ -19,6 +19,8 @@ def local_folder(model: str) -> Path | None:
     if folder.is_dir():
         read_json(folder / "config.json")
         return folder
+    if folder.is_file():
+        raise CheckpointError(f"{model} is a file: name the directory of the checkpoint, {folder.parent}")
     if folder.exists() or folder.is_absolute() or model.count("/") != 1 or model.startswith("."):
         raise CheckpointError(f"{model} is neither a directory nor a hub id of the form owner/name")
     return None

@@ -13,7 +13,7 @@ import pytest
 import trustme
 
 from vitwire import Client, DeadlineExceeded, Unavailable, VitwireError
-from vitwire._transport.diagnosis import Security, diagnosed
+from vitwire._transport.diagnosis import Security, diagnosed, unheard
 
 PLAIN, TLS, MUTUAL = Security(False, False), Security(True, False), Security(True, True)
 
@@ -83,6 +83,15 @@ def test_descriptions_become_sentences(start: str, details: str, meaning: str) -
 )
 def test_what_may_pass_is_left_as_it_is(error: VitwireError) -> None:
     assert diagnosed(error, PLAIN) is error
+
+
+def test_a_target_where_nothing_listens_is_named_as_it_was_given() -> None:
+    refused = failure("127.0.0.1:1", "Failed to connect to remote host: Connection refused")
+    meaning = unheard(refused, "dns:///encoder")
+    assert isinstance(meaning, Unavailable)
+    assert str(meaning) == "nothing listens at dns:///encoder (connection refused)"
+    assert not meaning.is_permanent
+    assert unheard(other := failure("127.0.0.1:1", "Socket closed"), "t") is other
 
 
 def closed(_: socket.socket) -> None:

@@ -165,6 +165,13 @@ def test_a_file_is_sent_as_it_is(running: Running, png: bytes) -> None:
 
 
 @both
+async def test_a_file_that_is_not_there_has_a_position(client: Any, png: bytes) -> None:
+    with pytest.raises(InvalidItem, match=r"cannot be read: .*nowhere\.png") as raised:
+        await client.encode_images([png, "nowhere.png"])
+    assert raised.value.item == 1
+
+
+@both
 async def test_items_are_not_images(client: Any) -> None:
     expected = "expected an Item, got str: use encode_images"
     for items in ([item(), "photo.jpg"], iter([item(), "photo.jpg"])):

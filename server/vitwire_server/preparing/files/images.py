@@ -27,12 +27,17 @@ _PNG_HEADER, _PNG_DATA, _PNG_METADATA = b"IHDR", b"IDAT", (b"eXIf", b"iTXt", b"t
 _PNG_START, _PNG_CONTENT, _PNG_OVERHEAD = 8, 8, 12
 
 
+def too_large(max_pixels: int, what: str = "the picture") -> str:
+    """The error that names the server's setting."""
+    return f"{what} exceeds the limit of {max_pixels} pixels (--max-image-pixels of the server)"
+
+
 def measure(data: bytes, recipe: Recipe, max_pixels: int) -> Measured:
     """Form and cost of the prepared image. Raises NotDone, or what Pillow raises."""
     with BytesIO(data) as file, Image.open(file, formats=_FORMATS) as image:
         width, height = image.size
         if width * height > max_pixels:
-            raise NotDone(Fault.TOO_LARGE, f"{width}x{height} exceeds the limit of {max_pixels} pixels")
+            raise NotDone(Fault.TOO_LARGE, too_large(max_pixels, f"{width}x{height}"))
         # in this order: `is_animated` reads a GIF's second picture, which may be damaged
         if image.format not in _FIRST_OF_MANY and getattr(image, "is_animated", False):
             raise NotDone(Fault.UNSUPPORTED, "is animated; send its frames as a clip")

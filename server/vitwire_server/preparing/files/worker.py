@@ -49,8 +49,8 @@ class _Worker:
             raise
         except UnidentifiedImageError:
             raise NotDone(Fault.UNSUPPORTED, "is not a JPEG, PNG, WebP, GIF or BMP image") from None
-        except Image.DecompressionBombError as error:
-            raise NotDone(Fault.TOO_LARGE, str(error)) from None
+        except Image.DecompressionBombError:
+            raise NotDone(Fault.TOO_LARGE, images.too_large(self._setup.sizes.pixels)) from None
         except Exception as error:  # noqa: BLE001 - libraries raise anything over broken files
             raise NotDone(Fault.MALFORMED, f"cannot be decoded: {_brief(error)}") from None
 

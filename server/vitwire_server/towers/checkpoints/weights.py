@@ -7,7 +7,7 @@ disk. Of what torch.save wrote, nothing but tensors is read.
 import hashlib
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -33,6 +33,7 @@ _LAYOUTS = (
 )
 """Names of the index of shards and of the only file; the first that is there is read."""
 _SAFETENSORS = ".safetensors"
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _WHOLE_BYTES = 4 << 30
 """Largest file of the format before torch 1.6, which cannot be mapped and is read as a whole."""
 
@@ -159,7 +160,10 @@ def _tensors_in(path: Path, names: Collection[str]) -> dict[str, Tensor]:
 
 @contextmanager
 def _safetensors(path: Path) -> Iterator[Any]:
-    problem = f"{path} is not a safetensors file of this checkpoint"
+    problem = f"{path} is not a safetensors file of this checkpoint, or is not complete: download it again"
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise CheckpointError(f"{path} is a pointer of Git LFS, not the weights: run `git lfs pull` there")
     with refused(problem, SafetensorError, OSError), safe_open(path, framework="pt") as tensors:
         yield tensors
 

@@ -113,5 +113,7 @@ def test_an_unusable_file_is_named_with_its_flag(tmp_path: Path, flag: str, cont
     if content:
         bad.write_bytes(content)
     files = {"--tls-cert": own.cert, "--tls-key": own.key, "--tls-client-ca": authority.root} | {flag: bad}
-    with pytest.raises(ValueError, match=rf"{flag} {bad}\b"):
+    with pytest.raises(ValueError, match=rf"{flag} {bad}\b") as error:
         Certificates(*files.values())
+    if content and flag == "--tls-cert":
+        assert str(error.value).startswith(f"--tls-cert {bad}: no certificates in PEM")
