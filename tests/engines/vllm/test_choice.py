@@ -3,9 +3,10 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,11 +18,14 @@ from tests.engines.vllm.image_site import data_url, picture
 from tests.engines.vllm.test_front_end import asked, chat, image, outcomes
 
 from servers import ServerProcess, serving
-from vitwire import Client, Item
+from vitwire import Client, Item, Model
+from vitwire._delivery.answers import Accepted
 from vitwire.integrations.vllm import choice, rendering
 from vitwire.integrations.vllm.choice import Average, Choice, ran
 from vitwire.integrations.vllm.files import MediaFile, Reference
-from vitwire.integrations.vllm.uploads import Uploads
+from vitwire.integrations.vllm.settings import Settings
+from vitwire.integrations.vllm.sizes import Sized
+from vitwire.integrations.vllm.uploads import Declined, Uploads
 
 SECONDS = 60
 
@@ -165,6 +169,28 @@ def test_warnings_are_bounded(clock: Callable[[float], None], logged: pytest.Log
     clock(1)
     made._warn("grid", "%s", "later")
     assert logged.messages == ["refused", "grid", "later"]
+
+
+def test_what_is_being_encoded_is_accepted_again(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, also by an encoder that is far behind; else four equal images would pause all uploads."""
+
+    class Behind:
+        async def model(self, *, refresh: bool) -> Model:
+            return replace(model, prepared=("image",), embedding_width=192)
+
+        async def iter_store(self, _: list[Item]) -> AsyncIterator[tuple[int, Accepted]]:
+            yield 0, Accepted((1, 4, 4), 4, 60.0)
+            await asyncio.sleep(60)
+
+        async def store(self, _: list[Item]) -> None:
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(Settings, "uploading_client", lambda _: Behind())
+    uploads = Uploads(Settings.of({"target": "localhost:1", "accept_seconds": 2}), 192, None)
+    for _ in range(2):
+        assert uploads.begin(b"file", "image", Sized(4, {})).result()
+    with pytest.raises(Declined, match="grid"):
+        uploads.begin(b"file", "image", Sized(5, {})).result()
 
 
 @pytest.fixture(scope="module")

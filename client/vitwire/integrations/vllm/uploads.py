@@ -63,6 +63,8 @@ class Uploads:
         self._key = settings.content_key()
         self._known: dict[str, None] = {}
         """Content ids that were accepted lately, oldest first."""
+        self._storing: dict[str, Accepted] = {}
+        """What was accepted and is being encoded, by content id."""
         self._refused: dict[bytes, None] = {}
         """Digests of files that the server refused after it had accepted them, oldest first."""
         self._pause_until, self._paused_for, self._slow = 0.0, "", 0
@@ -144,6 +146,9 @@ class Uploads:
                 raise Declined("refused")
             name = content_id(digest, modality, model, self._key, sized.options)
             found = Reference(name, {**sized.fields, FILE: file, OPTIONS: torch.tensor(packed(sized.options))})
+            if name in self._storing:  # asked for, the server would answer when it is encoded
+                self._match(self._storing[name], sized)
+                return found
             if name in self._known and await self._is_cached(name, modality, sized):
                 return found
             if self._choice and self._choice.is_engine_earlier(modality, sized.tokens):
@@ -158,16 +163,21 @@ class Uploads:
     async def _store(self, item: Item, sized: Sized, found: Reference, accepted: "asyncio.Future[Reference]") -> None:
         """Raises Declined and VitwireError."""
         began, forecast = time.monotonic(), None
-        async with aclosing(self._client.iter_store([item])) as answers:
-            async for _, answer in answers:
-                if isinstance(answer, VitwireError):
-                    raise answer from None
-                self._match(answer, sized)
-                _remember(self._known, found.content_id)
-                if not accepted.done():
-                    accepted.set_result(found)
-                if self._choice and isinstance(answer, Accepted):
-                    self._choice.accepted(forecast := answer.forecast)
+        try:
+            async with aclosing(self._client.iter_store([item])) as answers:
+                async for _, answer in answers:
+                    if isinstance(answer, VitwireError):
+                        raise answer from None
+                    self._match(answer, sized)
+                    _remember(self._known, found.content_id)
+                    if not accepted.done():
+                        accepted.set_result(found)
+                    if isinstance(answer, Accepted):
+                        self._storing[found.content_id], forecast = answer, answer.forecast
+                        if self._choice:
+                            self._choice.accepted(forecast)
+        finally:
+            self._storing.pop(found.content_id, None)
         if self._choice and forecast is not None:
             self._choice.stored(item.modality, time.monotonic() - began, forecast)
 
