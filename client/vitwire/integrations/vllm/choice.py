@@ -9,29 +9,43 @@ from vitwire.items import Modality
 _log = logging.getLogger("vllm.vitwire")
 _SHARE_OF_LAST = 0.3
 """Weight of the last value in a moving average."""
-_MARGIN, _MARGIN_SECONDS = 2.0, 0.1
+_MARGIN, _MARGIN_SECONDS, _BACK_SECONDS = 2.0, 0.1, 0.05
 """The encoder is left if its forecast is later than this many times the engine's, and by these seconds more.
 
-It is chosen again as soon as it is not later.
+It is chosen again as soon as it is not later by the last: without load the tower is often a little earlier.
 """
 _LEAST_SECONDS = 1.0
 """Between two changes of the tower."""
-_PROBE_SECONDS = 0.5
-"""While the engine's tower is chosen, an item goes to the encoder this often, so that its forecast stays current."""
+_LEAST_TOKENS = 256
+"""Fewer count as so many, or small images, whose time does not depend on their size, would make large ones slow."""
+_HALF_LIFE = 10.0
+"""Seconds in which half of what preparation took is forgotten: no item shows that it is faster by now."""
+_PROBE_SECONDS, _PROBE_ITEMS = 0.5, 3
+"""While the engine's tower is chosen, an item goes to the encoder after so many seconds and items of the tower.
+
+So its forecast stays current, and few requests a second are no reason to try the encoder with each.
+"""
 
 
 class Average:
-    """Moving average; None before the first value."""
+    """Moving average; None before the first value. at: moment of the last one."""
 
     def __init__(self) -> None:
         self.value: float | None = None
+        self.at = 0.0
 
     def add(self, value: float) -> None:
+        self.at = time.monotonic()
         self.value = value if self.value is None else self.value + _SHARE_OF_LAST * (value - self.value)
 
 
 ENGINE_PACE = Average()
 """Seconds for each embedding in the tower of this process' engine, as the engine's workers report them."""
+
+
+def ran(seconds: float, tokens: float) -> None:
+    """The tower ran. A run that compiles counts as at most twice the average, or no item would be tried again."""
+    ENGINE_PACE.add(min(seconds / max(tokens, _LEAST_TOKENS), 2 * (ENGINE_PACE.value or inf)))
 
 
 class Choice:
@@ -47,42 +61,47 @@ class Choice:
 
     def __init__(self, sharers: float) -> None:
         self._sharers = sharers
-        self._beside = Average()
+        self._beside: dict[Modality, Average] = {"image": Average(), "video": Average()}
         self._preparing: dict[Modality, Average] = {"image": Average(), "video": Average()}
         self._encoder_idle = self._engine_idle = 0.0
         """Moments at which each should be done with what it has."""
         self._is_engine = False
         self._changed = self._probed = -inf
+        self._unprobed = 0
+        """Items that the engine's tower got since."""
 
     def accepted(self, forecast: float) -> None:
         """The server accepted an item, which takes so many seconds."""
         self._encoder_idle = time.monotonic() + forecast
 
-    def stored(self, seconds: float, forecast: float) -> None:
+    def stored(self, modality: Modality, seconds: float, forecast: float) -> None:
         """An item was stored `seconds` after its upload began."""
-        self._beside.add(seconds - forecast)
+        self._beside[modality].add(seconds - forecast)
 
     def prepared(self, modality: Modality, seconds: float, tokens: int) -> None:
         """An item, or several of one request, was decoded and preprocessed for the engine's tower."""
-        self._preparing[modality].add(seconds / tokens)
+        self._preparing[modality].add(seconds / max(tokens, _LEAST_TOKENS))
 
     def is_engine_earlier(self, modality: Modality, tokens: int) -> bool:
         """Whether the engine's tower encodes an item of so many embeddings; it counts on that. False at first."""
         now, pace = time.monotonic(), ENGINE_PACE.value
-        if pace is None or self._beside.value is None:
+        beside, preparing = self._beside[modality].value, self._preparing[modality]
+        if pace is None or beside is None:
             return False
         work = tokens * pace * self._sharers
-        encoder = max(0.0, max(0.0, self._encoder_idle - now) + self._beside.value)
-        engine = max(0.0, self._engine_idle - now) + work + tokens * (self._preparing[modality].value or 0.0)
-        is_later = encoder > (engine if self._is_engine else _MARGIN * engine + _MARGIN_SECONDS)
+        encoder = max(0.0, max(0.0, self._encoder_idle - now) + beside)
+        prepare = (preparing.value or 0.0) * 0.5 ** ((now - preparing.at) / _HALF_LIFE)
+        engine = max(0.0, self._engine_idle - now) + max(work, tokens * pace) + tokens * prepare
+        is_later = encoder > (engine + _BACK_SECONDS if self._is_engine else _MARGIN * engine + _MARGIN_SECONDS)
         if is_later != self._is_engine and now >= self._changed + _LEAST_SECONDS:
             self._is_engine, self._changed, self._probed = is_later, now, now
             text = "from now on %s encodes images and clips: forecast %.3f s for the encoder, %.3f s for the engine"
             _log.warning(text, "the engine's tower" if is_later else "the encoder", encoder, engine)
         if not (self._is_engine and is_later):
             return False
-        if now >= self._probed + _PROBE_SECONDS:
-            self._probed = now
+        if now >= self._probed + _PROBE_SECONDS and self._unprobed >= _PROBE_ITEMS:
+            self._probed, self._unprobed = now, 0
             return False
+        self._unprobed += 1
         self._engine_idle = max(now, self._engine_idle) + work
         return True

@@ -67,8 +67,8 @@ class MediaFile(MediaWithBytes[Any]):  # type: ignore[misc]  # vLLM has no type 
         self.reference: Reference | None = None
         self.tokens = 0
         """Places of its embedding, if they are known before it is decoded."""
-        self.declined = 0.0
-        """When it became the engine's to encode, by the monotonic clock."""
+        self.decoding = 0.0
+        """Seconds that it took here, if it became the engine's to encode."""
         self._reader = reader
         self._decoded: MediaWithBytes[Any] | None = None
 

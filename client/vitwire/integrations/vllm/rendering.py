@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, NoReturn
 
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.config.multimodal import ImageDummyOptions, MultiModalDummyOptions, VideoDummyOptions
 from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
@@ -82,7 +82,7 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
         if processor and config.model_config.hf_config.model_type in MODELS:
             processor._cached_apply_hf_processor = References(processor).apply  # noqa: SLF001  # it has no other hook
             if self._has_tower and settings.fallback == "faster":
-                self._choice = Choice(servers / config.parallel_config.data_parallel_size)
+                self._choice = Choice(servers / _engines(config.parallel_config))
             self._uploads = Uploads(settings, expected_width(config), self._choice)
 
     # -- messages to prompts: uploads begin ----------------------------------------------------------
@@ -137,10 +137,11 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
         self._check(prompt, skip_mm_cache=skip_mm_cache)
         files = list(_files(prompt))
         await asyncio.gather(*(self._settle(items, index, file) for items, index, file in files))
+        began = time.monotonic()
         found = await super()._process_tokens_async(prompt, skip_mm_cache=skip_mm_cache)
-        own = [file for _, _, file in files if file.declined and file.tokens]
+        own = [file for _, _, file in files if file.tokens and not file.reference]
         if own and self._choice:
-            seconds = time.monotonic() - min(file.declined for file in own)
+            seconds = time.monotonic() - began + max(file.decoding for file in own)
             self._choice.prepared(own[0].modality, seconds, sum(file.tokens for file in own))
         return found
 
@@ -161,8 +162,9 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
     async def _settle(self, items: list[Any], index: int, file: MediaFile) -> None:
         with self._declining(file):
             file.reference = await asyncio.wrap_future(file.upload) if file.upload else None
-        loop = asyncio.get_running_loop()
+        loop, began = asyncio.get_running_loop(), time.monotonic()
         items[index] = _settled(file) or await loop.run_in_executor(global_thread_pool, file.decoded)
+        file.decoding = time.monotonic() - began
 
     @contextmanager
     def _declining(self, file: MediaFile) -> Iterator[None]:
@@ -171,11 +173,15 @@ class VitwireRenderer(HfRenderer):  # type: ignore[misc]  # vLLM has no type inf
             yield
         except Declined as reason:
             if self._has_tower:
-                file.declined = time.monotonic()
                 return
             if str(reason) in Declined.PASSING:
                 raise RetryableRequestError(f"the encoder is {reason}, and this engine has no tower; retry") from None
             raise VLLMValidationError(f"{_NO_TOWER} ({reason})", parameter=file.modality) from None
+
+
+def _engines(parallel: ParallelConfig) -> int:
+    """Those that the front ends give requests to: behind an outer load balancer only the node's."""
+    return int(parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size)
 
 
 def _media(prompt: Mapping[str, Any]) -> list[list[Any]]:

@@ -7,7 +7,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from vitwire.integrations.vllm.choice import ENGINE_PACE
+from vitwire.integrations.vllm.choice import ran
 
 _COUNTERS = {
     "fetched": ("vllm:vitwire_ec_fetched_items", "Embeddings that all workers fetched from Vitwire."),
@@ -65,7 +65,7 @@ class VitwireECPromMetrics(ECConnectorPromMetrics):  # type: ignore[misc]  # as 
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         if tokens := transfer_stats_data.get("tower_tokens"):
-            ENGINE_PACE.add(transfer_stats_data["tower_seconds"] / tokens)
+            ran(transfer_stats_data["tower_seconds"], tokens)
         for key, counters in self._counters.items():
             if value := transfer_stats_data.get(key):
                 counters[engine_idx].inc(value)

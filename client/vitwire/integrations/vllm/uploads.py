@@ -63,9 +63,12 @@ class Uploads:
         self._key = settings.content_key()
         self._known: dict[str, None] = {}
         """Content ids that were accepted lately, oldest first."""
+        self._storing: dict[str, Accepted] = {}
+        """What was accepted and is being encoded, by content id."""
         self._refused: dict[bytes, None] = {}
         """Digests of files that the server refused after it had accepted them, oldest first."""
         self._pause_until, self._paused_for, self._slow = 0.0, "", 0
+        self._warned: dict[str, float] = {}
         self._loop = asyncio.new_event_loop()
         self._running: set[asyncio.Task[Reference]] = set()
         threading.Thread(target=self._loop.run_forever, name="vitwire-uploads", daemon=True).start()
@@ -78,6 +81,12 @@ class Uploads:
 
     def _pause(self, reason: str) -> None:
         self._pause_until, self._paused_for = time.monotonic() + _PAUSE_SECONDS, reason
+
+    def _warn(self, reason: str, text: str, *arguments: object) -> None:
+        """At most once a second for each reason: strangers choose how many images there are."""
+        if (now := time.monotonic()) >= self._warned.get(reason, 0.0):
+            self._warned[reason] = now + _PAUSE_SECONDS
+            _log.warning(text, *arguments)
 
     async def _counted(self, content: bytes, modality: Modality, sized: Sized | None) -> Reference | None:
         began, outcomes = time.monotonic(), CLIPS if modality == "video" else IMAGES
@@ -137,6 +146,9 @@ class Uploads:
                 raise Declined("refused")
             name = content_id(digest, modality, model, self._key, sized.options)
             found = Reference(name, {**sized.fields, FILE: file, OPTIONS: torch.tensor(packed(sized.options))})
+            if name in self._storing:  # asked for, the server would answer when it is encoded
+                self._match(self._storing[name], sized)
+                return found
             if name in self._known and await self._is_cached(name, modality, sized):
                 return found
             if self._choice and self._choice.is_engine_earlier(modality, sized.tokens):
@@ -151,18 +163,23 @@ class Uploads:
     async def _store(self, item: Item, sized: Sized, found: Reference, accepted: "asyncio.Future[Reference]") -> None:
         """Raises Declined and VitwireError."""
         began, forecast = time.monotonic(), None
-        async with aclosing(self._client.iter_store([item])) as answers:
-            async for _, answer in answers:
-                if isinstance(answer, VitwireError):
-                    raise answer from None
-                _match(answer, sized)
-                _remember(self._known, found.content_id)
-                if not accepted.done():
-                    accepted.set_result(found)
-                if self._choice and isinstance(answer, Accepted):
-                    self._choice.accepted(forecast := answer.forecast)
+        try:
+            async with aclosing(self._client.iter_store([item])) as answers:
+                async for _, answer in answers:
+                    if isinstance(answer, VitwireError):
+                        raise answer from None
+                    self._match(answer, sized)
+                    _remember(self._known, found.content_id)
+                    if not accepted.done():
+                        accepted.set_result(found)
+                    if isinstance(answer, Accepted):
+                        self._storing[found.content_id], forecast = answer, answer.forecast
+                        if self._choice:
+                            self._choice.accepted(forecast)
+        finally:
+            self._storing.pop(found.content_id, None)
         if self._choice and forecast is not None:
-            self._choice.stored(time.monotonic() - began, forecast)
+            self._choice.stored(item.modality, time.monotonic() - began, forecast)
 
     def _check(self, model: Model, modality: Modality, options: ProcessorOptions | None) -> None:
         """Raises Declined for a server that cannot encode for this engine."""
@@ -182,8 +199,18 @@ class Uploads:
             (stored,) = await self._client.store([Item(content_id=name, modality=modality)])
         except NotCached:
             return False
-        _match(stored, sized)
+        self._match(stored, sized)
         return True
+
+    def _match(self, answer: Accepted | Stored, sized: Sized) -> None:
+        """Raises Declined unless the embedding fits the places in the prompt."""
+        rows = answer.tokens if isinstance(answer, Accepted) else answer.shape[0]
+        ours = next((value for name, value in sized.fields.items() if name.endswith("_grid_thw")), None)
+        grid = tuple(ours.tolist()) if isinstance(ours, torch.Tensor) else answer.grid
+        if (rows, answer.grid) != (sized.tokens, grid):
+            text = "an image or clip was not encoded (grid): the server's grid of it is %s (%d tokens), vLLM's %s (%d)"
+            self._warn("grid", text, answer.grid, rows, grid, sized.tokens)
+            raise Declined("grid")
 
     def _declined(self, error: VitwireError, digest: bytes, *, was_accepted: bool) -> Declined:
         is_passing = error.item is None or isinstance(error, Overloaded | DeadlineExceeded | Unavailable)
@@ -192,7 +219,8 @@ class Uploads:
             self._pause("unavailable")
         elif was_accepted and not is_passing:  # its request fails; the next one with this file gets vLLM's own answer
             _remember(self._refused, digest)
-        _log.warning("an image or clip was not encoded%s (%s): %s", ", though accepted" * was_accepted, reason, error)
+        text = "an image or clip was not encoded%s (%s): %s"
+        self._warn(f"{reason} {was_accepted}", text, ", though accepted" * was_accepted, reason, error)
         return Declined(reason)
 
 
@@ -201,17 +229,6 @@ def _read(content: bytes) -> tuple[bytes, torch.Tensor]:
     is_resent = len(content) <= _RESENT_BYTES
     file = torch.frombuffer(bytearray(content), dtype=torch.uint8) if is_resent else torch.empty(0, dtype=torch.uint8)
     return hashlib.sha256(content).digest(), file
-
-
-def _match(answer: Accepted | Stored, sized: Sized) -> None:
-    """Raises Declined unless the embedding fits the places in the prompt."""
-    rows = answer.tokens if isinstance(answer, Accepted) else answer.shape[0]
-    ours = next((value for name, value in sized.fields.items() if name.endswith("_grid_thw")), None)
-    grid = tuple(ours.tolist()) if isinstance(ours, torch.Tensor) else answer.grid
-    if (rows, answer.grid) != (sized.tokens, grid):
-        text = "an image or clip was not encoded (grid): the server's grid of it is %s (%d tokens), vLLM's %s (%d)"
-        _log.warning(text, answer.grid, rows, grid, sized.tokens)
-        raise Declined("grid")
 
 
 def _remember(recent: dict[T, None], name: T) -> None:
