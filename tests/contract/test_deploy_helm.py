@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import custom_resources
-from manifests import DEPLOY, RELEASE, Document, documents_of, found_under, server
+from manifests import BESIDE, DEPLOY, RELEASE, Document, documents_of, found_under, only, server
 
 helm = pytest.importorskip("helm_python.chart", reason="Helm's library is built for Linux only")
 CHART = DEPLOY / "helm" / "vitwire"
@@ -79,6 +79,20 @@ def test_the_chart_renders_what_kustomize_renders(target: str) -> None:
     assert comparable(rendered(PAIRS[target])) == comparable(documents_of(target))
 
 
+def test_beside_renders_the_pod_of_the_overlay() -> None:
+    found = []
+    values = {"beside": {"enabled": True}, "settings": {"LAME_DUCK_SECONDS": 0}}
+    for documents in (rendered(values), copy.deepcopy(documents_of(BESIDE))):
+        spec = only(documents, "Deployment")["spec"]["template"]["spec"]
+        claim, settings = only(documents, "ResourceClaimTemplate"), only(documents, "ConfigMap")
+        assert spec.pop("resourceClaims")[0]["resourceClaimTemplateName"] == claim["metadata"]["name"]
+        assert spec["initContainers"][-1].pop("envFrom")[0]["configMapRef"]["name"] == settings["metadata"]["name"]
+        spec["volumes"].sort(key=lambda each: each["name"])
+        found.append((spec, claim["spec"], settings["data"]))
+    found[1][0].update({name: found[0][0][name] for name in ("serviceAccountName", "topologySpreadConstraints")})
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("target", PAIRS)
 @pytest.mark.parametrize("version", ["1.31", "1.37"])
 def test_schemas_accept_every_document(target: str, version: str) -> None:
@@ -112,6 +126,8 @@ def test_two_releases_share_nothing() -> None:
         ({"settings": {"max-queued-items": 5}}, "max-queued-items"),
         ({"settings": {"VITWIRE_DEVICE": "cpu"}}, "VITWIRE_DEVICE"),
         ({"tracing": {"endpoint": "collector"}}, "tracing/endpoint"),
+        ({"beside": {"enabled": True}, "tls": {"secret": "vitwire-tls"}}, "beside.enabled excludes tls"),
+        ({"beside": {"enabled": True}, "model": {"source": "claim"}}, "beside.enabled needs model.source hub"),
         ({"tls": {"clientCertificates": True}}, "tls.clientCertificates needs tls.secret"),
     ],
 )

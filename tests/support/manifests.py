@@ -22,12 +22,16 @@ DEPLOY = ROOT / "deploy"
 SCRIPTS = Path(sys.executable).parent
 STACK = "overlays/stack"
 """Several Deployments: encoder, engine and router."""
-OVERLAYS = sorted({f"overlays/{path.name}" for path in (DEPLOY / "overlays").iterdir()} - {STACK})
+BESIDE = "overlays/beside"
+"""Encoder and engine in one pod."""
+OVERLAYS = sorted({f"overlays/{path.name}" for path in (DEPLOY / "overlays").iterdir()} - {STACK, BESIDE})
 ROUTER = "router with monitoring"
 NO_ENGINE = "router without an engine"
 COMBINATIONS = {
     ROUTER: ("router", "router-monitoring"),
     NO_ENGINE: ("router", "router-no-engine"),
+    "beside with the device plugin": (BESIDE, "beside-device-plugin"),
+    "beside on its own node": (BESIDE, "beside-own-node"),
     "gpu with a claim": ("overlays/gpu", "model-claim"),
     "gpu with KEDA": ("overlays/gpu", "monitoring", "keda"),
     "multi-gpu with TLS": ("overlays/multi-gpu", "tls", "tokens", "monitoring"),
@@ -35,7 +39,7 @@ COMBINATIONS = {
     "gpu with claims and a gateway": ("overlays/gpu", "model-image", "cache-claim", "tracing", "gateway"),
 }
 """Components that no overlay has: the folder to add them to, and their names."""
-TARGETS = ["base", *OVERLAYS, *(name for name, (folder, *_) in COMBINATIONS.items() if folder != "router")]
+TARGETS = ["base", *OVERLAYS, *(name for name in COMBINATIONS if not name.startswith(("router", "beside")))]
 """What runs the server."""
 UID = 10001
 RELEASE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]

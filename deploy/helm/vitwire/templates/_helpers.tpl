@@ -29,9 +29,9 @@ capabilities:
   drop: [ALL]
 {{- end }}
 
-{{- /* A probe's way to ask: gRPC, or HTTP with TLS, which the kubelet's gRPC probes do not support. */ -}}
+{{- /* A probe's way to ask: gRPC, or HTTP with TLS, which the kubelet's gRPC probes do not support, and on loopback. */ -}}
 {{- define "vitwire.asks" -}}
-{{- if .root.Values.tls.secret -}}
+{{- if or .root.Values.tls.secret .root.Values.beside.enabled -}}
 httpGet:
   port: metrics
   path: {{ .path }}
@@ -57,8 +57,13 @@ scaleDown:
       periodSeconds: 300
 {{- end }}
 
+{{- define "vitwire.model" -}}
+{{ ternary "/models/encoder" "/models" .Values.beside.enabled }}
+{{- end }}
+
 {{- define "vitwire.variables" -}}
-{{- $fixed := dict "MODEL" "/models" "HOST" "0.0.0.0" "PORT" "50051" "METRICS_HOST" "0.0.0.0" "METRICS_PORT" "9464" }}
+{{- $settings := deepCopy .Values.settings }}
+{{- $fixed := dict "MODEL" (include "vitwire.model" .) "HOST" "0.0.0.0" "PORT" "50051" "METRICS_HOST" "0.0.0.0" "METRICS_PORT" "9464" }}
 {{- if .Values.tls.secret }}
 {{- $_ := set $fixed "TLS_CERT" "/secrets/tls/tls.crt" }}
 {{- $_ := set $fixed "TLS_KEY" "/secrets/tls/tls.key" }}
@@ -73,7 +78,15 @@ scaleDown:
 {{- if .Values.tracing.endpoint }}
 {{- $_ := set $fixed "OTLP_ENDPOINT" .Values.tracing.endpoint }}
 {{- end }}
-{{- range $name, $value := merge (deepCopy .Values.settings) $fixed }}
+{{- if .Values.beside.enabled }}
+{{- $settings = omit $settings "DEVICE" }}
+{{- $_ := set $fixed "HOST" "127.0.0.1" }}
+{{- $_ := set $fixed "DEVICES" "cuda:0" }}
+{{- $_ := set $fixed "CACHE_BYTES" "8000000000" }}
+{{- $_ := set $fixed "NIXL" "true" }}
+{{- $_ := set $fixed "DEVICE_MEMORY" .Values.beside.encoderMemory }}
+{{- end }}
+{{- range $name, $value := merge $settings $fixed }}
 {{- if and (kindIs "float64" $value) (eq $value (floor $value)) }}
 {{- $value = printf "%.0f" $value }}
 {{- end }}
