@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 
 from vitwire.shared.agents import AgentError, Memory
-from vitwire_server.core.delivery import Delivered, DeviceRows, Fallback, NotDelivered, Placing, Rows
+from vitwire_server.core.delivery import Delivered, DeviceRows, Fallback, MemoryKind, NotDelivered, Placing, Rows
 from vitwire_server.delivery import cuda
 from vitwire_server.delivery.messages import Outbox
 from vitwire_server.delivery.transfers import Bounds, Job, Transfers
@@ -21,6 +21,10 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 2e-3
 """While rows are waited for, which do not say when they are ready."""
 _IDLE_PAUSE = 0.1
 """While something may take too long."""
+_RATED_BYTES, _RATED = 4 << 20, 16
+"""Size from which embeddings say how fast they are written, and how many of them do."""
+_SLOW = 1e9
+"""Bytes a second that CUDA IPC and RDMA exceed many times; below, memory probably goes over emulated TCP."""
 Done = Callable[[Delivered | NotDelivered], None]
 Upload = Callable[[memoryview], DeviceRows | None]
 
@@ -42,6 +46,8 @@ class Courier:
         """Callbacks of deliveries without an outcome; changed under the lock, like `_closed`."""
         self._closed = False
         self._upload: Upload | None = None
+        self._rates: list[float] = []
+        """Bytes a second of the first large deliveries from device memory."""
         self._lock = Lock()
         started: Future[None] = Future()
         self._thread = Thread(target=self._run, args=(started,), name="delivery", daemon=True)
@@ -165,7 +171,25 @@ class Courier:
         if failure is None:
             seconds = time.monotonic() - job.started
             self._metrics.delivered(job.rows.nbytes, seconds)
+            on_device = job.placing.consumer.memory is MemoryKind.DEVICE and job.copy is None
+            if on_device and job.rows.nbytes >= _RATED_BYTES and len(self._rates) < _RATED:
+                self._rate(job.rows.nbytes / max(time.monotonic() - job.posted, 1e-9))
             done(Delivered(job.placing.region, seconds))
         else:
             self._metrics.fell_back(failure)
             done(NotDelivered(failure))
+
+    def _rate(self, rate: float) -> None:
+        """Say once how fast the fastest of them was."""
+        self._rates.append(rate)
+        if len(self._rates) < _RATED:
+            return
+        fastest = max(self._rates)
+        if fastest < _SLOW:
+            text = (
+                "NIXL writes only %.2f GB/s into clients' devices: CUDA IPC and RDMA are not in use. Containers need "
+                "one PID namespace and one /dev/shm (docs/one-gpu.md)"
+            )
+            _log.warning(text, fastest / 1e9)
+        else:
+            _log.info("NIXL writes %.1f GB/s into clients' devices", fastest / 1e9)

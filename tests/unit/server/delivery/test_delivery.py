@@ -23,7 +23,7 @@ from vitwire_server.delivery import cuda
 from vitwire_server.delivery.courier import Courier
 from vitwire_server.delivery.messages import Outbox, ToSender, Write
 from vitwire_server.delivery.senders import Sender
-from vitwire_server.delivery.transfers import Bounds
+from vitwire_server.delivery.transfers import Bounds, Job
 from vitwire_server.observe.metrics.series import Series
 from vitwire_server.observe.metrics.sessions import DeliveryMetrics
 from waiting import until
@@ -395,3 +395,16 @@ def test_consumers_come_and_go() -> None:
         assert deliveries.metric("delivery_agents") <= 2
     assert used[-1][0] - used[2][0] < 16 * MIB
     assert used[-1][1] - used[2][1] < 16
+
+
+@pytest.mark.parametrize(("seconds", "level"), [(0.0005, "INFO"), (0.05, "WARNING")])
+def test_the_rate_is_logged_once(seconds: float, level: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Of embeddings of 8 MiB from device memory: 16 GB/s, or 0.16 GB/s over emulated TCP."""
+    with delivering() as deliveries, caplog.at_level("INFO", Courier.__module__):
+        for _ in range(40):
+            now, consumer = time.monotonic(), Consumer("p", "a", b"", MemoryKind.DEVICE, 0, 0, 8 * MIB)
+            job = Job(Placing(consumer, Region(0, 8 * MIB)), HostRows(0, 8 * MIB), now, posted=now - seconds)
+            deliveries.courier._done[job] = deliveries.outcomes.put
+            deliveries.courier._answer(job, None)
+    assert [each.levelname for each in caplog.records] == [level]
+    assert "GB/s into clients' devices" in caplog.text
