@@ -105,7 +105,7 @@ def test_a_crowd_on_the_grpc_port_leaves_the_metrics_port_and_the_socket_alone(
         (b"GET /livez HTTP/1.1\r\n\r\n", b"HTTP/1.0 200 "),
         (b"GET /livez?x HTTP/1.0\n\n", b"HTTP/1.0 200 "),
         (b"GET /nowhere HTTP/1.1\r\n\r\n", b"HTTP/1.0 404 "),
-        (b"POST /metrics HTTP/1.1\r\n\r\n", b"HTTP/1.0 501 "),
+        (b"POST /metrics HTTP/1.1\r\n\r\n" + b"x" * 20_000, b"HTTP/1.0 405 "),
         (b"nonsense\r\n\r\n", b"<!DOCTYPE HTML>"),
         (b"GET /livez HTTP/1.1\r\nX: " + b"x" * 20_000, b"HTTP/1.0 431 "),
         (b"GET /livez HTTP/1.1\r\n" + b"X: y\r\n" * 200 + b"\r\n", b"HTTP/1.0 431 "),

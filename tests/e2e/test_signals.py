@@ -48,6 +48,13 @@ def test_sighup_drains(flags: tuple[str, ...], checkpoints: Checkpoints) -> None
         assert "exited unexpectedly" not in server.log()
 
 
+def test_after_ctrl_c_nobody_waits(checkpoints: Checkpoints) -> None:
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, "--lame-duck-seconds", "3600") as server:
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(60) == 0
+        assert "serving for another 0 s" in server.log()
+
+
 def test_nohup_keeps_a_server_running(checkpoints: Checkpoints) -> None:
     program = ("-c", "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + MAIN)
     with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, program=program) as server:

@@ -127,7 +127,7 @@ class TimeoutSettings:
     )
     drain_seconds: float = flag(30.0, "seconds that requests in flight may take to finish at shutdown", 0, _LONGEST)
     lame_duck_seconds: float = flag(
-        5.0, "seconds to keep serving at shutdown after the server stops reporting ready", 0, _LONGEST
+        5.0, "seconds to keep serving after SIGTERM, while the server reports not ready; none after Ctrl-C", 0, _LONGEST
     )
 
 

@@ -90,6 +90,11 @@ class _Exchange(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.do_GET()
 
+    def do_POST(self) -> None:
+        self._respond(Response(HTTPStatus.METHOD_NOT_ALLOWED, _TEXT, b"GET or HEAD\n"))
+
+    do_PUT = do_PATCH = do_DELETE = do_POST  # noqa: N815  # the base class finds them by name
+
     def _respond(self, response: Response) -> None:
         self.send_response(response.status)
         self.send_header("Content-Type", response.content_type)
@@ -125,10 +130,11 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Answer once the header is complete; a body is not read."""
         self._request += data
-        if len(self._request) > _HEADER_BYTES:
+        head = bytes(self._request[:_HEADER_BYTES])
+        if b"\r\n\r\n" in head or b"\n\n" in head:
+            self._finish(_Exchange(self._routes, head).raw_response)
+        elif len(self._request) > _HEADER_BYTES:
             self._finish(_TOO_LARGE)
-        elif b"\r\n\r\n" in self._request or b"\n\n" in self._request:
-            self._finish(_Exchange(self._routes, bytes(self._request)).raw_response)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the base class's signature
         self._end.cancel()

@@ -44,7 +44,7 @@ async def supervise(words: Sequence[str], settings: ServeSettings) -> int:
             for process in processes:
                 process.send(signal.SIGTERM)
 
-    on_signals(lambda: kill_now() if stopping.is_set() else stop(), kill_now)  # it may be stopping after a failure
+    on_signals(lambda _: kill_now() if stopping.is_set() else stop(), kill_now)  # it may be stopping after a failure
     running = [asyncio.create_task(process.keep_running(stopping)) for process in processes]
     try:
         return int(not all(await asyncio.gather(*running)))

@@ -61,7 +61,7 @@ async def serve(settings: ServeSettings) -> int:
 
     Raises CheckpointError, UsageError, or OSError if a port is taken.
     """
-    stopping = _stop_on_signals(settings.log_format)
+    signals = _stop_on_signals(settings.log_format)
     raise_limit()
     if settings.nixl and not is_installed():
         raise UsageError(f"--nixl: {MISSING}")
@@ -98,7 +98,7 @@ async def serve(settings: ServeSettings) -> int:
             pages.start()
         metrics_at = f"on {bracketed(settings.metrics_host)}:{pages.port}" if pages else "off"
         _print(plain_line(f"listening on {bracketed(settings.host)}:{port}, metrics {metrics_at}", settings.log_format))
-        return await _Server(settings, metrics, front, Lifecycle(health, front.show), memory, trace, stopping).run()
+        return await _Server(settings, metrics, front, Lifecycle(health, front.show), memory, trace, *signals).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,8 @@ class _Server:
     memory: ArenaMemory | None
     trace: TraceWriter | None
     stopping: asyncio.Event
+    by_hand: asyncio.Event
+    """Set by Ctrl-C: nobody balances load over servers that are stopped by hand, so they stop at once."""
 
     async def run(self) -> int:
         """Load the model, serve, drain; returns the exit code."""
@@ -171,8 +173,9 @@ class _Server:
         settings = self.settings
         if not engine.ended.is_set():
             await self.lifecycle.start_draining()
-            _log.info("draining: readiness is off; serving for another %g s", settings.lame_duck_seconds)
-            await _any_of(asyncio.sleep(settings.lame_duck_seconds), engine.ended.wait())
+            seconds = 0.0 if self.by_hand.is_set() else settings.lame_duck_seconds
+            _log.info("draining: readiness is off; serving for another %g s", seconds)
+            await _any_of(asyncio.sleep(settings.lame_duck_seconds), engine.ended.wait(), self.by_hand.wait())
         if engine.ended.is_set():
             await self.lifecycle.set_state(State.FAILED, "the engine stopped")
         failed = watching_front.done()
@@ -256,13 +259,18 @@ async def _any_of(*awaitables: Awaitable[object]) -> None:
         task.cancel()
 
 
-def _stop_on_signals(log_format: str) -> asyncio.Event:
-    """An event that the first SIGTERM or SIGINT sets; the second kills the process."""
-    stopping = asyncio.Event()
+def _stop_on_signals(log_format: str) -> tuple[asyncio.Event, asyncio.Event]:
+    """An event that the first signal sets, and one that it sets too if it is SIGINT; the second kills the process."""
+    stopping, by_hand = asyncio.Event(), asyncio.Event()
+
+    def stop(number: signal.Signals) -> None:
+        stopping.set()
+        if number is signal.SIGINT:
+            by_hand.set()
 
     def kill() -> None:
         sys.stderr.write(plain_line("second signal: exiting now", log_format, "warning") + "\n")
         signal.raise_signal(signal.SIGKILL)
 
-    on_signals(stopping.set, kill)
-    return stopping
+    on_signals(stop, kill)
+    return stopping, by_hand

@@ -15,8 +15,8 @@ _RESERVED = 512
 """Descriptors for the metrics port, files and the runtime."""
 
 
-def on_signals(first: Callable[[], None], second: Callable[[], None]) -> None:
-    """Have the running loop call `first` for the first signal and `second` for each later one but duplicates.
+def on_signals(first: Callable[[signal.Signals], None], second: Callable[[], None]) -> None:
+    """Have the running loop call `first` with the first signal and `second` for each later one but duplicates.
 
     A terminal that closes may send several SIGHUP, so these are never the second. Under `nohup` SIGHUP stays ignored.
     """
@@ -27,7 +27,7 @@ def on_signals(first: Callable[[], None], second: Callable[[], None]) -> None:
         nonlocal first_at
         if first_at is None:
             first_at = loop.time()
-            first()
+            first(number)
         elif number is not signal.SIGHUP and loop.time() - first_at >= _DUPLICATE_SECONDS:
             second()
 
