@@ -185,6 +185,8 @@ def _announce(placed: Placed, card: ModelCard, metrics: Metrics) -> None:
         device=card.device,
         graphs=card.graphs,
         attention=card.attention,
+        pooling=card.pooling,
+        version=card.version,
     )
     loaded = (placed.checkpoint.folder, card.model_type, card.dtype.label, card.device, len(card.ladder))
     _log.info("loaded %s (%s) in %s on %s, %d graphs", *loaded)

@@ -235,6 +235,8 @@ def _place(labels: Mapping[str, str]) -> str:
 def _model(model: Mapping[str, str], readings: Readings) -> dict[str, str]:
     shown = {_words(key): escape(value) for key, value in model.items() if key != "model"}
     captured, dropped = (readings.total(f"vitwire_graphs_{each}") for each in ("captured", "dropped"))
+    for each in readings.labels("vitwire_weights_info"):
+        shown["weights"] = escape(each["fingerprint"])
     return shown | {"budgets captured": f"{captured:.0f} of {captured + dropped:.0f}"}
 
 

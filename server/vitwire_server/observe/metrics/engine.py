@@ -181,7 +181,7 @@ class ModelMetrics:
     def __init__(self, series: Series) -> None:
         self._model = series.gauge(
             "model_info", "The model being served; always 1",
-            model=(), model_type=(), dtype=(), device=(), graphs=(), attention=(),
+            model=(), model_type=(), dtype=(), device=(), graphs=(), attention=(), pooling=(), version=(),
         )  # fmt: skip
         self._weights = series.gauge(
             "weights_info", "Fingerprint of the weights being served; always 1", fingerprint=()

@@ -132,20 +132,14 @@ def test_what_is_prepared_where(metrics: Metrics) -> None:
 
 
 def test_names_are_escaped(metrics: Metrics) -> None:
-    metrics.model.loaded(
-        fingerprint="c0ffee",
-        model=HOSTILE,
-        model_type=HOSTILE,
-        dtype=HOSTILE,
-        device=HOSTILE,
-        graphs=HOSTILE,
-        attention=HOSTILE,
-    )
+    names = ("model", "model_type", "dtype", "device", "graphs", "attention", "pooling", "version")
+    metrics.model.loaded("c0ffee", **dict.fromkeys(names, HOSTILE))
     health = serving()
     health.change(State.FAILED, HOSTILE)
     text = render(metrics, health)
     assert HOSTILE not in text
     assert "alert" in text
+    assert ["weights", "c0ffee"] in Document(text).rows
     assert Document(text).tags.count("script") == 1, "the page's own"
 
 
