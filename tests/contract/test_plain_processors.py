@@ -17,7 +17,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from broken import Break, config, edit, load, refused
 from checkpoints import Checkpoints
-from prepared import clip_items, image_items, of_clips, of_images
+from prepared import clip_items, image_items, of_clips, of_images, photograph
 from reference import TOLERANCE, error
 from rigs import Rig
 from vitwire_server.core.grids import Grid
@@ -34,12 +34,6 @@ STOCK: dict[str, Any] = {
     "siglip": SiglipImageProcessorPil,
     "vit": ViTImageProcessorPil,
 }
-
-
-def photograph(height: int, width: int) -> Image.Image:
-    """A slope with noise on it."""
-    slope = np.add.outer(np.arange(height) * 2, np.arange(width))[..., None] * [1, 3, 2] % 200
-    return Image.fromarray((slope + np.random.default_rng(width).integers(0, 55, (height, width, 3))).astype(np.uint8))
 
 
 RAW = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}

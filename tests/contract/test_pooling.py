@@ -1,8 +1,6 @@
 """One row per image, of every row of the table and every pooling that it offers, against transformers' own."""
 
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -157,7 +155,7 @@ def test_every_pooling_has_a_fingerprint_of_its_own(model_type: str, checkpoints
     assert load(checkpoint.folder).fingerprint in found
 
 
-def test_what_a_model_does_not_offer_is_refused(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_what_a_model_does_not_offer_is_refused(checkpoints: Checkpoints) -> None:
     for model_type, offered in (
         ("qwen3_vl", "none"),
         ("clip", "none, cls, mean"),
@@ -170,19 +168,17 @@ def test_what_a_model_does_not_offer_is_refused(checkpoints: Checkpoints, tmp_pa
 
 
 @pytest.mark.parametrize("model_type", ["siglip_vision_model", "siglip2"])
-def test_a_checkpoint_without_a_head_does_not_offer_attention(
-    model_type: str, checkpoints: Checkpoints, tmp_path: Path
-) -> None:
+def test_a_checkpoint_without_a_head_does_not_offer_attention(model_type: str, copied: Checkpoints) -> None:
     field = "vision_use_head" if model_type == "siglip_vision_model" else "vision_config__vision_use_head"
-    folder = copied(checkpoints(model_type), tmp_path)
+    folder = copied(model_type)
     config(**{field: False})(folder)
     assert open_checkpoint(str(folder)).poolings == (Pooling.NONE, Pooling.MEAN)
 
 
 def test_a_clip_tower_without_the_projection_pools_the_class_token_alone(
-    checkpoints: Checkpoints, tmp_path: Path, references: References
+    copied: Checkpoints, references: References
 ) -> None:
-    folder = copied(checkpoints("clip_vision_model"), tmp_path)
+    folder = copied("clip_vision_model")
     config(architectures=["CLIPVisionModel"])(folder)
     rig = Rig.of(folder, torch.float32, CPU, sizes=(), pooling=Pooling.CLS)
     grid = Grid(2, 1, 1)
@@ -192,15 +188,11 @@ def test_a_clip_tower_without_the_projection_pools_the_class_token_alone(
     assert error(rig.run(rig.items([grid]))[0], theirs) <= TOLERANCE
 
 
-def test_a_missing_projection_is_named(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    folder = copied(checkpoints("mlcd"), tmp_path)
+def test_a_missing_projection_is_named(copied: Checkpoints) -> None:
+    folder = copied("mlcd")
     config(model_type="clip_vision_model", architectures=["CLIPVisionModelWithProjection"])(folder)
     with pytest.raises(CheckpointError, match="holds no vision projection: no weight is named visual_projection"):
         load(folder, Pooling.CLS)
-
-
-def copied(source: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(source, tmp_path / "copy"))
 
 
 @pytest.mark.parametrize(
@@ -214,16 +206,16 @@ def copied(source: Path, tmp_path: Path) -> Path:
     ],
 )
 def test_a_checkpoint_says_whether_vectors_may_be_cut(
-    fields: dict[str, object], lengths: tuple[int, ...] | None, checkpoints: Checkpoints, tmp_path: Path
+    fields: dict[str, object], lengths: tuple[int, ...] | None, copied: Checkpoints
 ) -> None:
-    folder = shutil.copytree(checkpoints("clip"), tmp_path / "clip")
+    folder = copied("clip")
     config(**fields)(folder)
     assert open_checkpoint(str(folder)).matryoshka == lengths
 
 
 @pytest.mark.parametrize("lengths", [[0], ["16"], [True], 16, {"16": 1}])
-def test_malformed_lengths_of_vectors_are_refused(lengths: object, checkpoints: Checkpoints, tmp_path: Path) -> None:
-    folder = shutil.copytree(checkpoints("clip"), tmp_path / "clip")
+def test_malformed_lengths_of_vectors_are_refused(lengths: object, copied: Checkpoints) -> None:
+    folder = copied("clip")
     config(matryoshka_dimensions=lengths)(folder)
     with pytest.raises(CheckpointError, match="matryoshka_dimensions must be a list of positive integers"):
         open_checkpoint(str(folder))

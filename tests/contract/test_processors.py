@@ -11,7 +11,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from checkpoints import MODEL_TYPES, Checkpoints, sampled
 from client_models import client_model
-from prepared import patches, recipes
+from prepared import patches, photograph, recipes
 from vitwire import ProcessorOptions
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Resizing
@@ -24,12 +24,6 @@ PACKED = [name for name in MODEL_TYPES if FAMILIES[name].layout == "packed patch
 NEEDS_TORCHVISION = {"minimax_m3_vl"}
 """Its own processor comes with no other backend; its rule and order are those of Qwen2-VL."""
 SIZES = [(480, 640), (33, 250), (20, 24), (1500, 1200), (56, 56)]
-
-
-def photograph(height: int, width: int) -> Image.Image:
-    ramp = np.add.outer(np.arange(height) * 3, np.arange(width))[..., None] * [1, 2, 5]
-    noise = np.random.default_rng(height).integers(0, 60, (height, width, 3))
-    return Image.fromarray(((ramp % 196) + noise).astype(np.uint8))
 
 
 def processor_of(model_type: str, folder: Path) -> Any:

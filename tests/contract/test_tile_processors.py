@@ -38,7 +38,7 @@ from broken import edit
 from checkpoints import Checkpoints, sampled
 from clear_files import faded
 from client_models import client_model
-from prepared import image_items, of_images
+from prepared import image_items, of_images, photograph
 from published_processors import deepseek_vl2_tiles, eagle_tiles, h2ovl_tiles
 from vitwire import InvalidItem, Item
 from vitwire_server.preparing.rules.recipe import Recipe
@@ -48,12 +48,6 @@ from vitwire_server.towers.files import CheckpointError
 Array = NDArray[np.float64]
 Stock = Callable[[Path, Image.Image], tuple[Array, Array | None]]
 SIZES = [(480, 640), (33, 250), (60, 24), (700, 300), (112, 112)]
-
-
-def photograph(height: int, width: int) -> Image.Image:
-    ramp = np.add.outer(np.arange(height) * 3, np.arange(width))[..., None] * [1, 2, 5]
-    noise = np.random.default_rng(height).integers(0, 60, (height, width, 3))
-    return Image.fromarray(((ramp % 196) + noise).astype(np.uint8))
 
 
 def tiles(processor: Any, crops: str | None = None, first: bool = False, **options: Any) -> Stock:

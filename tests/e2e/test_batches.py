@@ -18,7 +18,7 @@ from raster_reference import RasterReference
 from reference import TOLERANCE, Array, Reference, error
 from servers import ServerProcess, serving
 from tile_reference import TileReference
-from vitwire import AsyncClient, Client, Embedding, InvalidItem, Item
+from vitwire import AsyncClient, Client, Embedding, Item
 
 References = Callable[..., Reference | TileReference | RasterReference]
 OTHERS = (
@@ -120,24 +120,6 @@ def test_contents_with_ids_are_uploaded_once(served: Served) -> None:
     assert {each.report.path for each in again} == {"cache"}
     for own, other in zip(again, first, strict=True):
         np.testing.assert_array_equal(own.numpy(), other.numpy())
-
-
-@pytest.mark.parametrize("served", ["qwen3_vl"], indirect=True)
-def test_a_request_is_found_in_the_servers_log(served: Served) -> None:
-    batch = outputs(served)
-    with Client(served.process.target, timeout=120) as client:
-        (embedding, *_) = client.encode_batch(batch["pixel_values"].double(), batch["image_grid_thw"])
-        assert len(embedding.report.request_id) == 32
-        with pytest.raises(InvalidItem, match=r"items\[0\]\.pixels") as raised:
-            client.encode_batch(batch["pixel_values"][:, :-1], batch["image_grid_thw"])
-        name = raised.value.request_id
-        assert name is not None
-        served.process.wait_for(name, 60)
-        with pytest.raises(InvalidItem):
-            client.with_options(metadata={"x-request-id": "order-66.1"}).encode(
-                [Item(np.zeros((4, 4)).astype("f4"), (1, 2, 2))]
-            )
-        served.process.wait_for(r"order-66\.1", 60)
 
 
 @pytest.mark.parametrize("served", ["qwen3_vl"], indirect=True)

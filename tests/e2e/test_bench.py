@@ -31,10 +31,12 @@ def document(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 def test_a_mix_at_a_rate(server: ServerProcess, tmp_path: Path) -> None:
     mix = ("--size", "112x112:3", "--size", "56x168:1")
-    first = document(bench(server, *mix, "--rate", 40, "--requests", 60, "--plot", tmp_path / "plot.png"))
+    plot = tmp_path / "latency.svg"
+    first = document(bench(server, *mix, "--rate", 40, "--requests", 60, "--plot", plot))
     assert (first["requests"], first["errors"], first["arrivals"]) == (60, {}, "poisson")
     assert first["seconds"] > 0.7, "60 requests at 40 per second take 1.5 s on average"
     assert first["paths"] == {"graph": 60}
+    assert plot.read_text().startswith("<?xml")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,9 @@ LARGE = pb.Item(
     grid=pb.Grid(t=1, h=64, w=64),
     pixels=pb.Tensor(data_type=pb.DATA_TYPE_UINT8, shape=[ROWS, COLUMNS // 2], data=bytes(ROWS * COLUMNS // 2)),
 )
-
+BARE = pb.Item()
+BARE.CopyFrom(LARGE)
+BARE.pixels.data = b""
 SMALL = pb.Item(
     modality=pb.MODALITY_IMAGE,
     grid=pb.Grid(t=1, h=2, w=2),
@@ -124,13 +126,10 @@ def test_who_does_not_read_gives_back_what_it_holds(server: ServerProcess, chann
 @pytest.mark.parametrize(("chunk", "pause"), [(None, 0.0), (b"", 0.3), (b"x", 0.3)])
 def test_an_upload_that_stalls_ends_its_stream(channel: grpc.Channel, chunk: bytes | None, pause: float) -> None:
     """3 MB are promised: neither an empty chunk nor a byte now and then is progress."""
-    bare = pb.Item()
-    bare.CopyFrom(LARGE)
-    bare.pixels.data = b""
     end = Event()
 
     def messages() -> Iterator[pb.EncodeStreamRequest]:
-        yield pb.EncodeStreamRequest(header=pb.EncodeStreamHeader(item=1, header=bare))
+        yield pb.EncodeStreamRequest(header=pb.EncodeStreamHeader(item=1, header=BARE))
         while chunk is not None and not end.wait(pause):
             yield pb.EncodeStreamRequest(chunk=pb.EncodeStreamChunk(item=1, data=chunk))
         end.wait(30)
@@ -143,12 +142,10 @@ def test_an_upload_that_stalls_ends_its_stream(channel: grpc.Channel, chunk: byt
 
 def test_an_upload_that_keeps_its_rate_is_served(channel: grpc.Channel) -> None:
     """It takes longer than a client may stand still, and no message of it is late."""
-    bare, data = pb.Item(), bytes([1]) * len(LARGE.pixels.data)
-    bare.CopyFrom(LARGE)
-    bare.pixels.data = b""
+    data = bytes([1]) * len(LARGE.pixels.data)
 
     def messages() -> Iterator[pb.EncodeStreamRequest]:
-        yield pb.EncodeStreamRequest(header=pb.EncodeStreamHeader(item=1, header=bare))
+        yield pb.EncodeStreamRequest(header=pb.EncodeStreamHeader(item=1, header=BARE))
         for start in range(0, len(data), 1 << 18):
             time.sleep(0.2)
             yield pb.EncodeStreamRequest(chunk=pb.EncodeStreamChunk(item=1, data=data[start : start + (1 << 18)]))
@@ -173,7 +170,8 @@ def test_a_full_server_says_when_to_come_back_in_both_ways(server: ServerProcess
         client.encode([Item(np.zeros((4, COLUMNS), np.uint8), (1, 2, 2))])
     assert refused_call.value.retry_after is not None
     assert 0.1 <= refused_call.value.retry_after <= 1
-    assert len(list(held)) >= 4
+    assert len(list(held)) >= 4, "a request larger than the queue is served when it is empty"
+    assert server.metric("vitwire_rejected_total", reason="items") >= 2
 
 
 def test_a_deadline_that_cannot_be_met_costs_no_device_time(server: ServerProcess) -> None:

@@ -91,30 +91,6 @@ def test_info_and_health(server: ServerProcess) -> None:
     assert vitwire("health", "--target", server.target).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["encode", "/nowhere.png"], "/nowhere.png"),
-        (["encode", __file__], "test_cli.py"),
-        (["health", "no.such.Service"], "SERVICE_UNKNOWN"),
-    ],
-)
-def test_mistakes_are_told_in_a_line(server: ServerProcess, words: list[str], told: str) -> None:
-    done = vitwire(*words, "--target", server.target)
-    assert done.returncode == 1
-    assert told in done.stderr + done.stdout
-    assert "Traceback" not in done.stderr
-
-
-def test_a_broken_file_does_not_lose_the_others(server: ServerProcess, tmp_path: Path) -> None:
-    out = tmp_path / "rows.safetensors"
-    done = encode(server, HOPPER, __file__, COFFEE, "--out", out)
-    assert done.returncode == 1
-    assert "test_cli.py" in done.stderr
-    root = os.path.commonpath([HOPPER, __file__, COFFEE])
-    assert sorted(load_file(out)) == sorted(os.path.relpath(file, root) for file in (HOPPER, COFFEE))
-
-
 def test_an_item_that_the_service_finds_invalid_fails_alone(server: ServerProcess) -> None:
     """As `encode` asks for it: the request is a stream, though one message would hold it."""
     good, odd = (Item(np.zeros((2 * height, 3 * 2 * 14 * 14), np.float32), (1, height, 2)) for height in (4, 3))
@@ -124,15 +100,6 @@ def test_an_item_that_the_service_finds_invalid_fails_alone(server: ServerProces
         results = dict(client.iter_encode([good, odd], return_exceptions=True))
     assert isinstance(results[0], Embedding)
     assert isinstance(results[1], InvalidItem)
-
-
-def test_bench_with_a_plot(server: ServerProcess, tmp_path: Path) -> None:
-    plot = tmp_path / "latency.svg"
-    sizes = ("--size", "56x56", "--size", "112x56")
-    done = vitwire("bench", *sizes, "--requests", "4", "--target", server.target, "--plot", plot)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["items"] == 4
-    assert plot.read_text().startswith("<?xml")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,15 +133,6 @@ def test_64_concurrent_requests_are_answered_right_and_share_batches(
     assert shares > 2 * batches, "batches hold items of several requests"
 
 
-def test_threads_share_one_client(server: ServerProcess, references: References) -> None:
-    reference = references("qwen3_vl", torch.float32)
-    cases = [draw(reference, (1, 4, 2 + 2 * seed), seed) for seed in range(16)]
-    with Client(server.target) as client, ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda case: client.encode([case.item])[0], cases))
-    for case, answer in zip(cases, answers, strict=True):
-        assert error(answer.numpy(), case.expected) <= TOLERANCE
-
-
 def test_large_items_travel_in_chunks(server: ServerProcess, references: References) -> None:
     reference = references("qwen3_vl", torch.float32)
     cases = [draw(reference, grid, 1) for grid in ((1, 64, 64), (3, 32, 32), (1, 2, 2))]
@@ -164,15 +154,3 @@ def test_rows_come_in_the_type_asked_for(server: ServerProcess, references: Refe
     assert str(embedding.torch().dtype) == f"torch.{output}"
     rounding = {"float32": TOLERANCE, "float16": 2**-11, "bfloat16": 2**-8}[output]
     assert error(embedding.numpy(), case.expected) <= rounding
-
-
-def test_iter_encode_yields_items_as_they_are_ready(server: ServerProcess, references: References) -> None:
-    reference = references("qwen3_vl", torch.float32)
-    cases = [draw(reference, (1, 40, 40), 0), draw(reference, (1, 2, 2), 1)]
-    with Client(server.target) as client:
-        arrived = dict(client.iter_encode([case.item for case in cases]))
-    assert sorted(arrived) == [0, 1]
-    for index, case in enumerate(cases):
-        answer = arrived[index]
-        assert not isinstance(answer, Exception)
-        assert error(answer.numpy(), case.expected) <= TOLERANCE

@@ -6,7 +6,7 @@ import io
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any
 
 import grpc
@@ -403,22 +403,29 @@ def test_wrong_headers_and_numbers(plain_server: ServerProcess, consumer: Consum
         answers(plain_server, [delivery(consumer), header, region(0, 0), chunk])
 
 
-def test_a_deadline_passes_while_a_region_is_awaited(server: ServerProcess, consumer: ConsumerProcess) -> None:
-    """The item holds nothing that others wait for, and leaves nothing behind."""
+@contextmanager
+def awaiting(server: ServerProcess, consumer: ConsumerProcess, timeout: float) -> Iterator[Any]:
+    """The stream of a file that was accepted, and whose region does not come."""
     over = threading.Event()
 
     def sent() -> Iterator[pb.EncodeStreamRequest]:
         yield from (delivery(consumer), *opened(0, png(64, 64)))
         over.wait(60)
 
-    before = server.metric("vitwire_tickets_opened_total") - server.metric("vitwire_tickets_closed_total")
-    with grpc.insecure_channel(server.target) as channel, Client(server.target) as other:
-        stream = EncoderServiceStub(channel).EncodeStream(sent(), timeout=5)
+    with grpc.insecure_channel(server.target) as channel:
+        stream = EncoderServiceStub(channel).EncodeStream(sent(), timeout=timeout)
         assert next(stream).WhichOneof("result") == "accepted"
+        yield stream
+        over.set()
+
+
+def test_a_deadline_passes_while_a_region_is_awaited(server: ServerProcess, consumer: ConsumerProcess) -> None:
+    """The item holds nothing that others wait for, and leaves nothing behind."""
+    before = server.metric("vitwire_tickets_opened_total") - server.metric("vitwire_tickets_closed_total")
+    with awaiting(server, consumer, timeout=5) as stream, Client(server.target) as other:
         assert len(other.encode([Item(encoded=png(64, 64, seed=1))])) == 1
         with pytest.raises(grpc.RpcError) as caught:
             next(stream)
-        over.set()
     assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     until(lambda: server.metric("vitwire_admitted_items") == 0)
     until(lambda: server.metric("vitwire_admitted_bytes") == 0)
@@ -428,19 +435,10 @@ def test_a_deadline_passes_while_a_region_is_awaited(server: ServerProcess, cons
 
 
 def test_a_server_drains_while_a_region_is_awaited(checkpoints: Checkpoints, consumer: ConsumerProcess) -> None:
-    over = threading.Event()
-
-    def sent() -> Iterator[pb.EncodeStreamRequest]:
-        yield from (delivery(consumer), *opened(0, png(64, 64)))
-        over.wait(60)
-
     with serving(checkpoints("qwen3_vl"), *FLAGS, "--drain-seconds", "1") as server:
-        with grpc.insecure_channel(server.target) as channel:
-            stream = EncoderServiceStub(channel).EncodeStream(sent(), timeout=60)
-            assert next(stream).WhichOneof("result") == "accepted"
+        with awaiting(server, consumer, timeout=60) as stream:
             server.process.terminate()
             with pytest.raises(grpc.RpcError) as caught:
                 next(stream)
-            over.set()
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
         assert server.process.wait(60) == 0

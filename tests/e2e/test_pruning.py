@@ -3,19 +3,14 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import grpc
 import numpy as np
 import pytest
 import torch
-from google.rpc.error_details_pb2 import BadRequest
-from google.rpc.status_pb2 import Status
 
 from checkpoints import Checkpoints
 from reference import TOLERANCE, Array, Reference, error, kept_tokens
 from servers import PIXELS_ONLY, ServerProcess, serving
-from vitwire import Client, Embedding, InvalidItem, Item
-from vitwire.v1 import encoder_pb2 as pb
-from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
+from vitwire import Client, Embedding, Item
 
 References = Callable[..., Reference]
 CLEAR = 1e-5
@@ -114,36 +109,3 @@ def test_windowed_towers_prune_by_place_too(checkpoints: Checkpoints, references
     flags = ("--dtype", "float32", "--graphs", "simulated", "--max-budget-tokens", "256")
     with serving(checkpoints("qwen2_5_vl"), *PIXELS_ONLY, *flags) as process, Client(process.target) as client:
         case.check(client.encode([case.item])[0])
-
-
-@pytest.mark.parametrize(
-    ("modality", "ratio"),
-    [
-        (pb.MODALITY_IMAGE, 0.5),
-        (pb.MODALITY_VIDEO, -0.5),
-        (pb.MODALITY_VIDEO, 1.25),
-        (pb.MODALITY_VIDEO, float("nan")),
-        (pb.MODALITY_VIDEO, float("inf")),
-    ],
-)
-def test_wrong_ratios_are_refused_by_name(
-    server: ServerProcess, modality: "pb.Modality.ValueType", ratio: float
-) -> None:
-    data = np.ones((16, 3 * 2 * 16 * 16), np.float32)
-    tensor = pb.Tensor(data_type=pb.DATA_TYPE_FLOAT32, shape=data.shape, data=data.tobytes())
-    wrong = pb.Item(modality=modality, grid=pb.Grid(t=1, h=4, w=4), keep_ratio=ratio, pixels=tensor)
-    with grpc.insecure_channel(server.target) as channel, pytest.raises(grpc.RpcError) as refused:
-        list(EncoderServiceStub(channel).Encode(pb.EncodeRequest(items=[wrong])))
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    detail = BadRequest()
-    trailers = dict(refused.value.trailing_metadata())
-    assert Status.FromString(trailers["grpc-status-details-bin"]).details[0].Unpack(detail)
-    assert [violation.field for violation in detail.field_violations] == ["items[0].keep_ratio"]
-
-
-def test_the_client_tells_what_is_wrong(server: ServerProcess) -> None:
-    pixels = np.ones((16, 3 * 2 * 16 * 16), np.float32)
-    with pytest.raises(InvalidItem, match="keep_ratio"):
-        Item(pixels, (1, 4, 4), "video", keep_ratio=1.5)
-    with Client(server.target) as client, pytest.raises(InvalidItem, match=r"items\[0\]\.keep_ratio"):
-        client.encode([Item(pixels, (1, 4, 4), "image", keep_ratio=0.5)])

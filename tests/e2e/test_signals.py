@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import struct
 import sys
 import threading
@@ -13,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from checkpoints import Checkpoints
+from http2 import DATA, END_HEADERS, END_STREAM, HEADERS, PING, SETTINGS, call_headers, connected, framed, frames
 from processes import channel_to, edges
 from servers import PIXELS_ONLY, serving
 
@@ -104,46 +104,28 @@ def test_watchers_of_health_leave_no_traceback(processes: str, checkpoints: Chec
 class Silent:
     """A watcher of health that allows its answer no bytes, and answers pings as a living client does."""
 
-    def __init__(self, port: int) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
-        nothing = _frame(_SETTINGS, 0, 0, struct.pack(">HI", 4, 0))
-        headers = {
-            ":method": "POST",
-            ":scheme": "http",
-            ":path": "/grpc.health.v1.Health/Watch",
-            ":authority": "a",
-            "content-type": "application/grpc",
-            "te": "trailers",
-        }
-        block = b"".join(b"\0%c%b%c%b" % (len(k), k.encode(), len(v), v.encode()) for k, v in headers.items())
-        call = _frame(_HEADERS, 4, 1, block) + _frame(_DATA, 1, 1, bytes(5))
-        self._socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + nothing + call)
+    def __init__(self, target: str) -> None:
+        self._socket = connected(target, 60)
+        nothing = framed(SETTINGS, 0, 0, struct.pack(">HI", 4, 0))
+        call = framed(HEADERS, END_HEADERS, 1, call_headers("/grpc.health.v1.Health/Watch"))
+        self._socket.sendall(nothing + call + framed(DATA, END_STREAM, 1, bytes(5)))
         self.answered = threading.Event()
         """The call has headers: the server is about to write."""
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        with suppress(OSError, struct.error), self._socket, self._socket.makefile("rb") as stream:
-            while True:
-                size, kind, flags, _ = struct.unpack(">IBBI", b"\0" + stream.read(9))
-                payload = stream.read(size)
-                if kind == _HEADERS:
+        with suppress(OSError), self._socket:
+            for kind, flags, _, payload in frames(self._socket):
+                if kind == HEADERS:
                     self.answered.set()
-                elif kind in (_SETTINGS, _PING) and not flags & 1:
-                    self._socket.sendall(_frame(kind, 1, 0, payload if kind == _PING else b""))
-
-
-_DATA, _HEADERS, _SETTINGS, _PING = 0, 1, 4, 6
-
-
-def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    return struct.pack(">IBBI", len(payload), kind, flags, stream)[1:] + payload
+                elif kind in (SETTINGS, PING) and not flags & 1:
+                    self._socket.sendall(framed(kind, 1, 0, payload if kind == PING else b""))
 
 
 def test_watchers_that_do_not_read_hold_nothing_up(checkpoints: Checkpoints) -> None:
     """Neither the drain nor other watchers."""
     with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY) as server, grpc.insecure_channel(server.target) as channel:
-        silent = [Silent(server.port) for _ in range(4)]
+        silent = [Silent(server.target) for _ in range(4)]
         assert all(each.answered.wait(60) for each in silent)
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVING

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import re
 import signal
 import subprocess
@@ -20,7 +19,7 @@ import pytest
 
 from checkpoints import Checkpoints
 from manifests import documents_of, server
-from servers import PIXELS_ONLY, SERVER, ServerProcess, serving, spawn, supervising
+from servers import PIXELS_ONLY, SERVER, ServerProcess, finished, serving, spawn, supervising
 from vitwire import AsyncClient, Client, DeadlineExceeded, Item, Unavailable, VitwireError
 from vitwire_server.config.host import THREADS, share_of_cores
 
@@ -219,15 +218,8 @@ def test_ports_and_socket_are_numbered(checkpoints: Checkpoints, tmp_path: Path)
 
 
 def test_a_wrong_model_ends_with_one_sentence() -> None:
-    command = [sys.executable, "-m", "vitwire_server", "serve", "--model", "/nowhere", "--devices", "cpu,cpu"]
-    done = subprocess.run(
-        [*command, "--port", "0", "--metrics-port", "0"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )
+    ports = ("--port", "0", "--metrics-port", "0")
+    done = finished("serve", "--model", "/nowhere", "--devices", "cpu,cpu", *ports)
     assert done.returncode == 1
     reason = "/nowhere is neither a directory nor a hub id of the form owner/name"
     assert done.stderr == f"vitwire-server: {reason}\n"

@@ -123,6 +123,8 @@ class Fake(encoder_pb2_grpc.EncoderServiceServicer):
     """Of the weights."""
     prepares: bool = True
     """Whether it prepares pictures and files."""
+    change: Callable[[pb.GetModelResponse], object] = lambda message: None
+    """May change what it says of the model."""
     takes: tuple[str, ...] = ()
     """Options of images. An older server has none."""
     sent: list[pb.Item] = field(default_factory=list)
@@ -188,6 +190,7 @@ class Fake(encoder_pb2_grpc.EncoderServiceServicer):
         message.options.extend(self.takes)
         if not self.prepares:
             message.ClearField("prepared")
+        self.change(message)
         return message
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from struct import pack
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, GOAWAY, CONTINUATION = 0, 1, 3, 4, 7, 9
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, CONTINUATION = 0, 1, 3, 4, 6, 7, 9
 END_STREAM, END_HEADERS = 1, 4
 CANCEL, ENHANCE_YOUR_CALM = 8, 11
 Frame = tuple[int, int, int, bytes]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from vitwire import Item
 from vitwire._inputs.sources import pixels_of, pixels_of_frames
@@ -25,6 +26,13 @@ _SHAPE = {"patch": 14, "merge": 1, "temporal": 1, "raster": False, "channels_las
 _SETTINGS: dict[str, Any] = {
     "min_pixels": 1, "max_pixels": 1, "mean": (0.5,) * 3, "std": (0.5,) * 3, "rescale_factor": 1 / 255, "resample": 3,
 }  # fmt: skip
+
+
+def photograph(height: int, width: int) -> Image.Image:
+    """A slope with noise on it."""
+    ramp = np.add.outer(np.arange(height) * 3, np.arange(width))[..., None] * [1, 2, 5]
+    noise = np.random.default_rng(height).integers(0, 60, (height, width, 3))
+    return Image.fromarray(((ramp % 196) + noise).astype(np.uint8))
 
 
 def recipe(**changes: Any) -> Recipe:

@@ -5,7 +5,8 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from threading import Event, Thread
 from typing import Any
@@ -174,6 +175,16 @@ class Rig:
         if self.host:
             self.own.close()
             self.other.close()
+
+
+@asynccontextmanager
+async def running(made: Rig, shape: str) -> AsyncIterator[Rig]:
+    """The rig, with sessions of this shape; everything is given back at the end."""
+    try:
+        yield made if shape == "local" else await made.over_a_link(spares=shape == "spares")
+        await made.settle_memory()
+    finally:
+        await made.close()
 
 
 class Rpc:

@@ -17,7 +17,7 @@ from vitwire._transport.ahead import AHEAD_ITEMS, Window
 
 
 async def asynchronous(items: Iterator[Item]) -> AsyncIterator[Item]:
-    for each in items:
+    while each := await asyncio.to_thread(next, items, None):
         yield each
 
 
@@ -44,8 +44,8 @@ async def test_no_items_need_no_server(make: Call, source: Source) -> None:
         assert [each async for each in client.iter_encode(source(iter(())))] == []
 
 
-@both
-async def test_results_come_while_an_item_is_awaited(make: Call, running: Running) -> None:
+@sources
+async def test_results_come_while_an_item_is_awaited(make: Call, source: Source, running: Running) -> None:
     first = threading.Event()
 
     def items() -> Iterator[Item]:
@@ -55,23 +55,7 @@ async def test_results_come_while_an_item_is_awaited(make: Call, running: Runnin
 
     async with make(running.target, timeout=90) as client:
         order = []
-        async for index, _ in client.iter_encode(items()):
-            order.append(index)
-            first.set()
-    assert order == [0, 1]
-
-
-async def test_results_come_while_an_asynchronous_item_is_awaited(running: Running) -> None:
-    first = asyncio.Event()
-
-    async def items() -> AsyncIterator[Item]:
-        yield item(2, 1.0)
-        await first.wait()
-        yield item(2, 2.0)
-
-    async with AsyncClient(running.target, timeout=90) as client:
-        order = []
-        async for index, _ in client.iter_encode(items()):
+        async for index, _ in client.iter_encode(source(items())):
             order.append(index)
             first.set()
     assert order == [0, 1]

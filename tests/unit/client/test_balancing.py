@@ -139,12 +139,6 @@ def test_auto_without_budgets() -> None:
     assert len(Balancing("auto").shares({1: items[1]}, model, 2)) == 1
 
 
-@pytest.mark.parametrize("spread", [0, -1, "all"])
-def test_an_invalid_spread_is_refused(spread: Any) -> None:
-    with pytest.raises(ValueError, match="spread must be at least 1 or 'auto'"):
-        Client("x:1", spread=spread)
-
-
 def test_replicas_count_for_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now, replicas = 100.0, Replicas()
     monkeypatch.setattr("vitwire._transport.balancing.time.monotonic", lambda: now)

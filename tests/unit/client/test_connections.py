@@ -31,13 +31,6 @@ def connections(limit: int) -> Connections[int]:
     return Connections(open_channel, limit)
 
 
-def test_calls_that_do_not_overlap_share_one_connection() -> None:
-    pool = connections(4)
-    for _ in range(3):
-        with pool.bulk(100, stream=False) as connection:
-            assert connection.channel == 0
-
-
 def test_overlapping_calls_open_connections_up_to_the_limit() -> None:
     pool = connections(3)
     with ExitStack() as calls:

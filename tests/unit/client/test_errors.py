@@ -56,26 +56,22 @@ def test_every_status_has_its_kind(code: grpc.StatusCode) -> None:
     assert str(of_item)
 
 
-def test_violations_name_the_field_and_the_item() -> None:
-    error = errors.from_rpc(with_details(grpc.StatusCode.INVALID_ARGUMENT, bad_request("items[2].grid.h")))
+@pytest.mark.parametrize(
+    ("fields", "positions", "first", "item"),
+    [
+        (["items[2].grid.h"], [], "items[2].grid.h", 2),
+        (["items[1].pixels"], [(4, 7)], "items[7].pixels", 7),
+        (["items[1].pixels", "items[2].pixels"], [], "items[1].pixels", None),
+    ],
+    ids=["one", "of a part, in the whole request", "of several items"],
+)
+def test_violations_name_the_field_and_the_item(
+    fields: list[str], positions: list[tuple[int, ...]], first: str, item: int | None
+) -> None:
+    failed = with_details(grpc.StatusCode.INVALID_ARGUMENT, *map(bad_request, fields))
+    error = errors.from_rpc(failed, *positions)
     assert isinstance(error, errors.InvalidItem)
-    assert error.violations == (errors.Violation("items[2].grid.h", "bad"),)
-    assert error.item == 2
-
-
-def test_violations_of_a_part_name_the_position_in_the_whole_request() -> None:
-    failed = with_details(grpc.StatusCode.INVALID_ARGUMENT, bad_request("items[1].pixels"))
-    error = errors.from_rpc(failed, (4, 7))
-    assert isinstance(error, errors.InvalidItem)
-    assert error.violations[0].field == "items[7].pixels"
-    assert error.item == 7
-
-
-def test_violations_of_several_items_blame_none() -> None:
-    failed = with_details(
-        grpc.StatusCode.INVALID_ARGUMENT, bad_request("items[1].pixels"), bad_request("items[2].pixels")
-    )
-    assert errors.from_rpc(failed).item is None
+    assert (error.violations[0], error.item) == (errors.Violation(first, "bad"), item)
 
 
 def test_retry_after_comes_from_the_details_or_the_pushback() -> None:

@@ -115,9 +115,14 @@ def test_embeddings_widen_exactly(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_torch_shares_the_memory_in_the_servers_dtype(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "tensor_of",
+    [Embedding.torch, torch.from_dlpack, lambda got: torch.utils.dlpack.from_dlpack(got.__dlpack__())],
+    ids=["torch", "dlpack", "the older capsule"],
+)
+def test_tensors_share_the_memory_in_the_servers_dtype(tensor_of: Any, dtype: torch.dtype) -> None:
     got = embedding(torch.randn(5, 12).to(dtype))
-    tensor = got.torch()
+    tensor = tensor_of(got)
     assert tensor.dtype == dtype
     tensor[2, 3] = 7
     assert got.numpy()[2, 3] == 7
@@ -137,16 +142,6 @@ def test_an_embedding_is_an_array(dtype: torch.dtype) -> None:
             np.asarray(got, copy=False)
     else:
         assert np.shares_memory(np.asarray(got, rows.numpy().dtype, copy=False), got.torch().numpy())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_an_embedding_is_handed_over_by_dlpack(dtype: torch.dtype) -> None:
-    got = embedding(torch.randn(5, 12).to(dtype))
-    tensor = torch.from_dlpack(got)
-    assert tensor.dtype == dtype
-    tensor[2, 3] = 7
-    assert got.numpy()[2, 3] == 7
-    assert torch.utils.dlpack.from_dlpack(got.__dlpack__()).equal(tensor), "the older capsule"
 
 
 @pytest.mark.parametrize("levels", [0, 1, 2])

@@ -95,10 +95,10 @@ async def test_closing_a_derived_client_leaves_the_first_one_open(make: Call, ru
     ("options", "field"),
     [
         ({"priority": "urgent"}, "priority"),
-        ({"output_type": "int8"}, "output_type"),
+        ({"output_type": "uint8"}, "output_type"),
         ({"timeout": float("nan")}, "timeout"),
         ({"max_retries": -1}, "max_retries"),
-        ({"spread": 0}, "spread"),
+        *(({"spread": wrong}, "spread must be at least 1 or 'auto'") for wrong in (0, -1, "all")),
         ({"metadata": {"grpc-timeout": "1"}}, "metadata"),
         ({"metadata": {"x-trace-bin": "1"}}, "metadata"),
         ({"metadata": {"a b": "1"}}, "metadata"),
@@ -189,7 +189,7 @@ async def test_results_and_errors_have_the_id_of_their_request(make: Call, runni
         for call in (client.model(), client.health(), client.encode([item()])):
             with pytest.raises(Unavailable) as unavailable:
                 await call
-            assert len(unavailable.value.request_id or "") == 32
+            assert (unavailable.value.code, len(unavailable.value.request_id or "")) == ("UNAVAILABLE", 32)
     with pytest.raises(InvalidItem) as local:
         Item(np.zeros(3), (1, 1, 1))
     assert local.value.request_id is None

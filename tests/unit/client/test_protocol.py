@@ -47,25 +47,22 @@ def test_a_request_is_what_protobuf_would_write() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "one"),
+    ("items", "one"),
     [
-        ([10], True),
-        ([ONE_MESSAGE_BYTES], False),
-        ([ONE_MESSAGE_BYTES - 100], True),
-        ([ONE_MESSAGE_BYTES // 2] * 2, False),
-        ([1] * 1000, True),
+        ([sized(10)], True),
+        ([sized(ONE_MESSAGE_BYTES)], False),
+        ([sized(ONE_MESSAGE_BYTES - 100)], True),
+        ([sized(ONE_MESSAGE_BYTES // 2)] * 2, False),
+        ([sized(1)] * 1000, True),
+        ([sized(10, content_id="x" * ONE_MESSAGE_BYTES)], False),
     ],
+    ids=range(6),
 )
-def test_one_message_stays_within_its_bound(sizes: list[int], one: bool) -> None:
-    part = only([sized(size) for size in sizes])
+def test_one_message_stays_within_its_bound(items: list[Item], one: bool) -> None:
+    part = only(items)
     assert part.one_message is one
     if one:
         assert len(write_request(part.request())) <= ONE_MESSAGE_BYTES
-
-
-def test_long_names_count_as_well() -> None:
-    part = only([sized(10, content_id="x" * ONE_MESSAGE_BYTES)])
-    assert not part.one_message
 
 
 def test_an_upload_sends_options_then_headers_and_chunks() -> None:
@@ -109,18 +106,8 @@ def test_what_the_server_takes_in_no_message_goes_as_a_stream() -> None:
     for limits, count in ((few, 3), (small, 1)):
         (part,) = split(dict.fromkeys(range(count), sized(2000)), OPTIONS, 1, replace(MODEL, limits=limits))
         assert not part.one_message
-
-
-def test_a_request_may_be_a_stream_however_small() -> None:
     (part,) = split({0: sized(1)}, Options.of(None, "batch", stream=True), 1, MODEL)
-    assert not part.one_message
-
-
-def test_options_refuse_unknown_names() -> None:
-    with pytest.raises(ValueError, match="output_type"):
-        Options.of("uint8", "batch")
-    with pytest.raises(ValueError, match="priority"):
-        Options.of(None, "soon")
+    assert not part.one_message, "a request may be a stream however small"
 
 
 # -- putting together --------------------------------------------------------------------------------

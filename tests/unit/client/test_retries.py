@@ -127,13 +127,6 @@ def test_a_wrong_target_is_a_clear_error(kind: Any, target: str, reason: str) ->
         kind(target)
 
 
-@pytest.mark.parametrize(
-    "target", ["localhost", "dns:///a.b:1", "dns://8.8.8.8/a:1", "[::1]:5", "ipv6:[::1]:1", "unix:x", "unix:///x"]
-)
-def test_other_targets_are_left_to_grpc(target: str) -> None:
-    Client(target).close()
-
-
 def test_a_timeout_that_nobody_gave_fits_the_work() -> None:
     small, huge = (
         Deadline(None, 60).covering([item()], patient=False),

@@ -67,12 +67,10 @@ def test_a_ladder_that_learns_has_no_sizes_of_its_own(tmp_path: Path) -> None:
         ),
         (["--idle-seconds", "0"], "'--idle-seconds' .*: .* greater than or equal to 0.001"),
         (["--wedge-seconds", "inf"], "'--wedge-seconds' .*: .* less than or equal to 1"),
-        (["--wedge-seconds", "1e300"], "'--wedge-seconds' .*: .* less than or equal to 1"),
         (["--config", "/nowhere.toml"], "/nowhere.toml: no such file"),
         (["--config", "/dev/null"], "/dev/null: not a regular file"),
         (["--port", "many"], "'--port' .env var: 'VITWIRE_PORT'.: .* a valid integer"),
         (["--max-queued-items", "0"], "'--max-queued-items' .*: .* greater than or equal to 1"),
-        (["--idle-seconds", "-1"], "'--idle-seconds' .*: .* greater than or equal to 0.001"),
         (["--drain-seconds", "nan"], "'--drain-seconds' .*: Input should be "),
         (["--device", "tpu"], r"^--device: expected auto, cpu, cuda or cuda:N \(got 'tpu'\)$"),
         (["--port"], "^Option '--port' requires an argument"),
@@ -80,6 +78,15 @@ def test_a_ladder_that_learns_has_no_sizes_of_its_own(tmp_path: Path) -> None:
         (["--cache-byte=1", "--zzz"], "^No such option: --(cache-byte .*--cache-bytes|zzz$)"),
         (["again"], "unexpected extra argument.* .again"),
         (["--metrics=maybe"], "^Option '--metrics' does not take a value"),
+        (["--tls-cert", "c"], "must be set together"),
+        (["--tls-key", "k"], "must be set together"),
+        (["--tls-client-ca", "a"], "needs --tls-cert"),
+        (["--otlp-endpoint", "grpc://collector:4317"], "--otlp-endpoint"),
+        (["--otlp-endpoint", "http://collector:4317/v1 traces"], "--otlp-endpoint"),
+        *(
+            (["--store-bytes", text], r"'--store-bytes' .*: .* is not a size")
+            for text in ("", "GiB", "1e9", "4 GiBs", "4GiB/s", "0x10", "inf")
+        ),
     ],
 )
 def test_a_wrong_setting_is_named(flags: list[str], message: str) -> None:
@@ -121,9 +128,6 @@ def test_every_number_has_bounds() -> None:
         ("budgets = [true]\n", "budgets: expected a number, a string, or a list of"),
         ("devices = [{ cpu = 1 }]\n", "devices: expected a number, a string, or a list of"),
         ("port = true\n", r"vitwire\.toml: port: expected a number or a string, not a boolean$"),
-        ("cache_bytes = false\n", "cache_bytes: expected a number or a string, not a boolean"),
-        ("max_request_bytes = true\n", "max_request_bytes: expected a number or a string, not a boolean"),
-        ("drain_seconds = true\n", "drain_seconds: expected a number or a string, not a boolean"),
         ("graphs = false\n", "graphs: expected a number or a string, not a boolean"),
     ],
 )
@@ -274,21 +278,6 @@ def test_settings_are_frozen_and_every_flag_explains_itself() -> None:
     assert {each.name for each in fields(ServeSettings)} - options_of(ServeSettings).keys() == {"given"}
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--tls-cert", "c"], "must be set together"),
-        (["--tls-key", "k"], "must be set together"),
-        (["--tls-client-ca", "a"], "needs --tls-cert"),
-        (["--otlp-endpoint", "grpc://collector:4317"], "--otlp-endpoint"),
-        (["--otlp-endpoint", "http://collector:4317/v1 traces"], "--otlp-endpoint"),
-    ],
-)
-def test_flags_that_need_each_other(flags: list[str], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        resolve(["--model", "m", *flags])
-
-
 def test_rpc_processes_are_auto_or_a_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert resolve(["--model", "m"]).rpc_process_count is None
     assert resolve(["--model", "m", "--rpc-processes", "auto"]).rpc_process_count is None
@@ -322,12 +311,6 @@ def test_sizes_may_have_units(text: str, nbytes: int, monkeypatch: pytest.Monkey
     assert resolve(["--model", "m"]).cache_bytes == nbytes
     (tmp_path / "vitwire.toml").write_text(f'model = "m"\nstore_bytes = "{text}"\n')
     assert resolve(["--config", str(tmp_path / "vitwire.toml")]).store_bytes == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "1e9", "4 GiBs", "4GiB/s", "0x10", "inf"])
-def test_other_texts_are_no_sizes(text: str) -> None:
-    with pytest.raises(UsageError, match=r"'--store-bytes' .*: .* is not a size"):
-        resolve(["--model", "m", "--store-bytes", text])
 
 
 @pytest.mark.parametrize(

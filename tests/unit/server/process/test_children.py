@@ -14,7 +14,7 @@ import pytest
 from vitwire_children.confine import PARENT
 from vitwire_children.restarts import Restarts
 from vitwire_server.process import heartbeat
-from vitwire_server.process.children import ChildProcess, Launch, StartFailed, labelled
+from vitwire_server.process.children import ChildProcess, Launch, labelled
 
 ECHO = "import os, socket; link = socket.socket(fileno=int(os.environ['LINK'])); link.send(link.recv(9))\n"
 FOREVER = "import time\ntime.sleep(60)\n"
@@ -100,13 +100,6 @@ async def test_a_command_that_cannot_start_leaves_nothing_open() -> None:
         await kept(launch).keep_running(asyncio.Event())
     assert events == ["release", "ended"]
     assert psutil.Process().num_fds() <= before
-
-
-async def test_an_error_before_the_first_readiness_is_final(capfd: pytest.CaptureFixture[str]) -> None:
-    child = kept(lambda: Launch((sys.executable, "-c", "import sys; sys.exit('vitwire-server: bad certificate')")))
-    with pytest.raises(StartFailed, match="rpc-0: bad certificate"):
-        await child.keep_running(asyncio.Event())
-    assert capfd.readouterr().err == "[rpc-0] vitwire-server: bad certificate\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for it")

@@ -197,20 +197,6 @@ def test_a_failed_batch_fails_its_own_items_only() -> None:
     assert len(rig.notes.batches) == 2, "failed items are counted as well"
 
 
-def test_a_bug_in_the_engine_answers_everything_and_ends_the_run() -> None:
-    def break_down(_: Sequence[Item]) -> None:
-        raise ZeroDivisionError
-
-    rig = Rig(Recorder(depth=2, on_launch=break_down))
-    rig.submit(rig.ticket(), 80, 80, 80)
-    with pytest.raises(ZeroDivisionError):
-        rig.scheduler.run()
-    assert sorted(index for _, index, _ in rig.outcomes) == [0, 1, 2]
-    assert all(isinstance(outcome, EncodeFailed) for _, _, outcome in rig.outcomes)
-    with pytest.raises(Unavailable):
-        rig.submit(rig.ticket(), 1)
-
-
 def test_what_came_in_the_meantime_takes_its_turn() -> None:
     """A single item behind a large request waits one batch, not the whole of it."""
     rig = Rig(Recorder(), tokens=100)
@@ -231,17 +217,22 @@ def test_what_came_in_the_meantime_takes_its_turn() -> None:
     assert len(order) == 21
 
 
-@pytest.mark.parametrize("where", ["plan", "batch_ran"])
-def test_a_bug_anywhere_in_the_loop_answers_everything(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("owner", "where"), [(Recorder, "launch"), (Planner, "plan"), (Notes, "batch_ran")])
+def test_a_bug_anywhere_in_the_loop_answers_everything_and_ends_the_run(
+    owner: type, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
-    rig = Rig(Recorder())
-    monkeypatch.setattr(Planner if where == "plan" else Notes, where, fail)
-    rig.submit(rig.ticket(), 80, 80)
+    rig = Rig(Recorder(depth=2))
+    monkeypatch.setattr(owner, where, fail)
+    rig.submit(rig.ticket(), 80, 80, 80)
     with pytest.raises(ZeroDivisionError):
         rig.scheduler.run()
-    assert sorted(index for _, index, _ in rig.outcomes) == [0, 1]
+    assert sorted(index for _, index, _ in rig.outcomes) == [0, 1, 2]
+    assert all(isinstance(outcome, EncodeFailed | Encoded) for _, _, outcome in rig.outcomes)
+    with pytest.raises(Unavailable):
+        rig.submit(rig.ticket(), 1)
 
 
 def test_an_idle_scheduler_takes_work_at_once() -> None:

@@ -2,11 +2,10 @@
 
 import gc
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
-from session_rig import SIZES, Rig
+from session_rig import SIZES, Rig, running
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -18,27 +17,17 @@ def _only_new_garbage() -> None:
 
 @pytest.fixture(params=["local", "remote", "spares"])
 async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
-    async with _running(Rig(cached=False, nbytes=SIZES[request.param]), request.param) as made:
+    async with running(Rig(cached=False, nbytes=SIZES[request.param]), request.param) as made:
         yield made
 
 
 @pytest.fixture(params=["local", "remote", "spares"])
 async def caching(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
-    async with _running(Rig(cached=True, nbytes=SIZES[request.param]), request.param) as made:
+    async with running(Rig(cached=True, nbytes=SIZES[request.param]), request.param) as made:
         yield made
 
 
 @pytest.fixture
 async def remote() -> AsyncIterator[Rig]:
-    async with _running(Rig(cached=False), "remote") as made:
+    async with running(Rig(cached=False), "remote") as made:
         yield made
-
-
-@asynccontextmanager
-async def _running(made: Rig, shape: str) -> AsyncIterator[Rig]:
-    """The rig, with sessions of this shape; everything is given back at the end."""
-    try:
-        yield made if shape == "local" else await made.over_a_link(spares=shape == "spares")
-        await made.settle_memory()
-    finally:
-        await made.close()

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import random
 import socket
 from dataclasses import dataclass, field
 from threading import Thread
@@ -143,27 +142,3 @@ async def test_a_silent_engine_fails_requests_until_it_responds() -> None:
         await asyncio.wait_for(session.reserve(1, ITEM), 0.01)
     link.close()
     other.close()
-
-
-def test_blocks_are_apart_reused_and_pinned_as_a_whole_or_not() -> None:
-    draw = random.Random(7)
-    size, kept = 64 * PAGE, 16 * PAGE
-    memory = ArenaMemory(Arena.create(size), kept)
-    blocks: dict[int, memoryview] = {}
-    for _ in range(2000):
-        if blocks and draw.random() < 0.5:
-            del blocks[draw.choice(list(blocks))]
-            continue
-        try:
-            block = memory.allocate(draw.randrange(1, 9 * PAGE))
-        except Overloaded:
-            continue
-        start = memory.arena.offset_of(block)
-        assert start is not None
-        assert not start < kept < start + len(block)
-        assert all(start + len(block) <= at or at + len(other) <= start for at, other in blocks.items())
-        blocks[start] = block
-        del block
-    blocks.clear()
-    assert memory.free == size
-    assert len(memory.allocate(size - kept)) == size - kept

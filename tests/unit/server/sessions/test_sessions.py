@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from session_rig import BAD, BROKEN, SECONDS, WIDTH, Rig, Rpc, item, until
+from session_rig import BAD, BROKEN, SECONDS, WIDTH, Rig, Rpc, item, running, until
 from vitwire_server.core.errors import (
     DeadlineExceeded,
     EncodeFailed,
@@ -196,10 +196,6 @@ async def test_a_server_that_shuts_down_says_so(rig: Rig) -> None:
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("shape", ["local", "remote"])
 async def test_close_at_any_point_gives_everything_back(shape: str, *, cached: bool) -> None:
-    rig = Rig(cached=cached)
-    if shape == "remote":
-        await rig.over_a_link()
-
     async def work(rpc: Rpc) -> None:
         await rpc.upload(1, item(1))
         await rpc.submit({2: item(2), 3: item(1), 4: item(4)})
@@ -212,20 +208,19 @@ async def test_close_at_any_point_gives_everything_back(shape: str, *, cached: b
         finally:
             waiting.cancel()
 
-    finished = 0
-    for turns in range(0, 90, 1 if shape == "remote" else 3):
-        rpc = rig.session()
-        task = asyncio.create_task(work(rpc))
-        for _ in range(turns):
-            await asyncio.sleep(0 if turns % 2 else 0.0003)
-        finished += task.done()
-        task.cancel()
+    async with running(Rig(cached=cached), shape) as rig:
+        finished = 0
+        for turns in range(0, 90, 1 if shape == "remote" else 3):
+            rpc = rig.session()
+            task = asyncio.create_task(work(rpc))
+            for _ in range(turns):
+                await asyncio.sleep(0 if turns % 2 else 0.0003)
+            finished += task.done()
+            task.cancel()
+            rpc.close()
+            await asyncio.wait([task])
+            assert task.cancelled() or not task.exception() or "has ended" in str(task.exception()), task
+            await rig.settle()
+        await asyncio.wait_for(work(rpc := rig.session()), SECONDS)
         rpc.close()
-        await asyncio.wait([task])
-        assert task.cancelled() or not task.exception() or "has ended" in str(task.exception()), task
-        await rig.settle()
-    await asyncio.wait_for(work(rpc := rig.session()), SECONDS)
-    rpc.close()
-    await rig.settle_memory()
     assert finished < turns
-    await rig.close()

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from session_rig import SECONDS, SIZES, Rig, Runner, item, until
+from session_rig import SECONDS, SIZES, Rig, Runner, item, running, until
 from vitwire_server.core.budgets import Budget
 from vitwire_server.core.items import Item
 from vitwire_server.core.runner import Running
@@ -17,9 +17,7 @@ from vitwire_server.sessions.remote import RemoteSessions
 
 
 async def test_spare_blocks_are_replaced_while_a_session_is_open() -> None:
-    made = Rig(cached=False, nbytes=SIZES["spares"])
-    try:
-        await made.over_a_link(spares=True)
+    async with running(Rig(cached=False, nbytes=SIZES["spares"]), "spares") as made:
         assert isinstance(made.sessions, RemoteSessions)
         full = len(made.sessions._spares)
         rpc = made.session()
@@ -29,19 +27,14 @@ async def test_spare_blocks_are_replaced_while_a_session_is_open() -> None:
             rpc.forget(key)
             await until(lambda: full // 2 < len(made.sessions._spares) <= full)
         rpc.close()
-        await made.settle_memory()
-    finally:
-        await made.close()
 
 
 async def test_blocks_of_encoded_items_are_spare_again() -> None:
     """Also if the request is over; nothing more is granted. Those of cancelled items are not, as they may be read."""
-    rig = Rig(cached=False, nbytes=SIZES["spares"])
-    await rig.over_a_link(spares=True)
-    assert isinstance(rig.sessions, RemoteSessions)
-    assert rig.host
-    host, spares, all_of_them = rig.host, rig.sessions._spares, set(rig.sessions._spares)
-    try:
+    async with running(Rig(cached=False, nbytes=SIZES["spares"]), "spares") as rig:
+        assert isinstance(rig.sessions, RemoteSessions)
+        assert rig.host
+        host, spares, all_of_them = rig.host, rig.sessions._spares, set(rig.sessions._spares)
         for key in range(20):
             rpc = rig.session()
             await rpc.submit({key: item(key), key + 1: item(key + 1)})
@@ -59,37 +52,28 @@ async def test_blocks_of_encoded_items_are_spare_again() -> None:
         await rig.settle_memory()
         assert len(spares) == len(all_of_them) - 1
         assert set(spares) == set(host._spares) < all_of_them
-    finally:
-        await rig.close()
 
 
 async def test_blocks_that_are_not_pinned_are_spare_once() -> None:
     """The engine copies what lies in them once more. Here all but the first of them do."""
-    rig = Rig(cached=False, nbytes=SIZES["spares"], kept=1 << 20)
-    await rig.over_a_link(spares=True)
-    assert isinstance(rig.sessions, RemoteSessions)
-    assert rig.host
-    host, spares, count = rig.host, rig.sessions._spares, len(rig.sessions._spares)
-    rpc = rig.session()
-    try:
+    async with running(Rig(cached=False, nbytes=SIZES["spares"], kept=1 << 20), "spares") as rig:
+        assert isinstance(rig.sessions, RemoteSessions)
+        assert rig.host
+        host, spares, count = rig.host, rig.sessions._spares, len(rig.sessions._spares)
+        rpc = rig.session()
         for key in range(4):
             await rpc.submit({key: item(key)})
             assert await rpc.level(key) == key
             assert len(spares) == len(host._spares) == count - key - 1
         rpc.close()
-        await rig.settle_memory()
-    finally:
-        await rig.close()
 
 
 async def test_nothing_is_sent_if_no_spare_block_is_granted() -> None:
     """Half of this arena has no room for one."""
-    rig = Rig(cached=False, nbytes=1 << 20)
-    await rig.over_a_link()
-    came: list[type[ToRpc]] = []
-    receive = rig.other._receive
-    rig.other._receive = lambda message: (came.append(type(message)), receive(message))[1]
-    try:
+    async with running(Rig(cached=False, nbytes=1 << 20), "remote") as rig:
+        came: list[type[ToRpc]] = []
+        receive = rig.other._receive
+        rig.other._receive = lambda message: (came.append(type(message)), receive(message))[1]
         rpc = rig.session()
         for key in range(3):
             await rpc.submit({key: item(key)})
@@ -98,18 +82,15 @@ async def test_nothing_is_sent_if_no_spare_block_is_granted() -> None:
         rpc.close()
         await rig.settle_memory()
         assert Counter(came) == {Reply: 6, Done: 3}
-    finally:
-        await rig.close()
 
 
 async def test_items_of_spare_blocks_are_copied_in_one_turn_at_most() -> None:
     """Nothing else runs in the process meanwhile; larger requests are copied in parts."""
-    rig = Rig(cached=False, nbytes=SIZES["spares"])
-    rig.admission = rig.local.admission = Admission(12, 12 << 20)
-    await rig.over_a_link(spares=True)
-    assert isinstance(rig.sessions, RemoteSessions)
-    spares, left = rig.sessions._spares, []
-    try:
+    made = Rig(cached=False, nbytes=SIZES["spares"])
+    made.admission = made.local.admission = Admission(12, 12 << 20)
+    async with running(made, "spares") as rig:
+        assert isinstance(rig.sessions, RemoteSessions)
+        spares, left = rig.sessions._spares, []
         for count in (4, 5):
             rpc = rig.session()
             rig.open.clear()
@@ -119,9 +100,6 @@ async def test_items_of_spare_blocks_are_copied_in_one_turn_at_most() -> None:
             assert [await rpc.level(key) for key in range(count)] == list(range(count))
             rpc.close()
         assert left == [12, 16]
-        await rig.settle_memory()
-    finally:
-        await rig.close()
 
 
 @dataclass
@@ -153,14 +131,10 @@ async def restless(rig: Rig, seed: int) -> None:
 
 
 async def test_blocks_stay_with_their_items_whatever_becomes_of_sessions() -> None:
-    rig = Rig(cached=False, nbytes=SIZES["spares"])
-    rig.admission = rig.local.admission = Admission(12, 12 << 20)
-    rig.scheduler._runner = runner = Watching(rig.memory, rig.open)
-    await rig.over_a_link(spares=True)
-    try:
+    made = Rig(cached=False, nbytes=SIZES["spares"])
+    made.admission = made.local.admission = Admission(12, 12 << 20)
+    made.scheduler._runner = runner = Watching(made.memory, made.open)
+    async with running(made, "spares") as rig:
         await asyncio.gather(*(restless(rig, seed) for seed in range(6)))
         assert all(runner.whole)
         assert len(runner.whole) > 20
-        await rig.settle_memory()
-    finally:
-        await rig.close()
