@@ -27,7 +27,7 @@ from vitwire.shared.recent import Recent
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.callers import Caller
 from vitwire_gateway.images.batching import Batches
-from vitwire_gateway.images.image_files import Header, ImageFile, clip_kind, header_of
+from vitwire_gateway.images.image_files import Header, ImageFile, clip_kind, header_of, media_type_of
 from vitwire_gateway.spans import stage
 from vitwire_gateway.workers import Workers
 
@@ -196,9 +196,8 @@ class Encoder:
         """The media type of a file, such as image/png, from its header. Raises as `header`."""
         if image.modality == "video":
             with _invalid():
-                return f"video/{clip_kind(image.content)}"
-        kind = (await self.header(image)).kind
-        return "image/jpeg" if kind == "MPO" else f"image/{kind.lower()}"  # a camera's JPEG with further pictures
+                return media_type_of(clip_kind(image.content), "video")
+        return media_type_of((await self.header(image)).kind, "image")
 
     async def header(self, image: ImageFile) -> Header:
         """The header of an image file. Raises InvalidItem, or ApiError if no worker is left."""
