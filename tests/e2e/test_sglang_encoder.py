@@ -144,7 +144,7 @@ def test_errors_reach_the_caller_and_the_receiver(adapter: Adapter, images: list
         ("/encode", b"x" * 100_001, 413, "the body exceeds the limit of 100000 bytes"),
         ("/encode", part(["aGk="] * 4, 5), 400, "mm_items: 4 images or clips exceed the limit of 3"),
         ("/encode", part(["http://127.0.0.1:1/a.png"], 5), 400, "mm_items[0]: this gateway fetches no URLs"),
-        ("/encode", part(["file:///etc/passwd"], 5), 400, "mm_items[0]: this encoder reads no files"),
+        ("/encode", part(["file:///etc/passwd"], 5), 400, "mm_items[0]: is a file: URL"),
         (
             "/encode",
             part([{"url": "aGk=", "\ud800": 1}], 5, req_id="\ud800"),
