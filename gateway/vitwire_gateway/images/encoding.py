@@ -33,6 +33,8 @@ from vitwire_gateway.workers import Workers
 
 _MODEL_SECONDS = 2.0
 """Less than a server takes to restart, so that its new weights never get content ids of the old ones."""
+_HEADER_SECONDS = 1.0
+"""As in servers; a TIFF of two million strips takes 4 s."""
 _NO_TIMES = "the file does not say how many frames a second has"
 
 
@@ -202,7 +204,8 @@ class Encoder:
     async def header(self, image: ImageFile) -> Header:
         """The header of an image file. Raises InvalidItem, or ApiError if no worker is left."""
         with _invalid():
-            return Header(*await self.workers.run(self.caller, header_of, image.content, 0, self._max_pixels))
+            job = self.caller, header_of, image.content, 0, self._max_pixels
+            return Header(*await self.workers.run(*job, seconds=_HEADER_SECONDS))
 
 
 @contextmanager

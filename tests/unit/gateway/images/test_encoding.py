@@ -17,6 +17,7 @@ from google.rpc.status_pb2 import Status
 from PIL import Image
 from typer.testing import CliRunner
 
+from encoded_files import tiff
 from entered import entered, entered_async
 from fake_service import Fake, Running, abort, model_message, serving
 from vitwire import AsyncClient, InvalidItem, Model, Unauthenticated
@@ -88,7 +89,8 @@ async def test_what_is_refused_is_not_sent(running: Running) -> None:
     async with encoding(running, pixels=1000) as encoder:
         with pytest.raises(InvalidItem, match="40x40 exceeds the limit of 1000 pixels"):
             await encoder.encode(file("PNG"))
-        for content, reason in ((b"no image", "not a JPEG, PNG"), (b"\0\0\0\x14ftypheic", "a HEIC image.*JPEG")):
+        heic, slow = b"\0\0\0\x14ftypheic", tiff(32, 1_900_000, 1_900_000)
+        for content, reason in ((b"", "not a JPEG, PNG"), (heic, "a HEIC image.*JPEG"), (slow, "more than 1 s of")):
             with pytest.raises(InvalidItem, match=reason):
                 await encoder.encode(ImageFile.of(content))
     assert isinstance(running.fake, Remembering)
