@@ -14,7 +14,6 @@ from vitwire._inputs.sources import (
     ImageLike,
     Loaded,
     PillowImage,
-    encoding_of,
     file_bytes,
     loaded,
     pixels_of,
@@ -25,6 +24,7 @@ from vitwire.embeddings import DType
 from vitwire.errors import EncodeFailed, InvalidItem
 from vitwire.items import Item, Modality, Priority, ids_of, items_of
 from vitwire.model import Model
+from vitwire.shared.file_kinds import NOT_HEIC, kind_of
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -97,7 +97,9 @@ def _item(source: Loaded, model: Model) -> Item:
     if not isinstance(source, str | bytes | os.PathLike):
         return Item(pixels_of(source))
     data = file_bytes(source)
-    kind, accepted = encoding_of(data), ", ".join(model.encodings)
+    kind, accepted = kind_of(data), ", ".join(model.encodings)
+    if kind == "heic":
+        raise ValueError(f"the file is {NOT_HEIC}")
     if kind not in model.encodings:
         advice = "open it with Pillow and pass the image"
         raise ValueError(f"the file's format is {kind or 'unknown'}, the server decodes {accepted}: {advice}")

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Literal, Self
 import numpy as np
 
 from vitwire._inputs.processors import processor_cuts
-from vitwire._inputs.sources import CLIPS, FileLike, encoding_of, file_bytes, pixels_of
+from vitwire._inputs.sources import FileLike, file_bytes, pixels_of
 from vitwire._inputs.splitting import Cut
 from vitwire._inputs.tensors import DATA_TYPES, Pixels, TorchTensor, invalid, type_name
 from vitwire.errors import InvalidItem, Violation
 from vitwire.options import ProcessorOptions
+from vitwire.shared.file_kinds import CLIPS, kind_of
 from vitwire.v1 import encoder_pb2 as pb
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Item:
     keep_ratio: share of a video's tokens to keep, in (0, 1); 0 and 1 disable pruning.
     crops: for towers that take crops; the same types as `pixels`.
     encoded: a file, which the server decodes and prepares; without `pixels`, `crops` and `grid`.
-        `Model.encodings` lists the formats: JPEG, PNG, WebP, GIF, BMP, MP4, WebM.
+        `Model.encodings` lists the formats.
     options: of the processor, for an image that the server prepares, or a clip's file: `ProcessorOptions`, or a mapping
         of its fields and `size`, which becomes one.
 
@@ -74,12 +75,12 @@ class Item:
         """An item with the bytes of a file, which the server decodes.
 
         path: a path, a `data:` URI, the bytes of a file, or a file object.
-        modality: by default "video" for MP4 and WebM files, else "image".
+        modality: by default "video" for MP4, WebM, AVI and MPEG-TS files, else "image".
         Raises OSError for a file that cannot be read, ValueError for a URL, and TypeError for text.
         """
         encoded = file_bytes(path)
         if modality is None:
-            modality = "video" if encoding_of(encoded) in CLIPS else "image"
+            modality = "video" if kind_of(encoded) in CLIPS else "image"
         return cls(modality=modality, content_id=content_id, keep_ratio=keep_ratio, encoded=encoded, options=options)
 
     @classmethod

@@ -90,7 +90,7 @@ class Model:
     deliveries: tuple[str, ...] = ()
     """Supported deliveries of embeddings: stream, nixl."""
     encodings: tuple[str, ...] = ()
-    """Files that the server decodes: jpeg, png, webp, mp4, webm."""
+    """Files that the server decodes: jpeg, png, webp, gif, bmp, avif, tiff, ico, jpeg2000, mp4, webm, avi, mpeg_ts."""
     pooling: str = "none"
     """none: one vector per token; cls, mean or attention: one vector per image, or per frame of a clip."""
     available_poolings: tuple[str, ...] = ("none",)

@@ -36,7 +36,7 @@ def encode(
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="Images and clips that the server decodes (JPEG, PNG, WebP, GIF, BMP; MP4, WebM), and folders, "
+            help="Images and clips of the formats that `vitwire info` lists, and folders, "
             "which are searched recursively."
         ),
     ],

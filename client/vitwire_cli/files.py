@@ -17,13 +17,15 @@ from typing import IO, TypeAlias
 import numpy as np
 
 from vitwire import Embedding, InvalidItem, Item, Model, VitwireError
-from vitwire._inputs.sources import HEAD_BYTES, encoding_of, is_url
+from vitwire._inputs.sources import is_url
+from vitwire.shared.file_kinds import HEAD_BYTES, NOT_HEIC, kind_of
 
 _THREADS = 8
 _CHUNK = 1 << 20
 
-_SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".mp4", ".webm"))
-_NAMES = {"webp": "WebP", "webm": "WebM"}
+_IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".avif", ".tif", ".tiff", ".ico", ".jp2", ".j2k")
+_SUFFIXES = frozenset((*_IMAGES, ".mp4", ".webm", ".avi", ".m2ts"))
+_NAMES = {"webp": "WebP", "webm": "WebM", "jpeg2000": "JPEG 2000", "mpeg_ts": "MPEG-TS"}
 """Names of formats that are not written in capitals."""
 
 Read: TypeAlias = Item | InvalidItem | OSError
@@ -86,7 +88,9 @@ def _item(file: Path, model: Model) -> Read:
             head, size = opened.read(HEAD_BYTES), os.fstat(opened.fileno()).st_size
         if not head:
             return InvalidItem(f"{file}: is empty")
-        if encoding_of(head) not in model.encodings:
+        if (kind := kind_of(head)) == "heic":
+            return InvalidItem(f"{file}: is {NOT_HEIC}")
+        if kind not in model.encodings:
             accepted = ", ".join(_NAMES.get(each, each.upper()) for each in model.encodings)
             return InvalidItem(f"{file}: not of a format that this server decodes: {accepted}")
         if size > model.limits.encoded_bytes:

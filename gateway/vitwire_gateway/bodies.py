@@ -30,7 +30,9 @@ async def read_body(request: Request, holding: Holding, max_bytes: int, seconds:
 
     While others need its bytes, or the process drains, a body must arrive at 64 KiB/s.
     """
-    too_large = ApiError(413, f"the body exceeds the limit of {max_bytes} bytes", "request_too_large")
+    too_large = ApiError(
+        413, f"the body exceeds the limit of {max_bytes} bytes (--max-body-bytes)", "request_too_large"
+    )
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise too_large

@@ -49,8 +49,8 @@ class GatewaySettings:
         256, "maximum requests in flight, at most 3/4 of them from one caller; further ones are refused", 1
     )
     max_images: int = flag(64, "maximum number of images and clips per request", 0)
-    max_image_bytes: int = size(20 * MIB, "maximum bytes of one file", 1)
-    max_image_pixels: int = flag(50_000_000, "maximum pixels of one image", 1)
+    max_image_bytes: int = size(32 * MIB, "maximum bytes of one file", 1)
+    max_image_pixels: int = flag(67_108_864, "maximum pixels of one image", 1)
     max_body_bytes: int = size(64 * MIB, "maximum bytes of a request's body", 1024)
     drain_seconds: float = flag(
         60.0, "seconds for requests in flight to end after SIGTERM, once no more are accepted", 0

@@ -43,9 +43,17 @@ class Workers:
         self.close = self._pool.close
 
     async def run(
-        self, caller: Caller, job: Callable[..., object], blob: bytes, max_bytes: int, *arguments: object
+        self,
+        caller: Caller,
+        job: Callable[..., object],
+        blob: bytes,
+        max_bytes: int,
+        *arguments: object,
+        seconds: float = 0.0,
     ) -> Any:  # noqa: ANN401  # as the job returns it
         """The result of `job(blob, *arguments)`, with `max_bytes` of bytes at most. Raises ApiError.
+
+        seconds: of processor time; by default 10.
 
         The job may return JSON with bytes and ApiErrors in it: tuples arrive as lists, bytes as bytearrays. A caller
         that is cancelled leaves the job at work, whose time is bounded and counts as its caller's.
@@ -53,9 +61,10 @@ class Workers:
         place = await self._places.acquire(caller.path)
         call = (job, arguments)
         try:
+            most = seconds or _WORK_SECONDS
             async with self._pool.lent(lambda: self._places.give_back(place)) as worker:
                 place.begin()
-                return await worker.ask(call, blob, wall=_WALL_SECONDS, seconds=_WORK_SECONDS, max_bytes=max_bytes)
+                return await worker.ask(call, blob, wall=_WALL_SECONDS, seconds=most, max_bytes=max_bytes)
         except NotDone as error:
             if error.fault is Fault.LOST:
                 raise ApiError(503, f"the request was not read: {error}", "router_failed") from error

@@ -99,6 +99,7 @@ def test_clips_become_embeddings_with_their_times(
         assert decoded(fields["timestamps"]).tolist() == seconds
         assert len(seconds) == expected.grid[0] > 1
     assert found[0]["uuid"] != found[2]["uuid"]
+    assert asked(inline, image(saved(photograph(6336, 9504)))), "61 megapixels"
 
 
 def test_references_are_fetched_under_the_id_of_the_clip(
@@ -130,7 +131,7 @@ def test_what_is_no_clip_is_refused_and_others_are_served(
     stand_in.requests()
     photo = saved(photograph(96, 64))
     for content, reason in (
-        (photo, "neither an MP4 nor a WebM file"),
+        (photo, "neither an MP4, WebM, AVI nor MPEG-TS file"),
         (b"\0\0\0\x18ftypmp42" + bytes(1000), ""),
         (MP4[: len(MP4) // 2], ""),
         (sound(), "has no video"),

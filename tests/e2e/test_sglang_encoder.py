@@ -129,7 +129,7 @@ def test_errors_reach_the_caller_and_the_receiver(adapter: Adapter, images: list
     socket, port = receiver
     status, body = post(adapter, "/encode", part([*uris(images[:1]), base64.b64encode(b"no image").decode()], port))
     assert (status, body["status"], body["req_id"]) == (400, "error", "r_local_part_0")
-    assert body["message"] == "mm_items[1]: not a JPEG, PNG, WebP, GIF or BMP image"
+    assert body["message"] == "mm_items[1]: not a JPEG, PNG, WebP, GIF, BMP, AVIF, TIFF, ICO or JPEG 2000 image"
     header, rows = read(socket.recv_multipart())
     assert (header.error_msg, header.error_code, rows) == (body["message"], 400, None)
 
@@ -144,7 +144,7 @@ def test_errors_reach_the_caller_and_the_receiver(adapter: Adapter, images: list
         ("/encode", b"x" * 100_001, 413, "the body exceeds the limit of 100000 bytes"),
         ("/encode", part(["aGk="] * 4, 5), 400, "mm_items: 4 images or clips exceed the limit of 3"),
         ("/encode", part(["http://127.0.0.1:1/a.png"], 5), 400, "mm_items[0]: this gateway fetches no URLs"),
-        ("/encode", part(["file:///etc/passwd"], 5), 400, "mm_items[0]: this encoder reads no files"),
+        ("/encode", part(["file:///etc/passwd"], 5), 400, "mm_items[0]: is a file: URL"),
         (
             "/encode",
             part([{"url": "aGk=", "\ud800": 1}], 5, req_id="\ud800"),
@@ -153,7 +153,7 @@ def test_errors_reach_the_caller_and_the_receiver(adapter: Adapter, images: list
         ),
         ("/encode", part(["aGk="], 5, prefill_host="ipc:///tmp/x"), 400, "prefill_host and embedding_port: expected"),
         ("/encode", part(["aGk="], 5, modality="AUDIO"), 400, "modality: this encoder takes images and clips only"),
-        ("/encode", part(["aGk="], 5, modality="VIDEO"), 400, "mm_items[0]: neither an MP4 nor a WebM file"),
+        ("/encode", part(["aGk="], 5, modality="VIDEO"), 400, "mm_items[0]: neither an MP4, WebM, AVI nor MPEG"),
         ("/scheduler_receive_url", {"req_id": "r", "receive_url": "x"}, 400, "receive_url: expected host:port"),
         ("/send", {"req_id": "r"}, 501, "this encoder sends embeddings over ZMQ only"),
         ("/scheduler_receive_meta_data", {"req_id": "r"}, 501, "this encoder sends embeddings over ZMQ only"),

@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from zlib import compress
 
 import numpy as np
@@ -69,6 +70,7 @@ CLEAR: dict[str, Callable[[], bytes]] = {
     "webp": lambda: saved(faded(), "WEBP", quality=80),
     "lossless webp": lambda: saved(faded(), "WEBP", lossless=True),
     "turned webp": lambda: saved(faded(), "WEBP", exif=_exif(7)),
+    **{kind: partial(saved, faded(), kind) for kind in ("AVIF", "TIFF", "JPEG2000", "ICO")},
     "bmp": BMPS["32 bits with alpha"],
     "gif": GIFS["smaller, transparent"],
     "gif of its own palette": GIFS["its own palette, transparent"],

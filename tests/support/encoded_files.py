@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from av.video.stream import VideoStream
 
 Frame = NDArray[np.uint8]
+_ICON = b"\0\0\1\0\1" + bytes(13) + b"\x16\0\0\0"
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -84,6 +85,12 @@ def huge_metadata() -> bytes:
     return plain[:33] + chunk(b"zTXt", text) * 64 + plain[33:]
 
 
+def patched(kind: str, box: bytes, side: int) -> bytes:
+    """A file whose header says to be of another size."""
+    head, found, rest = saved(photograph(), kind).partition(box)
+    return head + found + struct.pack(">II", side, side) + rest[8:]
+
+
 def animated(kind: str) -> bytes:
     """Three frames in one file."""
     frames = [photograph().rotate(angle) for angle in (0, 30, 60)]
@@ -116,12 +123,37 @@ ODD: dict[str, Callable[[], bytes]] = {
     "late orientation": late_orientation,
     "one pixel": lambda: saved(photograph(1, 1), "PNG"),
     "trailing bytes": lambda: saved(photograph()) + b"PK\x03\x04" + bytes(1000),
+    "turned avif": lambda: turned("AVIF"),
 }
 """Valid images, which are prepared as the client prepares them."""
+FURTHER: dict[str, Callable[[], bytes]] = {
+    "animated png": lambda: animated("PNG"),
+    "animated webp": lambda: animated("WEBP"),
+    "animated avif": lambda: animated("AVIF"),
+    "tiff of pages": lambda: saved(photograph(), "TIFF", save_all=True, append_images=[photograph(50, 70)]),
+    "turned tiff": lambda: turned("TIFF"),
+    "grey tiff of 16 bits": lambda: saved(Image.fromarray(np.asarray(photograph())[..., 0] * np.uint16(9)), "TIFF"),
+    "icon of bitmaps": lambda: saved(photograph().convert("RGBA"), "ICO", bitmap_format="bmp"),
+    "jpeg 2000": lambda: saved(photograph().convert("LA"), "JPEG2000"),
+    "its bare code": lambda: saved(photograph(), "JPEG2000", no_jp2=True, tile_size=(64, 64)),
+}
+"""Animations, and formats of which few are sent."""
+
+
+def tiff(width: int, height: int, strips: int = 1) -> bytes:
+    """A grey TIFF without pixels, of so many strips."""
+    tags = {256: width, 257: height, 258: 8, 259: 1, 262: 1, 273: 150, 277: 1, 278: 1, 279: 150}
+    entries = [struct.pack("<HHII", tag, 4, strips if value == 150 else 1, value) for tag, value in tags.items()]
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + b"".join(entries) + bytes(32 + 4 * strips)
+
 
 HOSTILE: dict[str, tuple[Callable[[], bytes], str, str]] = {
-    "nonsense": (lambda: b"nonsense" * 100, "unsupported", "is not a JPEG, PNG, WebP, GIF or BMP image"),
-    "tiff": (lambda: saved(photograph(), "TIFF"), "unsupported", "is not a JPEG"),
+    "nonsense": (lambda: b"nonsense" * 100, "unsupported", "is not a JPEG, PNG, WebP, GIF, BMP, AVIF"),
+    "heic": (lambda: b"\0\0\0\x18ftypmif1\0\0\0\0mif1heic" + bytes(99), "unsupported", "is a HEIC image"),
+    "huge tiff": (lambda: tiff(60_000, 60_000), "too_large", "pixels"),
+    "icon of a large picture": (lambda: _ICON + saved(Image.new("L", (9000, 9000)), "PNG"), "too_large", "9000x9000"),
+    "huge jpeg 2000": (lambda: patched("JPEG2000", b"ihdr", 60_000), "too_large", "pixels"),
+    "large avif": (lambda: patched("AVIF", b"ispe\0\0\0\0", 9000), "too_large", "9000x9000 exceeds the limit"),
     "postscript": (lambda: saved(photograph(), "EPS"), "unsupported", "is not a JPEG"),
     "svg": (lambda: b"<svg xmlns='http://www.w3.org/2000/svg'><image href='file:///etc/passwd'/></svg>",
             "unsupported", "is not a JPEG"),
@@ -135,8 +167,6 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "bomb within pillow's limit": (lambda: bomb(9_000, 9_000), "too_large", "9000x9000 exceeds the limit"),
     "huge jpeg": (lambda: jpeg_of_size(65_000, 65_000), "too_large", "pixels"),
     "elongated": (lambda: saved(Image.new("RGB", (8000, 2)), "PNG"), "malformed", "too elongated"),
-    "animated png": (lambda: animated("PNG"), "unsupported", "is animated"),
-    "animated webp": (lambda: animated("WEBP"), "unsupported", "is animated"),
     "huge metadata": (huge_metadata, "malformed", ""),
     "less than its header says": (lambda: bomb(2_000, 2_000), "malformed", "truncated"),
 }  # fmt: skip
@@ -165,10 +195,10 @@ def clip(
         return file.getvalue()
 
 
-def cut(file: bytes, packets: int) -> bytes:
-    """An MP4 file without its first packets, as recorders and careless tools make them."""
+def cut(file: bytes, packets: int, kind: str = "mp4") -> bytes:
+    """A file without its first packets, as recorders and careless tools make them."""
     with io.BytesIO() as copy:
-        with _read(file) as source, av.open(copy, "w", format="mp4") as container:
+        with _read(file) as source, av.open(copy, "w", format=kind) as container:
             stream = container.add_stream_from_template(source.streams.video[0])
             for number, packet in enumerate(source.demux(video=0)):
                 if number >= packets and packet.dts is not None:

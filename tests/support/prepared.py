@@ -21,7 +21,7 @@ from vitwire_server.preparing.pillow import Tiles
 from vitwire_server.preparing.rules.recipe import Recipe, recipes_of
 
 ROWS = (Memory.PIXELS, Memory.CROPS)
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "AVIF", "TIFF", "ICO", "JPEG2000")
 _SHAPE = {"patch": 14, "merge": 1, "temporal": 1, "raster": False, "channels_last": False}
 _SETTINGS: dict[str, Any] = {
     "min_pixels": 1, "max_pixels": 1, "mean": (0.5,) * 3, "std": (0.5,) * 3, "rescale_factor": 1 / 255, "resample": 3,

@@ -1,17 +1,16 @@
 """Sources of images and clips: files, and pictures in memory."""
 
-import base64
-import binascii
 import io
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
-from urllib.parse import unquote_to_bytes
 
 import numpy as np
 import numpy.typing as npt
+
+from vitwire.shared.data_uris import NO_HEAD, decoded, is_bare, payload_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -37,17 +36,6 @@ MAX_BYTES = 256 << 20
 _URL = re.compile(r"(https?|ftps?|s3|gs|file):/", re.IGNORECASE)
 _CHUNK = 1 << 20
 _SHOWN = 80
-CLIPS = ("mp4", "webm")
-HEAD_BYTES = 12
-_STARTS = (
-    ("jpeg", b"\xff\xd8\xff"),
-    ("png", b"\x89PNG\r\n\x1a\n"),
-    ("gif", b"GIF8"),
-    ("bmp", b"BM"),
-    ("webm", b"\x1a\x45\xdf\xa3"),
-)
-_IMAGES_IN_MP4 = (b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1")
-"""Brands of AVIF and HEIC, whose files begin as those of MP4."""
 _CHANNEL_COUNTS = (1, 3, 4)
 _ALPHA = 4
 """Channels of a picture with transparency."""
@@ -68,6 +56,8 @@ def loaded(source: ImageLike) -> Loaded:
     if isinstance(source, str) and source[:5].lower() == "data:":
         return _of_data_uri(source)
     if isinstance(source, str | os.PathLike) and is_url(source):
+        if str(source)[:5].lower() == "file:":
+            raise ValueError(f"{str(source)[:_SHOWN]} is a file: URL: pass the path")
         raise ValueError(
             f"{str(source)[:_SHOWN]} is a URL. The client fetches none: otherwise anyone who names an image could "
             "choose what this host connects to. Fetch it with httpx or requests and pass the bytes, or use "
@@ -87,7 +77,12 @@ def file_bytes(source: FileLike) -> bytes:
     """The bytes of a file. Raises as `loaded`, and TypeError for a picture in memory."""
     found = loaded(source)
     if isinstance(found, str | os.PathLike):
-        return Path(found).read_bytes()
+        try:
+            return Path(found).read_bytes()
+        except OSError as error:
+            if is_bare(str(found)):
+                raise ValueError(f"{str(found)[:_SHOWN]!r} {NO_HEAD}, or pass the bytes") from error
+            raise
     if not isinstance(found, bytes):
         raise TypeError(f"expected a path, bytes, a data: URI or a file object, got {type(found).__name__}")
     return found
@@ -113,29 +108,10 @@ def _of_file_object(file: FileObject) -> bytes:
 def _of_data_uri(uri: str) -> bytes:
     if len(uri) > 2 * MAX_BYTES:
         raise ValueError(f"the data: URI has more than {2 * MAX_BYTES} characters: pass the bytes")
-    head, comma, payload = uri.partition(",")
-    if not comma:
-        raise ValueError(f"{uri[:_SHOWN]!r} is not a data: URI: it has no comma before its data")
-    content = unquote_to_bytes(payload)
-    if head.lower().endswith(";base64"):
-        content = b"".join(content.split())
-        try:
-            content = base64.b64decode(content + b"=" * (-len(content) % 4), validate=True)
-        except binascii.Error as error:
-            raise ValueError(f"{head[:_SHOWN]}: invalid base64: {error}") from error
+    content = decoded(payload_of(uri))
     if len(content) > MAX_BYTES:
         raise ValueError(f"the data: URI has more than {MAX_BYTES} bytes: pass the bytes")
     return content
-
-
-def encoding_of(head: bytes | bytearray | memoryview) -> str | None:
-    """The format as `Model.encodings` names it, by at least the first `HEAD_BYTES` bytes; None for another one."""
-    start = bytes(head[:HEAD_BYTES])
-    if start[:4] == b"RIFF" and start[8:] == b"WEBP":
-        return "webp"
-    if start[4:8] == b"ftyp":
-        return None if start[8:] in _IMAGES_IN_MP4 else "mp4"
-    return next((name for name, mark in _STARTS if start.startswith(mark)), None)
 
 
 @runtime_checkable

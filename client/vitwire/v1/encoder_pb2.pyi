@@ -201,11 +201,18 @@ class _EncodingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
     ENCODING_MP4: _Encoding.ValueType  # 4
     ENCODING_WEBM: _Encoding.ValueType  # 5
     ENCODING_GIF: _Encoding.ValueType  # 6
-    """The first frame of an animation."""
     ENCODING_BMP: _Encoding.ValueType  # 7
+    ENCODING_AVIF: _Encoding.ValueType  # 8
+    ENCODING_TIFF: _Encoding.ValueType  # 9
+    ENCODING_ICO: _Encoding.ValueType  # 10
+    ENCODING_JPEG2000: _Encoding.ValueType  # 11
+    ENCODING_AVI: _Encoding.ValueType  # 12
+    ENCODING_MPEG_TS: _Encoding.ValueType  # 13
 
 class Encoding(_Encoding, metaclass=_EncodingEnumTypeWrapper):
-    """File format that the server decodes."""
+    """File format that the server decodes: of animations and of several pages, the
+    first picture.
+    """
 
 ENCODING_UNSPECIFIED: Encoding.ValueType  # 0
 ENCODING_JPEG: Encoding.ValueType  # 1
@@ -214,8 +221,13 @@ ENCODING_WEBP: Encoding.ValueType  # 3
 ENCODING_MP4: Encoding.ValueType  # 4
 ENCODING_WEBM: Encoding.ValueType  # 5
 ENCODING_GIF: Encoding.ValueType  # 6
-"""The first frame of an animation."""
 ENCODING_BMP: Encoding.ValueType  # 7
+ENCODING_AVIF: Encoding.ValueType  # 8
+ENCODING_TIFF: Encoding.ValueType  # 9
+ENCODING_ICO: Encoding.ValueType  # 10
+ENCODING_JPEG2000: Encoding.ValueType  # 11
+ENCODING_AVI: Encoding.ValueType  # 12
+ENCODING_MPEG_TS: Encoding.ValueType  # 13
 Global___Encoding: typing_extensions.TypeAlias = Encoding
 
 @typing.final

@@ -27,12 +27,14 @@ from vitwire.shared.recent import Recent
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.callers import Caller
 from vitwire_gateway.images.batching import Batches
-from vitwire_gateway.images.image_files import Header, ImageFile, clip_kind, header_of
+from vitwire_gateway.images.image_files import Header, ImageFile, clip_kind, header_of, media_type_of
 from vitwire_gateway.spans import stage
 from vitwire_gateway.workers import Workers
 
 _MODEL_SECONDS = 2.0
 """Less than a server takes to restart, so that its new weights never get content ids of the old ones."""
+_HEADER_SECONDS = 1.0
+"""As in servers; a TIFF of two million strips takes 4 s."""
 _NO_TIMES = "the file does not say how many frames a second has"
 
 
@@ -196,14 +198,14 @@ class Encoder:
         """The media type of a file, such as image/png, from its header. Raises as `header`."""
         if image.modality == "video":
             with _invalid():
-                return f"video/{clip_kind(image.content)}"
-        kind = (await self.header(image)).kind
-        return "image/jpeg" if kind == "MPO" else f"image/{kind.lower()}"  # a camera's JPEG with further pictures
+                return media_type_of(clip_kind(image.content), "video")
+        return media_type_of((await self.header(image)).kind, "image")
 
     async def header(self, image: ImageFile) -> Header:
         """The header of an image file. Raises InvalidItem, or ApiError if no worker is left."""
         with _invalid():
-            return Header(*await self.workers.run(self.caller, header_of, image.content, 0, self._max_pixels))
+            job = self.caller, header_of, image.content, 0, self._max_pixels
+            return Header(*await self.workers.run(*job, seconds=_HEADER_SECONDS))
 
 
 @contextmanager

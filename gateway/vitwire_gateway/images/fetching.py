@@ -172,7 +172,7 @@ def _origin(url: str) -> str:
 
 def too_large(max_bytes: int, param: str | None) -> ApiError:
     """The error for a file of too many bytes."""
-    return invalid(f"the file exceeds the limit of {max_bytes} bytes", param, "image_too_large")
+    return invalid(f"the file exceeds the limit of {max_bytes} bytes (--max-image-bytes)", param, "image_too_large")
 
 
 def _failed(reason: str, param: str | None) -> ApiError:

@@ -4,18 +4,32 @@ import hashlib
 import io
 from typing import NamedTuple
 
-from PIL import Image, MpoImagePlugin, UnidentifiedImageError, WebPImagePlugin  # noqa: F401 - workers cannot import
+from PIL import (  # noqa: F401 - workers cannot import
+    AvifImagePlugin,
+    IcoImagePlugin,
+    Image,
+    Jpeg2KImagePlugin,
+    MpoImagePlugin,
+    TiffImagePlugin,
+    UnidentifiedImageError,
+    WebPImagePlugin,
+)
 
 from vitwire import ProcessorOptions
 from vitwire.items import Modality
+from vitwire.shared.file_kinds import CLIPS, NOT_AN_IMAGE, NOT_HEIC, kind_of
 from vitwire.wire import Buffer
 from vitwire_gateway.api_errors import ApiError
 
 Image.preinit()
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # else one per core, whose stacks count as memory
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "AVIF", "TIFF", "ICO", "JPEG2000")
 """The only ones that are tried on what callers send."""
-_CLIPS = {"mp4": (4, b"ftyp"), "webm": (0, b"\x1a\x45\xdf\xa3")}
-"""Offset and first bytes of the files of clips that encoders decode."""
+_MEDIA_TYPES = {
+    "MPO": "image/jpeg", "JPEG2000": "image/jp2", "ICO": "image/x-icon", "avi": "video/x-msvideo",
+    "mpeg_ts": "video/mp2t",
+}  # fmt: skip
+"""Of formats that are named otherwise there; MPO is a camera's JPEG with further pictures."""
 
 
 class ImageFile(NamedTuple):
@@ -48,20 +62,25 @@ def header_of(content: bytes, max_pixels: int) -> Header:
         with Image.open(io.BytesIO(content), formats=_FORMATS) as opened:
             (width, height), kind = opened.size, opened.format or ""
     except UnidentifiedImageError as error:
-        raise ApiError(400, "not a JPEG, PNG, WebP, GIF or BMP image") from error
+        reason = NOT_HEIC if kind_of(content) == "heic" else NOT_AN_IMAGE
+        raise ApiError(400, reason) from error
     except MemoryError as error:
         raise ApiError(400, "reading it takes more memory than allowed") from error
     except Exception as error:  # libraries raise anything over broken files
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ApiError(400, f"cannot be read as an image: {reason}") from error
     if width * height > max_pixels:
-        raise ApiError(400, f"{width}x{height} exceeds the limit of {max_pixels} pixels")
+        raise ApiError(400, f"{width}x{height} exceeds the limit of {max_pixels} pixels (--max-image-pixels)")
     return Header(kind, width * height)
 
 
+def media_type_of(kind: str, modality: Modality) -> str:
+    """The media type of a format."""
+    return _MEDIA_TYPES.get(kind, f"{modality}/{kind.lower()}")
+
+
 def clip_kind(content: bytes) -> str:
-    """`mp4` or `webm`, by the first bytes of a clip's file. Raises ApiError for other files."""
-    for kind, (at, mark) in _CLIPS.items():
-        if content.startswith(mark, at):
-            return kind
-    raise ApiError(400, "neither an MP4 nor a WebM file")
+    """The format of a clip, by the first bytes of its file. Raises ApiError for other files."""
+    if (kind := kind_of(content)) in CLIPS:
+        return str(kind)
+    raise ApiError(400, "neither an MP4, WebM, AVI nor MPEG-TS file")

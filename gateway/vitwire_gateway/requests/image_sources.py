@@ -1,11 +1,11 @@
 """Images and clips of requests as their URLs have them: base64, or addresses to fetch. Pure functions."""
 
-import binascii
 import json
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Self
 
 from vitwire.items import Modality
+from vitwire.shared.data_uris import decoded, mistaken, payload_of
 from vitwire.wire import Buffer
 from vitwire_gateway.api_errors import ApiError, invalid
 from vitwire_gateway.bodies import Json, model_of
@@ -82,6 +82,8 @@ def _source(ref: ImageRef, max_bytes: int) -> Source:
     kind: Kind = "data" if url[:5].lower() == "data:" else "url"
     try:
         if kind == "url":
+            if reason := mistaken(url):
+                raise invalid(reason, param, "image_url_refused" if "file:" in reason else "invalid_image_url")
             if len(json.dumps(url)) > _MAX_URL:
                 raise invalid(f"the URL exceeds the limit of {_MAX_URL} characters", param, "invalid_image_url")
             return Source(kind, url, ref.modality)
@@ -95,12 +97,13 @@ def _source(ref: ImageRef, max_bytes: int) -> Source:
 
 def decode_data_uri(url: str, max_bytes: int, param: str) -> bytes:
     """The bytes of a `data:` URI in base64. Raises ApiError."""
-    head, comma, payload = url.partition(",")
-    if not comma or not head.lower().endswith(";base64"):
-        raise invalid("expected data:...;base64,...", param, "invalid_image_url")
+    try:
+        payload = payload_of(url)
+    except ValueError as error:
+        raise invalid(str(error), param, "invalid_image_url") from error
     if len(payload) // 4 * 3 > max_bytes + 2:
         raise too_large(max_bytes, param)
     try:
-        return binascii.a2b_base64(payload.encode("ascii"), strict_mode=True)
-    except (binascii.Error, UnicodeEncodeError) as error:
-        raise invalid(f"invalid base64: {error}", param, "invalid_base64") from error
+        return decoded(payload)
+    except ValueError as error:
+        raise invalid(str(error), param, "invalid_base64") from error

@@ -273,6 +273,12 @@ class Encoding(StrEnum):
     WEBM = "webm"
     GIF = "gif"
     BMP = "bmp"
+    AVIF = "avif"
+    TIFF = "tiff"
+    ICO = "ico"
+    JPEG2000 = "jpeg2000"
+    AVI = "avi"
+    MPEG_TS = "mpeg_ts"
 
 
 @dataclass(frozen=True, slots=True)

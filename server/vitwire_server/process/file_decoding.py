@@ -25,8 +25,8 @@ from vitwire_server.rpc.file_items import MAX_PICTURE_BYTES, Decoding, picture_b
 from vitwire_server.scheduling.admission import Admission
 
 _log = logging.getLogger(__name__)
-_IMAGES = (Encoding.JPEG, Encoding.PNG, Encoding.WEBP, Encoding.GIF, Encoding.BMP)
-_CLIPS = (Encoding.MP4, Encoding.WEBM)
+_CLIPS = (Encoding.MP4, Encoding.WEBM, Encoding.AVI, Encoding.MPEG_TS)
+_ALWAYS = tuple(each for each in Encoding if each not in (*_CLIPS, Encoding.AVIF))
 _BYTES_PER_PIXEL = 32
 """Memory of Pillow for the largest images: coefficients of progressive JPEGs, and copies in other modes."""
 _BASE_BYTES = 512 << 20
@@ -57,7 +57,8 @@ def described(card: ModelCard, settings: ServeSettings) -> ModelCard:
     recipes = recipes_of(card.preprocessing, card.geometry)
     if not recipes or not _processes(settings):
         return card
-    encodings: tuple[Encoding, ...] = _IMAGES if Modality.IMAGE in recipes else ()
+    images = (*_ALWAYS, Encoding.AVIF) if find_spec("PIL._avif") else _ALWAYS
+    encodings = images if Modality.IMAGE in recipes else ()
     clips = recipes.get(Modality.VIDEO)
     if clips and clips.settings.sampling and find_spec("av"):
         encodings += _CLIPS

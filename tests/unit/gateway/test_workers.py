@@ -76,7 +76,7 @@ async def test_small_bodies_of_many_values_are_read_in_a_worker(workers: Workers
 
 async def test_long_urls_leave_the_worker_alive(workers: Workers) -> None:
     """Characters that JSON escapes make its answer longer than the request."""
-    parts = [{"image_url": {"url": "\U0001f600" * 8000 + str(number)}} for number in range(60)]
+    parts = [{"image_url": {"url": "https://" + "\U0001f600" * 8000 + str(number)}} for number in range(60)]
     request = {"messages": [{"role": "user", "content": parts}], "mm_processor_kwargs": {"max_pixels": 1 << 62}}
     body, job = json.dumps(request, ensure_ascii=False).encode(), partial(JOB, sized=True)
     found = CutRequest.of(await read(workers, Caller.of("a"), job, body, LIMITS._replace(max_images=64)))

@@ -1,5 +1,6 @@
 """Encoded clips: the frames that the model's rule chooses, and their pixels. Runs in decoders only."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
@@ -20,9 +21,14 @@ from vitwire_server.preparing.rules.patches import CHANNELS
 from vitwire_server.preparing.rules.recipe import Recipe
 from vitwire_server.preparing.rules.sampling import sampled
 
-_MARKS = ((4, b"ftyp", "mp4"), (0, b"\x1a\x45\xdf\xa3", "matroska"))
-"""Offset and first bytes of files of each format: FFmpeg would try every format that it knows."""
-_CODECS = ("av1", "h264", "hevc", "mpeg4", "vp8", "vp9")
+_MARKS = (
+    ("mp4", re.compile(b"....ftyp", re.DOTALL)),
+    ("matroska", re.compile(b"\x1a\x45\xdf\xa3")),
+    ("avi", re.compile(b"RIFF....AVI ", re.DOTALL)),
+    ("mpegts", re.compile(b"G.{187}G|.{4}G.{191}G", re.DOTALL)),
+)
+"""How files of each format begin: FFmpeg would try every format that it knows."""
+_CODECS = ("av1", "h264", "hevc", "mjpeg", "mpeg2video", "mpeg4", "vp8", "vp9")
 """FFmpeg's decoders that clips are made for today."""
 _MAX_FRAMES = 1 << 20
 _FRAMES_OF_COST = 10
@@ -66,8 +72,11 @@ def _chosen(data: bytes, recipe: Recipe, max_pixels: int) -> _Chosen:
         raise NotDone(Fault.UNSUPPORTED, "the model has no rule to choose frames: send clips as pixels")
     with _opened(data) as (container, stream):
         width, height = stream.width, stream.height
+        if not width * height:
+            raise NotDone(Fault.MALFORMED, "has no frame that can be decoded")
         if width * height > max_pixels:
-            raise NotDone(Fault.TOO_LARGE, f"frames of {width}x{height} exceed the limit of {max_pixels} pixels")
+            text = f"frames of {width}x{height} exceed the limit of {max_pixels} pixels (--max-image-pixels)"
+            raise NotDone(Fault.TOO_LARGE, text)
         rate = float(stream.average_rate or 0)
         total = _count(data, container, stream)
         rotation = rotation_of(stream)
@@ -98,9 +107,9 @@ def _frames(container: InputContainer, stream: VideoStream, indices: Sequence[in
 
 @contextmanager
 def _opened(data: bytes) -> Iterator[tuple[InputContainer, VideoStream]]:
-    name = next((name for at, mark, name in _MARKS if data[at : at + len(mark)] == mark), None)
+    name = next((name for name, start in _MARKS if start.match(data)), None)
     if name is None:
-        raise NotDone(Fault.UNSUPPORTED, "is neither an MP4 nor a WebM file")
+        raise NotDone(Fault.UNSUPPORTED, "is neither an MP4, WebM, AVI nor MPEG-TS file")
     with BytesIO(data) as file, av.open(file, "r", name, metadata_errors="ignore") as container:
         if not container.streams.video:
             raise NotDone(Fault.UNSUPPORTED, "has no video")
@@ -115,10 +124,11 @@ def _opened(data: bytes) -> Iterator[tuple[InputContainer, VideoStream]]:
 def _count(data: bytes, container: InputContainer, stream: VideoStream) -> int:
     """Frames that will be shown, by the packets: the header may lack their number, or be wrong about it.
 
-    Of a clip that starts between two keyframes, decoders show nothing before the first frame that they can make.
+    Of a clip that starts between two keyframes, decoders show nothing before the first frame that they can make; a
+    broadcast's first frames may need others even if it starts with a keyframe.
     """
     times: list[int | None] = []
-    starts_whole = True
+    starts_whole = container.format.name != "mpegts"
     for packet in container.demux(stream):
         if packet.size > 0 and not packet.is_discard:
             starts_whole = starts_whole and (bool(times) or packet.is_keyframe)

@@ -6,7 +6,16 @@ from struct import pack, unpack_from
 from zlib import crc32
 
 from msgspec.structs import replace
-from PIL import Image, MpoImagePlugin, WebPImagePlugin  # noqa: F401 - else the first WebP file imports all plugins
+from PIL import (  # noqa: F401 - else the first file of such a format imports all plugins
+    AvifImagePlugin,
+    IcoImagePlugin,
+    Image,
+    Jpeg2KImagePlugin,
+    MpoImagePlugin,
+    TiffImagePlugin,
+    UnidentifiedImageError,
+    WebPImagePlugin,
+)
 from PIL.ExifTags import Base
 
 from vitwire_children.serving import Fault, NotDone
@@ -17,9 +26,12 @@ from vitwire_server.preparing.rules.patches import CHANNELS
 from vitwire_server.preparing.rules.recipe import Recipe
 
 Image.preinit()  # the other formats
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-_FIRST_OF_MANY = ("GIF", "MPO")
-"""Formats of which the first picture is used: animations, and photographs that a camera stores with others."""
+AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # else one per core, whose stacks count as memory
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "AVIF", "TIFF", "ICO", "JPEG2000")
+"""Of animations, and files of several pictures, the first is used."""
+_AVIF = (b"avif", b"avis")
+_HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"msf1")
+"""Brands in the first bytes; files of the last two may be AVIF as well."""
 _ORIENTATIONS = range(1, 9)
 _TURNED = (5, 6, 7, 8)
 """Orientations of EXIF with width and height exchanged."""
@@ -29,18 +41,15 @@ _PNG_START, _PNG_CONTENT, _PNG_OVERHEAD = 8, 8, 12
 
 def too_large(max_pixels: int, what: str = "the picture") -> str:
     """The error that names the server's setting."""
-    return f"{what} exceeds the limit of {max_pixels} pixels (--max-image-pixels of the server)"
+    return f"{what} exceeds the limit of {max_pixels} pixels (--max-image-pixels)"
 
 
 def measure(data: bytes, recipe: Recipe, max_pixels: int) -> Measured:
     """Form and cost of the prepared image. Raises NotDone, or what Pillow raises."""
-    with BytesIO(data) as file, Image.open(file, formats=_FORMATS) as image:
+    with BytesIO(data) as file, _opened(file, data) as image:
         width, height = image.size
         if width * height > max_pixels:
             raise NotDone(Fault.TOO_LARGE, too_large(max_pixels, f"{width}x{height}"))
-        # in this order: `is_animated` reads a GIF's second picture, which may be damaged
-        if image.format not in _FIRST_OF_MANY and getattr(image, "is_animated", False):
-            raise NotDone(Fault.UNSUPPORTED, "is animated; send its frames as a clip")
         orientation = _orientation(image, data)
         if orientation in _TURNED:
             width, height = height, width
@@ -55,8 +64,24 @@ def decode(data: bytes, recipe: Recipe) -> Image.Image:
         return pillow.read(file, recipe, _FORMATS)
 
 
+def _opened(file: BytesIO, data: bytes) -> Image.Image:
+    try:
+        return Image.open(file, formats=_FORMATS)
+    except UnidentifiedImageError:
+        brand = data[8:12] if data[4:8] == b"ftyp" else b""
+        if brand in _AVIF and not AvifImagePlugin.SUPPORTED:
+            reason = "is an AVIF image, which the server's Pillow cannot read: it needs a Pillow that has AVIF"
+        elif brand in _HEIC:
+            reason = "is a HEIC image, which servers do not decode: convert it to JPEG, or send its pixels"
+        else:
+            reason = "is not a JPEG, PNG, WebP, GIF, BMP, AVIF, TIFF, ICO or JPEG 2000 image"
+        raise NotDone(Fault.UNSUPPORTED, reason) from None
+
+
 def _orientation(image: Image.Image, data: bytes) -> int:
     """The orientation in the image's metadata, 1 to 8; a PNG may have it after the pixels."""
+    if image.format == "TIFF":  # turned as it is loaded, and its size is that of the turned picture
+        return 1
     if image.format == "PNG":
         with BytesIO(_without_pixels(data)) as file, Image.open(file, formats=("PNG",)) as headers:
             found = Image.Image.getexif(headers).get(Base.Orientation)

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import msgspec
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from vitwire_children.serving import Fault, NotDone, serve
 from vitwire_server.core.items import Modality
@@ -47,8 +47,6 @@ class _Worker:
             return msgspec.to_builtins(self._measured(job) if isinstance(job, Measure) else self._decoded(job))
         except (NotDone, MemoryError):
             raise
-        except UnidentifiedImageError:
-            raise NotDone(Fault.UNSUPPORTED, "is not a JPEG, PNG, WebP, GIF or BMP image") from None
         except Image.DecompressionBombError:
             raise NotDone(Fault.TOO_LARGE, images.too_large(self._setup.sizes.pixels)) from None
         except Exception as error:  # noqa: BLE001 - libraries raise anything over broken files

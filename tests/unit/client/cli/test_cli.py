@@ -118,7 +118,7 @@ def test_encode_takes_folders(
     empty.mkdir()
     done = vitwire("encode", "dog.png", "empty", "--out", "x")
     assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr.startswith("vitwire: empty has no files with the suffixes .bmp, .gif, .jpeg, .jpg, .mp4, ")
+    assert done.stderr.startswith("vitwire: empty has no files with the suffixes .avi, .avif, .bmp, .gif, .ico, ")
     done = vitwire("encode", "dog.png", "https://example.com/cat.jpg")
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.startswith("vitwire: https:/example.com/cat.jpg is a URL, and the client fetches none")

@@ -17,6 +17,7 @@ from google.rpc.status_pb2 import Status
 from PIL import Image
 from typer.testing import CliRunner
 
+from encoded_files import tiff
 from entered import entered, entered_async
 from fake_service import Fake, Running, abort, model_message, serving
 from vitwire import AsyncClient, InvalidItem, Model, Unauthenticated
@@ -25,7 +26,7 @@ from vitwire_cli.app import app
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.gateway_settings import GatewaySettings, RouterSettings, SglangSettings
 from vitwire_gateway.images.encoding import Encoder, content_id_of
-from vitwire_gateway.images.image_files import ImageFile
+from vitwire_gateway.images.image_files import _FORMATS, ImageFile
 from vitwire_gateway.workers import Workers, memory_for
 
 MODEL = Model.from_message(model_message())
@@ -74,21 +75,23 @@ encoder = entered_async(encoding)
 
 
 async def test_files_are_sent_as_they_are(running: Running, encoder: Encoder) -> None:
-    files = [file(kind) for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP")]
+    files = [file(kind) for kind in _FORMATS]
     encoded = await asyncio.gather(*map(encoder.encode, files))
     assert isinstance(running.fake, Remembering)
     assert {each.encoded for each in running.fake.items} == {each.content for each in files}
     assert not any(each.HasField("pixels") or each.HasField("grid") for each in running.fake.items)
-    assert {each.embedding.grid for each in encoded} == {(1, 10, 10)}, "as the service chose it"
-    assert len({each.content_id for each in encoded}) == 5
+    assert {each.embedding.grid for each in encoded} >= {(1, 10, 10)}, "as the service chose it"
+    assert len({each.content_id for each in encoded}) == len(_FORMATS)
+    assert await encoder.media_type(files[-1]) == "image/jp2"
 
 
 async def test_what_is_refused_is_not_sent(running: Running) -> None:
     async with encoding(running, pixels=1000) as encoder:
         with pytest.raises(InvalidItem, match="40x40 exceeds the limit of 1000 pixels"):
             await encoder.encode(file("PNG"))
-        for content in (b"no image", file("TIFF").content):
-            with pytest.raises(InvalidItem, match="not a JPEG, PNG, WebP, GIF or BMP image"):
+        heic, slow = b"\0\0\0\x14ftypheic", tiff(32, 1_900_000, 1_900_000)
+        for content, reason in ((b"", "not a JPEG, PNG"), (heic, "a HEIC image.*JPEG"), (slow, "more than 1 s of")):
+            with pytest.raises(InvalidItem, match=reason):
                 await encoder.encode(ImageFile.of(content))
     assert isinstance(running.fake, Remembering)
     assert running.fake.items == []
@@ -214,9 +217,11 @@ async def test_a_clip_without_times_is_refused() -> None:
 
 @pytest.mark.parametrize("content", [b"", b"ftyp", b"\0\0\0\x18free", file("PNG").content, b"\x1a\x45\xdf"])
 async def test_what_is_no_clip_is_not_sent(encoder: Encoder, content: bytes) -> None:
-    with pytest.raises(InvalidItem, match="neither an MP4 nor a WebM file"):
+    with pytest.raises(InvalidItem, match="neither an MP4, WebM, AVI nor MPEG-TS file"):
         await encoder.media_type(ImageFile.of(content, "video"))
     assert await encoder.media_type(MP4) == "video/mp4"
+    for start, kind in ((b"G" + bytes(187) + b"G", "mp2t"), (b"RIFF....AVI ", "x-msvideo")):
+        assert await encoder.media_type(ImageFile.of(start, "video")) == f"video/{kind}"
 
 
 def test_the_same_bytes_as_image_and_as_clip_are_two_contents() -> None:

@@ -252,7 +252,7 @@ async def test_embeddings_that_wait_for_receivers_are_bounded() -> None:
 
 def test_no_file_is_read() -> None:
     for source in ("file:///dev/zero", "file:///absent"):
-        with pytest.raises(ApiError, match="this encoder reads no files"):
+        with pytest.raises(ApiError, match="is a file: URL"):
             media().read(source)
 
 

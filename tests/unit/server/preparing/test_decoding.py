@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from encoded_files import (
+    FURTHER,
     HOSTILE,
     ODD,
     bomb,
@@ -27,6 +28,7 @@ from encoded_files import (
     photograph,
     saved,
     sound,
+    tiff,
 )
 from entered import entered_async
 from prepared import FORMATS, MODELS, SAMPLING, Recipes
@@ -43,12 +45,13 @@ FLOW = (0, "a caller")
 LONG = Measured((1, 1, 1), (1,), None, cost=1 << 26)
 _END = chunk(b"IEND", b"")
 CUT = {
-    "closed": ("libx264", {"g": "20", "bf": "2"}),
-    "open": ("libx264", {"g": "20", "bf": "2", "x264-params": "open-gop=1"}),
-    "intra refresh": ("libx264", {"x264-params": "intra-refresh=1:keyint=20"}),
-    "mpeg4": ("mpeg4", {"g": "20"}),
+    "closed": ("mp4", "libx264", {"g": "20", "bf": "2"}),
+    "open": ("mp4", "libx264", {"g": "20", "bf": "2", "x264-params": "open-gop=1"}),
+    "intra refresh": ("mp4", "libx264", {"x264-params": "intra-refresh=1:keyint=20"}),
+    "mpeg4": ("mp4", "mpeg4", {"g": "20"}),
+    "broadcast": ("mpegts", "mpeg2video", {"g": "20", "bf": "2"}),
 }
-"""Codecs and options of clips that lose their first keyframe."""
+"""Formats, codecs and options of clips that lose their first keyframe."""
 SIZES = [(300, 400), (57, 55), (20, 90), (8, 500), (400, 21), (5, 5)]
 
 
@@ -149,7 +152,7 @@ def test_the_form_of_a_clip_is_known_from_size_and_number(name: str) -> None:
 @pytest.mark.parametrize("name", ["patches", "raster", "square"])
 async def test_files_are_prepared_as_in_this_process(name: str) -> None:
     photo = photograph()
-    files = [saved(photo, quality=90), saved(photo, "PNG"), saved(photo, "WEBP"), *(make() for make in ODD.values())]
+    files = [*(saved(photo, each) for each in ("JPEG", "PNG", "WEBP")), *(make() for make in (ODD | FURTHER).values())]
     async with pool_of(MODELS[name]) as pool:
         for file in files if name == "patches" else files[:3]:
             assert_equal(*await prepared(pool, file), expected(file, MODELS[name]))
@@ -175,6 +178,8 @@ async def test_a_file_that_takes_too_long_ends_only_its_decoder() -> None:
         with pytest.raises(NotDone, match=r"takes more than 0\.5 s") as error:
             await decoded(pool, file, int(np.prod(found.pixels)))
         assert error.value.fault is Fault.TOO_SLOW
+        with pytest.raises(NotDone, match="takes more than 1 s"):
+            await pool.measure(FLOW, tiff(32, 1_900_000, 1_900_000), Modality.IMAGE)
         assert_equal(*await prepared(pool, good), expected(good, MODELS["patches"]))
 
 
@@ -374,9 +379,9 @@ async def test_decoders_are_ready_before_the_first_job() -> None:
         assert counts[-1] == (len(decoders()), 0)
 
 
-@pytest.mark.parametrize(("codec", "options"), CUT.values(), ids=CUT)
-async def test_clips_that_start_between_keyframes(codec: str, options: dict[str, str], pool: DecodePool) -> None:
-    file = cut(clip(moving(60), codec=codec, options=options), 7)
+@pytest.mark.parametrize("made", CUT.values(), ids=CUT)
+async def test_clips_that_start_between_keyframes(made: tuple[str, str, dict[str, str]], pool: DecodePool) -> None:
+    file = cut(clip(moving(60), codec=made[1], options=made[2]), 7, made[0])
     shown = len(frames_of(file, range(60)))
     assert shown < 60
     own = MODELS["patches"][Modality.VIDEO]
@@ -386,9 +391,12 @@ async def test_clips_that_start_between_keyframes(codec: str, options: dict[str,
     assert_equal(found, pixels, pillow.prepared(np.stack(frames_of(file, indices)), own))
 
 
-@pytest.mark.parametrize(("name", "kind", "codec"), [("patches", "mp4", "libx264"), ("ratio", "webm", "libvpx-vp9")])
+@pytest.mark.parametrize(("name", "kind", "codec"), [
+    ("patches", "mp4", "libx264"), ("ratio", "webm", "libvpx-vp9"), ("patches", "avi", "mpeg4"),
+    ("patches", "avi", "mjpeg"), ("patches", "mpegts", "libx264"), ("patches", "mpegts", "mpeg2video"),
+])  # fmt: skip
 async def test_clips_are_sampled_and_prepared(name: str, kind: str, codec: str) -> None:
-    file = clip(moving(45), 15.0, kind, codec)
+    file = clip(moving(45), 15.0, kind, codec, {"strict": "-1"})
     own = MODELS[name][Modality.VIDEO]
     indices = sampled(45, 15.0, SAMPLING, own.temporal)
     async with pool_of(MODELS[name]) as pool:
@@ -402,8 +410,9 @@ async def test_hostile_clips_are_refused(pool: DecodePool) -> None:
     damaged = bytearray(good)
     damaged[len(good) // 3 : len(good) * 2 // 3] = bytes(len(good) * 2 // 3 - len(good) // 3)
     files = {
-        "is neither an MP4 nor a WebM file": saved(photograph()),
+        "is neither an MP4, WebM, AVI nor MPEG-TS file": saved(photograph()),
         "has no video": sound(),
+        "has no frame": clip(moving(2), kind="mpegts")[: 3 * 188],
         "cannot be decoded": good[: len(good) // 2],
     }
     for reason, file in files.items():

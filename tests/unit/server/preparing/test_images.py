@@ -240,7 +240,7 @@ def test_files(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "avif"])
 def test_files_and_images_are_turned_upright_but_arrays_are_not(orientation: int, suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"turned.{suffix}"
     exif = Image.Exif()

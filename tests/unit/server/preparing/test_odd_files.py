@@ -10,9 +10,10 @@ import pytest
 from PIL import Image, ImageOps
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from encoded_files import photograph, saved
+from encoded_files import FURTHER, photograph, saved
 from odd_files import BMPS, GIFS
 from prepared import recipe
+from vitwire_children.serving import NotDone
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.files import images
 from vitwire_server.preparing.rules.recipe import Recipe
@@ -20,7 +21,7 @@ from vitwire_server.preparing.rules.recipe import Recipe
 AREA = {"min_pixels": 28 * 28, "max_pixels": 400 * 400}
 WHITE = recipe(**AREA, patch=14, merge=2, temporal=2)
 DROPS = replace(WHITE, settings=replace(WHITE.settings, drops_transparency=True))
-FILES = {**GIFS, **BMPS}
+FILES = {**GIFS, **BMPS, **FURTHER}
 ORIENTATIONS = {
     "long": (4, struct.pack("<I", 6)),
     "byte": (1, b"\6\0\0\0"),
@@ -85,3 +86,9 @@ def test_orientations_of_other_types(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert np.array_equal(read(file, DROPS), as_pillow(file))
+
+
+def test_a_pillow_without_avif_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images.AvifImagePlugin, "SUPPORTED", False)
+    with pytest.warns(UserWarning, match="AVIF"), pytest.raises(NotDone, match="is an AVIF image, which the server's"):
+        images.measure(FURTHER["animated avif"](), WHITE, 1 << 26)
