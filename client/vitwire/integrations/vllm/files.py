@@ -18,6 +18,7 @@ from vllm.multimodal.media.video import VideoMediaIO
 from vllm.multimodal.video import VideoBackend, cv2
 
 from vitwire.items import Modality
+from vitwire.shared.file_kinds import kind_of
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -42,6 +43,8 @@ FORMATS = frozenset({"JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP"})
 """Pillow's names of what servers decode; MPO is a camera's JPEG with further pictures."""
 _DECODING = frozenset({"backend", "frame_recovery"})
 """Options that make vLLM decode other frames, or from another library."""
+_CONTAINERS = ("mp4", "webm")
+"""Of clips, in which a frame has the same number in OpenCV and in the encoder: others may begin with broken ones."""
 _WHITE = (255, 255, 255)
 _TURNED = frozenset({5, 6, 7, 8})
 """EXIF orientations that swap width and height."""
@@ -139,7 +142,7 @@ class ImageFileIO(ImageMediaIO):  # type: ignore[misc]  # as above
 
 
 class ClipFileIO(VideoMediaIO):  # type: ignore[misc]  # as above
-    """Lets vLLM choose the frames of a clip, and reads none; other decoders than OpenCV are left to vLLM."""
+    """Lets vLLM choose the frames of a clip, and reads none; vLLM keeps other decoders and containers."""
 
     def __init__(self, reader: VideoMediaIO) -> None:
         self.__dict__.update(reader.__dict__)
@@ -149,6 +152,9 @@ class ClipFileIO(VideoMediaIO):  # type: ignore[misc]  # as above
         loader = type(self._reader.video_loader)
         if not issubclass(loader, VideoBackend) or self.kwargs.keys() & _DECODING:
             CLIPS.labels("options").inc()
+            return self._reader.load_bytes(data)
+        if kind_of(data) not in _CONTAINERS:
+            CLIPS.labels("format").inc()
             return self._reader.load_bytes(data)
         self.video_loader = _choosing(loader)()  # type: ignore[arg-type]  # Any, without type information
         frames, metadata = super().load_bytes(data).media

@@ -110,6 +110,8 @@ def _opened(data: bytes) -> Iterator[tuple[InputContainer, VideoStream]]:
     name = next((name for name, start in _MARKS if start.match(data)), None)
     if name is None:
         raise NotDone(Fault.UNSUPPORTED, "is neither an MP4, WebM, AVI nor MPEG-TS file")
+    if name == "mp4" and b"moov" not in data:
+        raise NotDone(Fault.MALFORMED, "is an MP4 without an index (moov), such as a recording that was cut off")
     with BytesIO(data) as file, av.open(file, "r", name, metadata_errors="ignore") as container:
         if not container.streams.video:
             raise NotDone(Fault.UNSUPPORTED, "has no video")
