@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 import custom_resources
-from manifests import BESIDE, DEPLOY, RELEASE, Document, documents_of, found_under, only, server
+from manifests import BESIDE, DEPLOY, NO_ENGINE, RELEASE, Document, documents_of, found_under, only, pod, server
 from vitwire_flags.options import options_of
+from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_server.config.settings import ServeSettings
 
 helm = pytest.importorskip("helm_python.chart", reason="Helm's library is built for Linux only")
@@ -35,6 +36,8 @@ PAIRS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Values of the chart by the folder or combination of deploy/ that has the same objects."""
+INGRESS = {"enabled": True, "host": "embeddings.example.com", "className": "nginx", "tlsSecret": "tls"}
+FRONT_END: Mapping[str, Any] = {"enabled": True, "ingress": INGRESS, "autoscaling": {"enabled": True}}
 OUTSIDE = {"Gateway", "GRPCRoute", "PrometheusRule"}
 """Kinds that the chart leaves to Kustomize, and dashboards."""
 ADDED = ("app.kubernetes.io/managed-by", "helm.sh/chart", "vitwire/devices")
@@ -95,7 +98,27 @@ def test_beside_renders_the_pod_of_the_overlay() -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("values", [*PAIRS.values()])
+def test_the_front_end_is_the_router_without_an_engine() -> None:
+    documents = rendered({"embeddings": {**FRONT_END, "keySecret": "vitwire-content-key"}}, name="next")
+    ours = [each for each in documents if each["metadata"]["name"] == "next-embeddings"]
+    theirs = copy.deepcopy(documents_of(NO_ENGINE))
+    deployment, policy = only(ours, "Deployment")["spec"], only(ours, "NetworkPolicy")["spec"]
+    selector, labels = deployment["selector"], deployment["template"]["metadata"]["labels"]
+    pod(theirs)["serviceAccountName"] = "next"
+    pod(theirs)["topologySpreadConstraints"][0]["labelSelector"] = policy["podSelector"]
+    assert server(ours).pop("envFrom") == [{"configMapRef": {"name": "next-embeddings"}}]
+    del server(theirs)["envFrom"], only(theirs, "ConfigMap")["data"]["VITWIRE_ROUTER_ENGINE_URL"]
+    assert (policy["podSelector"], pod(ours)) == (selector, pod(theirs))
+    only(theirs, "ConfigMap")["data"]["VITWIRE_ROUTER_TARGET"] = "dns:///next:50051"
+    assert only(ours, "ConfigMap")["data"] == only(theirs, "ConfigMap")["data"]
+    chosen = [each["spec"]["selector"] for each in documents if each["kind"] == "Service"]
+    assert [each for each in chosen if each.items() <= labels.items()] == [selector["matchLabels"]]
+    referred = [*found_under(ours, "scaleTargetRef"), *found_under(ours, "service")]
+    assert [each["name"] for each in referred] == ["next-embeddings"] * 3
+    assert [*found_under(policy["ingress"], "kubernetes.io/metadata.name")] == ["monitoring", "ingress-nginx"]
+
+
+@pytest.mark.parametrize("values", [*PAIRS.values(), {"embeddings": FRONT_END, "podMonitor": True}])
 @pytest.mark.parametrize("version", ["1.31", "1.37"])
 def test_schemas_accept_every_document(values: Mapping[str, Any], version: str) -> None:
     for document in rendered(values):
@@ -138,6 +161,8 @@ def test_two_releases_share_nothing() -> None:
         ({"settings": {"GRAPSH": "auto"}}, "settings.GRAPSH: vitwire-server serve has no such flag"),
         ({"settings": {"DRAIN_SECONDS": 45}}, r"terminationGracePeriodSeconds 60 must exceed .*DRAIN_SECONDS 45"),
         ({"extraEnv": [{"name": "VITWIRE_PORT", "value": "1"}]}, "extraEnv sets VITWIRE_PORT"),
+        ({"embeddings": {"enabled": True}, **TLS}, "embeddings.enabled excludes"),
+        ({"embeddings": {"enabled": True, "settings": {"TARGET": "x"}}}, "embeddings.settings.TARGET is fixed"),
     ],
 )
 def test_wrong_values_are_refused(values: Mapping[str, Any], reason: str) -> None:
@@ -191,7 +216,9 @@ def test_further_values_reach_the_pod() -> None:
 def test_every_value_is_in_the_schema() -> None:
     """A value that the schema leaves out could be misspelt without an error."""
     values = yaml.safe_load((CHART / "values.yaml").read_text())
+    values |= {f"embeddings/{name}": value for name, value in values["embeddings"].items()}
     schema = json.loads((CHART / "values.schema.json").read_text())["properties"]
+    schema |= {f"embeddings/{name}": value for name, value in schema["embeddings"]["properties"].items()}
     for name, value in values.items():
         if "properties" in schema[name]:
             assert (schema[name]["additionalProperties"], schema[name]["properties"].keys()) == (False, value.keys())
@@ -199,8 +226,9 @@ def test_every_value_is_in_the_schema() -> None:
 
 def test_the_chart_knows_every_flag() -> None:
     text = (CHART / "templates" / "_checks.tpl").read_text()
-    (flags,) = re.findall(r'define "vitwire.flags.server" -}}([^{]*)', text)
-    assert flags.split() == sorted(name.upper() for name in options_of(ServeSettings))
+    for command, kind in (("server", ServeSettings), ("router", RouterSettings)):
+        (flags,) = re.findall(rf'define "vitwire.flags.{command}" -}}}}([^{{]*)', text)
+        assert flags.split() == sorted(name.upper() for name in options_of(kind))
 
 
 def test_the_chart_has_the_version_of_the_release() -> None:
