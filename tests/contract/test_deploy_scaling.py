@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import custom_resources
-from manifests import ROOT, Document, documents_of, found_under, only, quantity, render, server, variables
+from manifests import COMBINATIONS, ROOT, Document, documents_of, found_under, only, quantity, render, server, variables
 
 AUTOSCALED = {"overlays/autoscale": "HorizontalPodAutoscaler", "gpu with KEDA": "ScaledObject"}
 GATEWAY = "gpu with claims and a gateway"
@@ -70,6 +70,13 @@ def test_the_autoscaler_owns_the_replicas(autoscaled: list[Document]) -> None:
     assert budget < fewest < most
     if "fallback" in scaler:
         assert fewest <= scaler["fallback"]["replicas"] <= most
+
+
+def test_the_autoscaler_listed_last_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COMBINATIONS, "both", ("overlays/autoscale", "keda"))
+    assert render.__wrapped__("both") == render("gpu with KEDA")
+    monkeypatch.setitem(COMBINATIONS, "both", ("overlays/gpu", "monitoring", "keda", "hpa"))
+    assert render.__wrapped__("both") == render("overlays/autoscale")
 
 
 def test_both_autoscalers_behave_alike() -> None:

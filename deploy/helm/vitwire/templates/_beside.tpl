@@ -54,6 +54,9 @@
           name: {{ .Values.model.tokenSecret }}
           key: token
           optional: true
+    {{- with .Values.extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   ports:
     - name: http
       containerPort: 8000
@@ -119,13 +122,4 @@ httpGet:
   emptyDir:
     medium: Memory
     sizeLimit: 8Gi
-{{- end }}
-
-{{- define "vitwire.beside.check" -}}
-{{- if ne .Values.model.source "hub" }}
-{{- fail "beside.enabled needs model.source hub: vLLM loads the whole model" }}
-{{- end }}
-{{- if or .Values.tls.secret .Values.tokens.secret (ne .Values.autoscaling.kind "none") }}
-{{- fail "beside.enabled excludes tls, tokens and autoscaling: only vLLM of the pod reaches the encoder" }}
-{{- end }}
 {{- end }}

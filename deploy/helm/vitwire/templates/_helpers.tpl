@@ -18,6 +18,16 @@ labels:
   helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end }}
 
+{{- define "vitwire.account" -}}
+{{ .Values.serviceAccount.name | default (ternary .Release.Name "default" .Values.serviceAccount.create) }}
+{{- end }}
+
+{{- /* vLLM needs two minutes to end. */ -}}
+{{- define "vitwire.grace" -}}
+{{- $grace := int .Values.terminationGracePeriodSeconds }}
+{{- ternary (max 120 $grace) $grace .Values.beside.enabled }}
+{{- end }}
+
 {{- define "vitwire.image" -}}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end }}
@@ -86,10 +96,15 @@ scaleDown:
 {{- $_ := set $fixed "NIXL" "true" }}
 {{- $_ := set $fixed "DEVICE_MEMORY" .Values.beside.encoderMemory }}
 {{- end }}
-{{- range $name, $value := merge $settings $fixed }}
+{{- include "vitwire.environment" (dict "prefix" "VITWIRE_" "settings" (merge $settings $fixed)) }}
+{{- end }}
+
+{{- define "vitwire.environment" }}
+{{- $prefix := .prefix }}
+{{- range $name, $value := .settings }}
 {{- if and (kindIs "float64" $value) (eq $value (floor $value)) }}
 {{- $value = printf "%.0f" $value }}
 {{- end }}
-VITWIRE_{{ $name }}: {{ $value | toString | quote }}
+{{ $prefix }}{{ $name }}: {{ $value | toString | quote }}
 {{- end }}
 {{- end }}

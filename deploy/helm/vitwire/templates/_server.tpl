@@ -19,6 +19,9 @@
     - name: TINI_SUBREAPER
       value: "1"
     {{- end }}
+    {{- with .Values.extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   ports:
     {{- if not $beside }}
     - name: grpc
