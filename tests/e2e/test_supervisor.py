@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import re
 import signal
 import subprocess
@@ -14,15 +13,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event
 
+import httpx2
 import numpy as np
 import psutil
 import pytest
 
 from checkpoints import Checkpoints
 from manifests import documents_of, server
-from servers import PIXELS_ONLY, SERVER, ServerProcess, serving, spawn, supervising
+from servers import PIXELS_ONLY, SERVER, ServerProcess, finished, serving, spawn, supervising
 from vitwire import AsyncClient, Client, DeadlineExceeded, Item, Unavailable, VitwireError
 from vitwire_server.config.host import THREADS, share_of_cores
+from waiting import until
 
 LABELS = ("cpu.0", "cpu.1")
 EXPECTED = {"OK", "UNAVAILABLE", "DEADLINE_EXCEEDED"}
@@ -211,23 +212,22 @@ def test_no_process_outlives_a_killed_supervisor(checkpoints: Checkpoints, tmp_p
 
 @pytest.mark.matrix
 def test_ports_and_socket_are_numbered(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Each process has a front end for HTTP, too, which ends with it."""
     socket = tmp_path / "vitwire.sock"
-    with supervised(checkpoints("qwen2_vl"), "--unix-socket", str(socket)):
+    with supervised(checkpoints("qwen2_vl"), "--unix-socket", str(socket), "--http-port", "0") as (supervisor, _):
         for index in range(2):
             with Client(f"unix:{socket}.{index}") as client:
                 assert client.health() == "SERVING"
+            port = supervisor.wait_for(rf"\[cpu\.{index}\] HTTP on (127\.0\.0\.1:\d+)")[1]
+            until(lambda port=port: httpx2.get(f"http://{port}/health", timeout=60).status_code == 200)
+            supervisor.wait_for(rf"\[cpu\.{index}/http\] ")
+        processes = psutil.Process(supervisor.process.pid).children(recursive=True)
+        supervisor.process.kill()
+        assert not psutil.wait_procs(processes, timeout=10)[1]
 
 
 def test_a_wrong_model_ends_with_one_sentence() -> None:
-    command = [sys.executable, "-m", "vitwire_server", "serve", "--model", "/nowhere", "--devices", "cpu,cpu"]
-    done = subprocess.run(
-        [*command, "--port", "0", "--metrics-port", "0"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )
+    done = finished("serve", "--model", "/nowhere", "--devices", "cpu,cpu", "--port", "0", "--metrics-port", "0")
     assert done.returncode == 1
     reason = "/nowhere is neither a directory nor a hub id of the form owner/name"
     assert done.stderr == f"vitwire-server: {reason}\n"
