@@ -14,6 +14,7 @@ from checkpoints import Checkpoints
 from embedding_calls import FLAGS, embedded
 from routers import RouterProcess, client_of, picture
 from servers import finished, serving
+from vitwire_server.process import http_front
 
 TOKEN = "a-token-of-24-characters"
 
@@ -54,3 +55,9 @@ def test_a_front_end_that_cannot_run_ends_the_server(checkpoints: Checkpoints, m
     done = finished("serve", "--model", checkpoints("clip"), "--port=0", "--no-metrics", "--http-port=0")
     assert done.returncode == 1
     assert "http: vitwire: --mode needs an engine: leave it out with --no-engine" in done.stderr
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(http_front, "find_spec", {"anyio": 1, "httpx2": 1, "starlette": 1}.get)
+    with pytest.raises(http_front.UsageError, match=r"^--http-port: uvicorn is not installed; .*\[router\]"):
+        http_front.reachable(http_front.ServeSettings(model="m", http_port=0), tmp_path)

@@ -122,8 +122,7 @@ def test_a_bad_image_leaves_others_alone(client: OpenAI) -> None:
     for form in ({}, {"encoding_format": "float"}):
         answer = client.embeddings.create(model="m", input=mixed, **form, extra_body={"errors": "item"})
         errors = {each.index: each.error for each in answer.data if each.embedding is None}
-        assert list(errors) == list(bad)
-        assert [each["code"] for each in errors.values()] == codes
+        assert {number: each["code"] for number, each in errors.items()} == dict(zip(bad, codes, strict=True))
         assert all(each["message"].startswith(f"input[{number}]: ") for number, each in errors.items())
         close([answer.data[each].embedding for each in good], expected)
         assert answer.usage.total_tokens == 16 * len(good)

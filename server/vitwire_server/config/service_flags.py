@@ -124,8 +124,8 @@ class TimeoutSettings:
     )
     unresponsive_seconds: float = flag(
         60.0,
-        "with --devices or --rpc-processes: seconds a child process may be stopped or have a blocked event "
-        "loop before it is killed and restarted",
+        "with --devices, --rpc-processes or --http-port: seconds a child process may be stopped or have a blocked "
+        "event loop before it is killed and restarted",
         0.001,
         _LONGEST,
     )
