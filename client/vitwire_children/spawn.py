@@ -15,6 +15,8 @@ from vitwire_children.confine import PARENT
 
 _KEPT = ("PATH", "LANG", "LC_ALL", "HOME", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+LISTENER = "VITWIRE_LISTENER"
+"""The variable by which a child gets the descriptor of a socket that listens for it."""
 OF_DEVICES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 """Variables that decide which device an index means."""
 

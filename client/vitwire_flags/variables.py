@@ -42,7 +42,8 @@ def unknown_variables(prefix: str, names: Collection[str]) -> list[str]:
     unknown = []
     for variable, value in sorted(os.environ.items()):
         name = variable.removeprefix(prefix).lower()
-        if not value or not variable.startswith(prefix) or variable in _CLIENT or name in names:
+        others = variable in _CLIENT or (prefix == "VITWIRE_" and variable.startswith("VITWIRE_ROUTER_"))  # of a child
+        if not value or not variable.startswith(prefix) or others or name in names:
             continue
         if name.startswith("no_") and name.removeprefix("no_") in names:
             raise ValueError(

@@ -36,6 +36,10 @@ class ApiError(Exception):
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
 
+    def at(self, param: str) -> "ApiError":
+        """The same error of an equal image at another place."""
+        return replace(self, message=self.message.replace(self.param or param, param, 1), param=param)
+
 
 def invalid(message: str, param: str | None, code: str = "invalid_value") -> ApiError:
     """The request is wrong at `param`."""

@@ -5,6 +5,7 @@ These never read, or send bodies in tiny chunks, each of which costs as much as 
 
 import asyncio
 import math
+import os
 import socket
 from typing import Any
 
@@ -13,6 +14,7 @@ from starlette.types import ASGIApp
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from vitwire_children.spawn import LISTENER
 from vitwire_gateway.api_errors import ApiError
 
 _MALFORMED = ApiError(400, "the request is not valid HTTP/1.1", "invalid_http", headers={"connection": "close"})
@@ -90,7 +92,9 @@ def configured(app: ASGIApp, stall_seconds: float, drain_seconds: float, **optio
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises OSError with the flags that it comes from."""
+    """A socket that listens: the one that was inherited, or a new one. Raises OSError with the flags of that."""
+    if descriptor := os.environ.pop(LISTENER, ""):
+        return socket.socket(fileno=int(descriptor))
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)

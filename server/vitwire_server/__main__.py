@@ -77,10 +77,10 @@ def _serve(words: list[str]) -> int:
     import logging
 
     from vitwire_children.confine import be_private
+    from vitwire_children.heartbeat import inherited
     from vitwire_server.config.resolving import log_format, resolve, warnings
     from vitwire_server.config.settings import UsageError
     from vitwire_server.observe.logs import configure_logs
-    from vitwire_server.process.heartbeat import inherited
     from vitwire_server.rpc.addresses import raise_if_ports_taken
     from vitwire_server.towers.files import CheckpointError, local_folder
 
@@ -96,9 +96,8 @@ def _serve(words: list[str]) -> int:
             logging.getLogger(__name__).warning("%s", warning)
     try:
         local_folder(settings.model)
-        hosts = {"--port": settings.host, "--metrics-port": settings.metrics_host}
         for flag, ports in settings.port_ranges.items():
-            raise_if_ports_taken(hosts[flag], flag, ports)
+            raise_if_ports_taken(settings.hosts[flag], flag, ports)
     except (CheckpointError, OSError) as error:
         return _fail(error, 1, settings.log_format)
     if not settings.device_list:
@@ -111,7 +110,7 @@ def _serve(words: list[str]) -> int:
 def _serve_edge() -> NoReturn:
     """Speak gRPC for an engine; started by `serve --rpc-processes` only."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from vitwire_server.process.heartbeat import inherited, with_heartbeat
+    from vitwire_children.heartbeat import inherited, with_heartbeat
 
     heartbeat = inherited()  # before slow imports: from now on the process dies with the engine's
     import asyncio
@@ -132,8 +131,8 @@ def _serve_device(settings: "ServeSettings", heartbeat: int | None) -> NoReturn:
     import asyncio
 
     from vitwire.shared.allocator import tune
+    from vitwire_children.heartbeat import with_heartbeat
     from vitwire_server.config.settings import UsageError
-    from vitwire_server.process.heartbeat import with_heartbeat
 
     tune()
     sys.setswitchinterval(_SWITCH_SECONDS)

@@ -10,6 +10,7 @@ import pytest
 import custom_resources
 from manifests import (
     DEPLOY,
+    HTTP,
     RELEASE,
     ROOT,
     SCRIPTS,
@@ -130,13 +131,17 @@ def test_ports_agree(documents: list[Document]) -> None:
     ports = {port["name"]: port["containerPort"] for port in server(documents)["ports"]}
     settings = variables(documents)
     first = {"grpc": int(settings["VITWIRE_PORT"]), "metrics": int(settings["VITWIRE_METRICS_PORT"])}
+    http = {"http": int(settings["VITWIRE_HTTP_PORT"])} if "VITWIRE_HTTP_PORT" in settings else {}
     suffixes = ["", *(f"-{number}" for number in range(1, gpus(documents)))]
-    assert ports == {name + end: port + n for n, end in enumerate(suffixes) for name, port in first.items()}
+    assert ports == {name + end: port + n for n, end in enumerate(suffixes) for name, port in first.items()} | http
     assert settings["VITWIRE_HOST"] == settings["VITWIRE_METRICS_HOST"] == "0.0.0.0"
     service = only(documents, "Service")
     assert service["metadata"]["name"] == "vitwire"
     assert service["spec"]["clusterIP"] == "None"
-    assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == ports
+    assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == dict(ports.items() - http.items())
+    others = [each["spec"] for each in documents if each["metadata"]["name"] == HTTP]
+    assert [{port["targetPort"]: port["port"] for port in each["ports"]} for each in others] == [http] * len(http)
+    assert all(each["selector"] == service["spec"]["selector"] and "clusterIP" not in each for each in others)
     assert all(port["name"] == port["targetPort"] for port in service["spec"]["ports"])
     protocols = {port["appProtocol"] for port in service["spec"]["ports"] if port["name"].startswith("grpc")}
     assert protocols == {"https" if is_secure(documents) else "kubernetes.io/h2c"}
@@ -150,8 +155,8 @@ def test_the_network_policy_opens_these_ports_only(documents: list[Document]) ->
     spans = [
         range(start := ports.get(each["port"], each["port"]), each.get("endPort", start) + 1) for each, _ in opened
     ]
-    kinds = [{port for name, port in ports.items() if name.startswith(kind)} for kind in ("grpc", "metrics")]
-    assert [set(span) for span in spans] == kinds, "whoever may use one device may use all"
+    kinds = [{port for name, port in ports.items() if name.startswith(kind)} for kind in ("grpc", "http", "metrics")]
+    assert [set(span) for span in spans] == list(filter(None, kinds)), "whoever may use one device may use all"
     assert all(sources for _, sources in opened), "an empty list of sources admits everybody"
     for span, (_, sources) in zip(spans, opened, strict=True):
         if ports["metrics"] in span:

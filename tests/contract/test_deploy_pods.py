@@ -168,7 +168,7 @@ def test_the_demo_has_the_threads_that_it_requests() -> None:
     assert "cpu" not in container["resources"]["limits"], "it may use what others leave idle"
 
 
-@pytest.mark.parametrize(("overlay", "count"), [("overlays/gpu", 1), ("overlays/multi-gpu", 4)])
+@pytest.mark.parametrize(("overlay", "count"), [("overlays/embeddings", 1), ("overlays/multi-gpu", 4)])
 def test_gpu_overlays_ask_for_gpus(overlay: str, count: int) -> None:
     documents = documents_of(overlay)
     toleration = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
@@ -179,3 +179,6 @@ def test_gpu_overlays_ask_for_gpus(overlay: str, count: int) -> None:
     assert named == (("cuda", "") if count == 1 else ("auto", ",".join(f"cuda:{n}" for n in range(count))))
     (spread,) = pod(documents)["topologySpreadConstraints"]
     assert spread["topologyKey"] == "kubernetes.io/hostname"
+    on_cpus = documents_of("overlays/embeddings-cpu")
+    assert "nvidia.com/gpu" not in str(on_cpus)
+    assert variables(on_cpus)["VITWIRE_DEVICE"] == "cpu"

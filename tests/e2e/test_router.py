@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,8 @@ from servers import ServerProcess, serving
 from vitwire import Client, Item
 from vitwire.integrations.vllm.settings import Settings
 from waiting import until
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "router.md"
 
 HOPPER = Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"
 COFFEE = Path(skimage.__file__).parent / "data" / "coffee.png"
@@ -155,6 +158,13 @@ def test_bad_images_are_named(llm: OpenAI, received: EngineProcess, url: str, co
     assert caught.value.type == "invalid_request_error"
     assert "0x" not in str(caught.value)
     assert received.requests() == []
+    (block,) = re.findall(r"```python\n(import re\n.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    exec(block, space := {"client": llm})
+    with pytest.raises(openai.BadRequestError):
+        space["ask"](messages)
+    assert space["ask"]([*messages, {"role": "assistant", "content": "?"}, *user(text("And now?"))[1:]]).choices
+    sent = received.requests()[0]["body"]["messages"][1]["content"]
+    assert [each["type"] for each in sent] == ["text", "image_embeds", "text"]
 
 
 @pytest.mark.matrix

@@ -1,9 +1,7 @@
 """Clips in chat completions: the openai client, `vitwire router`, a real server and a stand-in engine."""
 
 import base64
-import threading
 from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ import pytest
 from checkpoints import Checkpoints
 from encoded_files import clip, cut, moving, photograph, saved, sound
 from entered import entered
-from routers import EngineProcess, RouterProcess, client_of, decoded, leaving, router
+from routers import EngineProcess, RouterProcess, client_of, decoded, leaving, router, serving_file
 from servers import ServerProcess, serving
 from vitwire import Client, Embedding, Item
 from waiting import until
@@ -163,24 +161,9 @@ def test_urls_and_options_are_refused(inline: RouterProcess, stand_in: EnginePro
     assert inline.metric('vitwire_router_clips_total{result="refused",source="url"}') == 3
 
 
-class _Files(SimpleHTTPRequestHandler):
-    """Serves one clip at every path, but redirects from /away to another host."""
-
-    def do_GET(self) -> None:
-        if self.path == "/away":
-            self.send_response(302)
-            self.send_header("location", "http://localhost:1/clip.mp4")
-            self.end_headers()
-            return
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(MP4)
-
-
 def test_clips_of_allowed_hosts_are_fetched(server: ServerProcess, stand_in: EngineProcess) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Files) as files:
-        threading.Thread(target=files.serve_forever, daemon=True).start()
-        host = f"127.0.0.1:{files.server_port}"
+    with serving_file(MP4) as site:
+        host = f"127.0.0.1:{site}"
         flags = (f"--allow-image-host={host}", "--allow-image-network=127.0.0.0/8", f"--max-image-bytes={len(MP4)}")
         with router(server.target, stand_in.url, *flags) as proxy:
             assert asked(proxy, part(f"http://{host}/clip.mp4"))
@@ -191,7 +174,6 @@ def test_clips_of_allowed_hosts_are_fetched(server: ServerProcess, stand_in: Eng
             status, code, _, message = refusal(proxy, part(f"http://{host}/clip.mp4"))
             assert (status, code) == (400, "clip_url_refused")
             assert "no public address" in message
-        files.shutdown()
 
 
 def test_odd_clips_are_encoded(inline: RouterProcess, stand_in: EngineProcess) -> None:

@@ -6,11 +6,7 @@ import io
 import json
 import os
 import signal
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +17,9 @@ import openai
 import pytest
 from openai import OpenAI
 
-from embedding_calls import EMBEDDINGS, FLAGS, NO_TEXT, Json, cohere_of, embedded, part, photographs, posted, uri
+from embedding_calls import EMBEDDINGS, FLAGS, NO_TEXT, Json, close, cohere_of, embedded, part, photographs, posted, uri
 from entered import entered
-from routers import EngineProcess, RouterProcess, client_of, leaving, picture, router, user
+from routers import EngineProcess, RouterProcess, client_of, leaving, picture, router, serving_file, user
 from servers import ServerProcess, serving
 from waiting import until
 
@@ -51,6 +47,8 @@ beside = entered(lambda server, stand_in: router(server.target, stand_in.url))
         ({"input": picture(), "encoding_format": "hex"}, "encoding_format", "expected float or base64"),
         ({"input": picture(), "encoding_format": []}, "encoding_format", "expected float or base64"),
         ({"input": picture(), "normalize": 1}, "normalize", "true or false"),
+        ({"input": picture(), "errors": "none"}, "errors", "expected request or item"),
+        ({"input": ["a cat", picture()], "errors": "item"}, "input[0]", NO_TEXT),
         ({"input": picture(), "embed_dtype": "float16"}, "embed_dtype", "float32"),
         ({"input": [picture(), "data:image/png;base64,!!!!"]}, "input[1]", "invalid base64"),
         ({"input": [picture(), "data:image/png;base64,QUJD"]}, "input[1]", "not a JPEG"),
@@ -110,12 +108,34 @@ def test_a_bad_image_leaves_others_alone(client: OpenAI) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(one, range(16))) == [8, "input[5]"] * 8
+    bad = {
+        2: broken,
+        5: broken,
+        6: "data:image/png;base64,QUJD",
+        9: "data:image/png;base64,!!!!",
+        11: "https://h/x.jpg",
+    }
+    codes = ["invalid_image"] * 3 + ["invalid_base64", "image_url_refused"]
+    mixed = [bad.get(number, picture(seed=number)) for number in range(32)]
+    good = [number for number in range(32) if number not in bad]
+    expected = embedded(client, *(mixed[each] for each in good))
+    for form in ({}, {"encoding_format": "float"}):
+        answer = client.embeddings.create(model="m", input=mixed, **form, extra_body={"errors": "item"})
+        errors = {each.index: each.error for each in answer.data if each.embedding is None}
+        assert {number: each["code"] for number, each in errors.items()} == dict(zip(bad, codes, strict=True))
+        assert all(each["message"].startswith(f"input[{number}]: ") for number, each in errors.items())
+        close([answer.data[each].embedding for each in good], expected)
+        assert answer.usage.total_tokens == 16 * len(good)
 
 
 def test_without_an_engine(client: OpenAI, proxy: RouterProcess) -> None:
-    for call in (client.models.list, lambda: client.chat.completions.create(model="m", messages=user(picture()))):
-        with pytest.raises(openai.NotFoundError, match="--no-engine: it has /v1/embeddings and /v2/embed"):
-            call()
+    with pytest.raises(openai.NotFoundError, match="--no-engine: it has /v1/embeddings and /v2/embed"):
+        client.chat.completions.create(model="m", messages=user(picture()))
+    assert [(each.id, each.object) for each in client.models.list()] == [("tiny-clip", "model")]
+    described = httpx2.get(f"{proxy.url}/openapi.json", timeout=60).json()
+    for path, methods in described["paths"].items():
+        (method,) = methods
+        assert httpx2.request(method, proxy.url + path, timeout=60).status_code == (400 if method == "post" else 200)
     status, health = proxy.page("/health")
     assert (status, json.loads(health)) == (200, {"status": "ready", "encoder": "SERVING"})
     for path in (EMBEDDINGS, "/v2/embed"):
@@ -175,7 +195,7 @@ def test_keys_hosts_and_limits(server: ServerProcess, tmp_path: Path) -> None:
     photographs()[2].save(file, "JPEG")
     keys = tmp_path / "keys"
     keys.write_text("sk-good\n")
-    with _serving_file(file.getvalue()) as port:
+    with serving_file(file.getvalue()) as port:
         allowed = ("--allow-image-host", f"localhost:{port}")
         limits = ("--api-keys-file", str(keys), "--max-buffered-bytes", "400000")
         host = f"http://localhost:{port}/cat.jpg"
@@ -195,30 +215,6 @@ def test_keys_hosts_and_limits(server: ServerProcess, tmp_path: Path) -> None:
         network = ("--allow-image-network", "127.0.0.0/8", "--allow-image-network", "::1/128")
         with router(server.target, None, *allowed, *network) as process, client_of(process) as good:
             np.testing.assert_array_equal(embedded(good, host), embedded(good, uri(photographs()[2], "JPEG")))
-
-
-@contextmanager
-def _serving_file(content: bytes) -> Iterator[int]:
-    """The port of a server of one file."""
-
-    class Files(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("localhost", 0), Files) as found:
-        thread = threading.Thread(target=found.serve_forever)
-        thread.start()
-        try:
-            yield found.server_port
-        finally:
-            found.shutdown()
-            thread.join()
 
 
 def test_a_caller_that_leaves_cancels_its_images(server: ServerProcess, proxy: RouterProcess, client: OpenAI) -> None:

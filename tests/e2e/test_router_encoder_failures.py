@@ -217,6 +217,8 @@ def test_every_request_ends_when_the_encoder_is_lost_under_load(
             server.process.send_signal(number)
             outcomes = [answer.result(300) for answer in answers]
         until(lambda: proxy.metric("vitwire_router_inflight_requests") == 0)
+        until(lambda: '"SERVING"' not in proxy.page("/health")[1])
+        assert proxy.page("/health")[0] == (200 if policy == "engine" else 503)
         served = outcomes.count("".join(WORDS))
         if policy == "engine":
             assert served == len(outcomes), outcomes

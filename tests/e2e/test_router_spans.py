@@ -7,11 +7,8 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from functools import partial
-from http.server import HTTPServer, SimpleHTTPRequestHandler
 from itertools import count
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import openai
@@ -22,7 +19,7 @@ from checkpoints import Checkpoints
 from collectors import Collector, attributes, collecting
 from encoded_files import photograph, saved
 from entered import entered
-from routers import CHAT, EngineProcess, RouterProcess, client_of, leaving, picture, router, user
+from routers import CHAT, EngineProcess, RouterProcess, client_of, leaving, picture, router, serving_file, user
 from servers import ServerProcess, serving
 from waiting import until
 
@@ -42,30 +39,16 @@ def server(checkpoints: Checkpoints, collector: Collector) -> Iterator[ServerPro
             yield process
 
 
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of an HTTP server with the image cat.png."""
-    folder = tmp_path_factory.mktemp("pictures")
-    (folder / "cat.png").write_bytes(saved(photograph(64, 64), "PNG"))
-    with HTTPServer(("127.0.0.1", 0), partial(_Files, directory=str(folder))) as files:
-        thread = Thread(target=files.serve_forever)
-        thread.start()
-        yield f"127.0.0.1:{files.server_address[1]}"
-        files.shutdown()
-        thread.join()
-
-
-class _Files(SimpleHTTPRequestHandler):
-    def log_message(self, *arguments: Any) -> None:
-        pass
+pictures = entered(lambda: serving_file(saved(photograph(64, 64), "PNG")))
+"""The port of a server with an image."""
 
 
 @pytest.fixture(scope="module", params=["inline", "reference"])
 def proxy(
-    server: ServerProcess, stand_in: EngineProcess, collector: Collector, pictures: str, request: Any
+    server: ServerProcess, stand_in: EngineProcess, collector: Collector, pictures: int, request: Any
 ) -> Iterator[RouterProcess]:
     flags = ("--otlp-endpoint", collector.endpoint, "--mode", request.param)
-    urls = ("--allow-image-host", pictures, "--allow-image-network", "127.0.0.0/8")
+    urls = ("--allow-image-host", f"127.0.0.1:{pictures}", "--allow-image-network", "127.0.0.0/8")
     with router(server.target, stand_in.url, *flags, *urls, environment={"OTEL_BSP_SCHEDULE_DELAY": "100"}) as process:
         yield process
 
@@ -97,11 +80,11 @@ def asked() -> tuple[str, str]:
 
 
 def test_one_trace_from_the_caller_to_the_server_and_the_engine(
-    proxy: RouterProcess, stand_in: EngineProcess, collector: Collector, pictures: str
+    proxy: RouterProcess, stand_in: EngineProcess, collector: Collector, pictures: int
 ) -> None:
     reference = proxy.log().count("mode reference") > 0
     trace_id, parent = asked()
-    body = {"model": "tiny", "messages": user(picture(64, 64, seed=reference), f"http://{pictures}/cat.png")}
+    body = {"model": "tiny", "messages": user(picture(64, 64, seed=reference), f"http://127.0.0.1:{pictures}/cat.png")}
     stand_in.requests()
     headers = {"traceparent": parent, "tracestate": "vendor=1", "x_request_id": "order-66"}
     assert sent(proxy, CHAT, json.dumps(body).encode(), **headers)[0] == 200

@@ -7,10 +7,8 @@ import base64
 import io
 import json
 import pickle
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +26,7 @@ from adapters import Adapter, adapting, receiving
 from collectors import attributes, collecting
 from encoded_files import clip, moving
 from entered import entered
+from routers import serving_file
 from servers import ServerProcess, serving
 from vitwire import Client, Embedding, Item
 
@@ -236,26 +235,9 @@ def test_urls_and_receivers_follow_their_rules(
 ) -> None:
     socket, port = receiver
 
-    class Images(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(images[0].read_bytes())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Images) as web:
-        threading.Thread(target=web.serve_forever, daemon=True).start()
-        host = f"127.0.0.1:{web.server_port}"
-        rules = [
-            "--allow-image-host",
-            host,
-            "--allow-image-network",
-            "127.0.0.0/8",
-            "--receiver-network",
-            "127.0.0.0/30",
-        ]
+    with serving_file(images[0].read_bytes()) as site:
+        host = f"127.0.0.1:{site}"
+        rules = ("--allow-image-host", host, "--allow-image-network=127.0.0.0/8", "--receiver-network=127.0.0.0/30")
         with adapting(vitwire.target, *rules) as adapter:
             assert post(adapter, "/encode", part([f"http://{host}/a.png"], port)) == (200, None)
             status, body = post(adapter, "/encode", part(["http://127.0.0.1:1/a.png"], port))
@@ -263,7 +245,6 @@ def test_urls_and_receivers_follow_their_rules(
             for place in ("127.0.0.9", "localhost"):
                 status, body = post(adapter, "/encode", part(uris(images[:1]), port, prefill_host=place))
                 assert (status, body["message"][:9]) == (400, "receiver ")
-        web.shutdown()
     header, rows = read(socket.recv_multipart())
     assert header.error_msg is None
     assert rows is not None

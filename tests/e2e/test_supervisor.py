@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event
 
+import httpx2
 import numpy as np
 import psutil
 import pytest
@@ -22,6 +23,7 @@ from manifests import documents_of, server
 from servers import PIXELS_ONLY, SERVER, ServerProcess, finished, serving, spawn, supervising
 from vitwire import AsyncClient, Client, DeadlineExceeded, Item, Unavailable, VitwireError
 from vitwire_server.config.host import THREADS, share_of_cores
+from waiting import until
 
 LABELS = ("cpu.0", "cpu.1")
 EXPECTED = {"OK", "UNAVAILABLE", "DEADLINE_EXCEEDED"}
@@ -210,11 +212,18 @@ def test_no_process_outlives_a_killed_supervisor(checkpoints: Checkpoints, tmp_p
 
 @pytest.mark.matrix
 def test_ports_and_socket_are_numbered(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Each process has a front end for HTTP, too, which ends with it."""
     socket = tmp_path / "vitwire.sock"
-    with supervised(checkpoints("qwen2_vl"), "--unix-socket", str(socket)):
+    with supervised(checkpoints("qwen2_vl"), "--unix-socket", str(socket), "--http-port", "0") as (supervisor, _):
         for index in range(2):
             with Client(f"unix:{socket}.{index}") as client:
                 assert client.health() == "SERVING"
+            port = supervisor.wait_for(rf"\[cpu\.{index}\] HTTP on (127\.0\.0\.1:\d+)")[1]
+            until(lambda port=port: httpx2.get(f"http://{port}/health", timeout=60).status_code == 200)
+            supervisor.wait_for(rf"\[cpu\.{index}/http\] ")
+        processes = psutil.Process(supervisor.process.pid).children(recursive=True)
+        supervisor.process.kill()
+        assert not psutil.wait_procs(processes, timeout=10)[1]
 
 
 def test_a_wrong_model_ends_with_one_sentence() -> None:

@@ -20,6 +20,7 @@ Document: TypeAlias = dict[str, Any]
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 SCRIPTS = Path(sys.executable).parent
+HTTP = "vitwire-http"
 STACK = "overlays/stack"
 """Several Deployments: encoder, engine and router."""
 BESIDE = "overlays/beside"
@@ -82,8 +83,9 @@ def only(documents: list[Document], kind: str) -> Document:
 
 
 def without_dashboards(documents: list[Document]) -> list[Document]:
-    """Grafana's dashboards are ConfigMaps, beside the one that has the settings."""
-    return [each for each in documents if "grafana_dashboard" not in each["metadata"].get("labels", {})]
+    """Grafana's dashboards are ConfigMaps, beside the one that has the settings; HTTP has a second Service."""
+    found = [each for each in documents if "grafana_dashboard" not in each["metadata"].get("labels", {})]
+    return [each for each in found if each["metadata"]["name"] != HTTP]
 
 
 def pod(documents: list[Document]) -> Document:

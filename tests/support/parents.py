@@ -17,7 +17,7 @@ OPEN = "a file that is open"
 SECRET = "VITWIRE_SECRET"
 _SUPERVISED = """
 import time
-from vitwire_server.process.heartbeat import inherited
+from vitwire_children.heartbeat import inherited
 inherited()
 print("up", flush=True)
 time.sleep(600)

@@ -6,8 +6,10 @@ import json
 import socket
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -83,6 +85,27 @@ def _process(
             yield process, Path(log.name)
         finally:
             end(process, _STOP_SECONDS)
+
+
+@contextmanager
+def serving_file(content: bytes) -> Iterator[int]:
+    """The port of a server of one file, at every path but /away, which redirects to another host."""
+
+    class Files(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(302 if self.path == "/away" else 200)
+            self.send_header("location", "http://localhost:1/file")
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Files) as found:
+        threading.Thread(target=found.serve_forever, args=[0.05], daemon=True).start()
+        yield found.server_port
+        found.shutdown()
 
 
 def clip_file(frames: int, rate: float) -> bytes:

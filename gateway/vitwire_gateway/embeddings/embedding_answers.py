@@ -32,14 +32,19 @@ class Vectors(NamedTuple):
 class Answer(NamedTuple):
     options: EmbeddingOptions
     model: Model
-    images: Sequence[Vectors]
-    """One per image of the request, in order."""
+    images: Sequence[Vectors | ApiError]
+    """One per image of the request, in order; errors if the options want them by item."""
     request_id: str
 
     @property
     def tokens(self) -> int:
         """Tokens of all images."""
-        return sum(each.tokens for each in self.images)
+        return sum(each.tokens for each in self.vectors)
+
+    @property
+    def vectors(self) -> list[Vectors]:
+        """Of the images without an error."""
+        return [each for each in self.images if isinstance(each, Vectors)]
 
 
 def check_openai(options: EmbeddingOptions, model: Model) -> None:
@@ -76,7 +81,12 @@ def openai_answer(answer: Answer) -> Iterator[bytes]:
     """The pieces of a body in OpenAI's form. Images with several vectors have their `shape` in addition."""
     (kind,) = answer.options.types
     yield b'{"object":"list","data":['
-    for index, (rows, _) in enumerate(answer.images):
+    for index, image in enumerate(answer.images):
+        if isinstance(image, ApiError):
+            yield f'{"," if index else ""}{{"object":"embedding","index":{index},"embedding":null,'.encode()
+            yield image.body[1:]
+            continue
+        rows = image.rows
         several = answer.model.pooling == "none" or len(rows) != 1
         shape = f'"shape":{json.dumps(rows.shape)},' if several else ""
         yield f'{"," if index else ""}{{"object":"embedding","index":{index},{shape}"embedding":'.encode()
@@ -94,7 +104,7 @@ def cohere_answer(answer: Answer) -> Iterator[bytes]:
     yield b'{"id":' + _json(answer.request_id) + b',"response_type":"embeddings_by_type","embeddings":{'
     for number, kind in enumerate(answer.options.types):
         yield f'{"," if number else ""}"{kind}":'.encode()
-        yield from _lists([_cohere_value(each.rows[0], kind)] for each in answer.images)
+        yield from _lists([_cohere_value(each.rows[0], kind)] for each in answer.vectors)
     units = {"images": len(answer.images), "image_tokens": answer.tokens}
     yield b'},"meta":' + _json({"api_version": {"version": "2"}, "billed_units": units}) + b"}"
 

@@ -30,6 +30,8 @@ class EmbeddingOptions(NamedTuple):
     """Length to cut vectors to."""
     normalize: bool | None = None
     """None: if the model has one vector per image."""
+    by_item: bool = False
+    """An image that cannot be embedded has an error in place of its vectors, and fails no other."""
 
 
 class EmbeddingRequest(NamedTuple):
@@ -60,7 +62,8 @@ def openai_request(body: bytes, limits: Limits, *, has_engine: bool) -> Embeddin
     normalize = request.get("normalize")
     if not isinstance(normalize, bool | None):
         raise invalid("expected true or false", "normalize")
-    options = EmbeddingOptions((encoding,), _dimensions(request, "dimensions"), normalize)
+    by_item = _choice(request, "errors", ("request", "item")) == "item"
+    options = EmbeddingOptions((encoding,), _dimensions(request, "dimensions"), normalize, by_item)
     return EmbeddingRequest(options, images_in(request, found, limits))
 
 

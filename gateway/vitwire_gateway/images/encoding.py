@@ -35,6 +35,8 @@ _MODEL_SECONDS = 2.0
 """Less than a server takes to restart, so that its new weights never get content ids of the old ones."""
 _HEADER_SECONDS = 1.0
 """As in servers; a TIFF of two million strips takes 4 s."""
+NO_CACHE = "SERVING without --cache-bytes, which --mode reference needs"
+"""The state of an encoder that cannot store."""
 _NO_TIMES = "the file does not say how many frames a second has"
 
 
@@ -99,7 +101,7 @@ class Encoder:
         except TimeoutError:
             return "the encoder did not answer in time"
         if needs_cache and not model.limits.cached_bytes:
-            return "SERVING without --cache-bytes, which --mode reference needs"
+            return NO_CACHE
         return status
 
     async def encode(self, image: ImageFile, *, together: bool = False) -> Encoded:

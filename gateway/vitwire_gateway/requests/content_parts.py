@@ -5,7 +5,7 @@ import math
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from anyio.to_thread import run_sync
 
@@ -21,6 +21,8 @@ from vitwire_gateway.metrics import Metrics
 from vitwire_gateway.requests.dialects import MakePart, Part
 from vitwire_gateway.requests.image_sources import RequestImages
 
+Errors = dict[Any, ApiError]
+"""By source of the request, or by digest of the file: what is wrong with single images."""
 K = TypeVar("K")
 T = TypeVar("T")
 
@@ -35,7 +37,7 @@ class Loaded(NamedTuple):
     files: Mapping[bytes, tuple[ImageFile, str]]
     """By digest, with the name of the first place in errors."""
     order: Sequence[bytes]
-    """The digest of each image and clip of the request."""
+    """The digest of each image and clip of the request; empty for one that has an error."""
     until: float
     """When all must be encoded, on the loop's clock."""
 
@@ -55,22 +57,23 @@ class Images:
         """The same for a request, with metadata for the encoder's logs and traces."""
         return replace(self, encoder=self.encoder.serving(caller, metadata), hold=hold)
 
-    async def load(self, request: RequestImages) -> Loaded:
-        """The files of a request. Raises ApiError."""
+    async def load(self, request: RequestImages, errors: Errors | None = None) -> Loaded:
+        """The files of a request. Raises ApiError, but for single images, if `errors` are collected."""
         until = asyncio.get_running_loop().time() + self.settings.encode_seconds
         params: dict[int, str] = {}
         for place in request.places:
             params.setdefault(place.source, place.param)
         try:
             async with asyncio.timeout_at(until):
-                images = await _each(lambda key: self._load(request, key, params[key]), params)
+                images = await _each(lambda key: self._load(request, key, params[key]), params, errors=errors)
         except TimeoutError as error:
             text = f"the images took longer than {self.settings.encode_seconds:g} s"
             raise ApiError(504, text, "images_timeout") from error
         files: dict[bytes, tuple[ImageFile, str]] = {}
         for key, image in images.items():
             files.setdefault(image.digest, (image, params[key]))
-        return Loaded(files, [images[place.source].digest for place in request.places], until)
+        digests = {key: image.digest for key, image in images.items()}
+        return Loaded(files, [digests.get(place.source, b"") for place in request.places], until)
 
     @asynccontextmanager
     async def in_time(self, loaded: Loaded) -> AsyncGenerator[None, None]:
@@ -95,8 +98,8 @@ class Images:
         parts = await _each(part, loaded.files)
         return [parts[digest] for digest in loaded.order]
 
-    async def encoded(self, loaded: Loaded) -> dict[bytes, Encoded]:
-        """The embedding of each image by digest, in few calls to the encoder. Raises ApiError."""
+    async def encoded(self, loaded: Loaded, errors: Errors | None = None) -> dict[bytes, Encoded]:
+        """The embedding of each image by digest, in few calls to the encoder. Raises as `load`."""
 
         async def one(digest: bytes) -> Encoded:
             image, param = loaded.files[digest]
@@ -106,7 +109,7 @@ class Images:
             return encoded
 
         async with self.in_time(loaded):
-            return await _each(one, loaded.files, self.settings.max_encoding)
+            return await _each(one, loaded.files, self.settings.max_encoding, errors)
 
     async def model(self) -> Model:
         """The encoder's model. Raises ApiError, also if requests before this one wait for it too long."""
@@ -162,21 +165,31 @@ def _naming(param: str | None, refusal: str, modality: Modality = "image") -> It
 
 
 async def _each(
-    work: Callable[[K], Coroutine[None, None, T]], keys: Iterable[K], most: int = _MAX_AT_ONCE
+    work: Callable[[K], Coroutine[None, None, T]],
+    keys: Iterable[K],
+    most: int = _MAX_AT_ONCE,
+    errors: Errors | None = None,
 ) -> dict[K, T]:
-    """The results by key, `most` at a time; the first error cancels the rest."""
+    """The results by key, `most` at a time; the first error that is not collected cancels the rest."""
     slots = asyncio.Semaphore(most)
+    results: dict[K, T] = {}
 
-    async def one(key: K) -> T:
+    async def one(key: K) -> None:
         async with slots:
-            return await work(key)
+            try:
+                results[key] = await work(key)
+            except ApiError as error:
+                if errors is None or not error.param:
+                    raise
+                errors[key] = error
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = {key: group.create_task(one(key)) for key in keys}
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return {key: task.result() for key, task in tasks.items()}
+            for key in keys:
+                group.create_task(one(key))
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return {key: results[key] for key in keys if key in results}
 
 
 def size_of(part: Part) -> int:

@@ -71,18 +71,18 @@ class ApiKeys:
 
 
 def read_keys(file: Path) -> list[str]:
-    """The keys in a regular file, one per line; lines that begin with `#` are comments.
+    """The keys in a regular file, one per line, each with a name or not; lines that begin with `#` are comments.
 
-    Raises OSError, also if it is larger than 16 MiB, and ValueError if it has none, or has white space in a key.
+    Raises OSError, also if it is larger than 16 MiB, and ValueError if it has none, or more words in a line.
     """
     keys = list[str]()
     for number, line in enumerate(read_regular(file, _MAX_KEY_BYTES).decode().splitlines(), 1):
-        key = line.strip()
-        if key.startswith("#"):
+        words = line.split()
+        if not words or words[0].startswith("#"):
             continue
-        if len(key.split()) > 1:
-            raise ValueError(f"line {number} has white space in the key: expected one key per line, and nothing else")
-        keys += [key] if key else []
+        if len(words) > 2:
+            raise ValueError(f"line {number} has {len(words)} words: expected a key and at most a name")
+        keys.append(words[0])
     if not keys:
         raise ValueError("the file has no keys: expected one per line")
     return keys

@@ -7,7 +7,7 @@ from contextlib import suppress
 from vitwire import VitwireError
 from vitwire.shared.recent import Recent
 from vitwire_gateway.gateway_settings import RouterSettings
-from vitwire_gateway.images.encoding import Encoder
+from vitwire_gateway.images.encoding import NO_CACHE, Encoder
 from vitwire_gateway.router.llm_engine import Engine
 
 logger = logging.getLogger("vitwire.router")
@@ -19,13 +19,13 @@ _NO_POOLING = "the encoder pools no vectors: each image has several; start it wi
 
 
 class Readiness:
-    """Whether encoder and engine are ready; they are probed only if asked for."""
+    """Whether requests can be answered; encoder and engine are probed only if asked for."""
 
     def __init__(self, settings: RouterSettings, encoder: Encoder, engine: Engine) -> None:
         self._settings = settings
         self._encoder = encoder
         self._engine = engine
-        self._was_ready = True
+        self._was = "ready"
         self._is_pooling_known = not settings.no_engine
         """Or of no interest, as vectors are not all that is answered."""
         self._recent = Recent(self._probed, _KEPT_SECONDS)
@@ -43,13 +43,15 @@ class Readiness:
         else:
             of_encoder, of_engine = await asyncio.gather(probe, self._engine.probe())
             states = {"encoder": of_encoder, "engine": of_engine}
-        is_ready = states["encoder"] == "SERVING" and states.get("engine", "ok") in ("ok", "not asked")
-        text = ", ".join(f"{name}: {state}" for name, state in states.items())
-        if self._was_ready and not is_ready:
-            logger.warning("not ready: %s", text)
-        elif is_ready and not self._was_ready:
-            logger.info("ready again: %s", text)
-        self._was_ready = is_ready
+        is_encoding = states["encoder"] == "SERVING"
+        falls_back = settings.on_encoder_failure == "engine" and states["encoder"] not in (settings.refusal, NO_CACHE)
+        is_ready = states.get("engine", "ok") in ("ok", "not asked") and (is_encoding or falls_back)
+        state = "not ready" if not is_ready else "ready" if is_encoding else "ready, the engine encodes images"
+        if state != self._was:
+            text = ", ".join(f"{name}: {each}" for name, each in states.items())
+            level, again = (logging.INFO, " again") if state == "ready" else (logging.WARNING, "")
+            logger.log(level, "%s%s: %s", state, again, text)
+        self._was = state
         if is_ready and not self._is_pooling_known:
             await self._check_pooling()
         return {"status": "ready" if is_ready else "not ready", **states}

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 import httpx2
@@ -22,6 +23,7 @@ from starlette.routing import Route
 
 from vitwire import AsyncClient
 from vitwire.shared.garbage import exempt_loaded
+from vitwire_children import heartbeat
 from vitwire_children.confine import be_private
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.images.encoding import Encoder
@@ -43,6 +45,7 @@ from vitwire_gateway.workers import Workers, memory_for
 logger = logging.getLogger("vitwire.router")
 
 _CHAT = "/v1/chat/completions"
+_OPENAPI = Path(__file__).parents[1] / "embeddings" / "openapi.json"
 _END_SECONDS = 1.0
 """After the second signal, for requests to be cut off and connections to be closed."""
 _KEEP_ALIVE_SECONDS = 75
@@ -51,6 +54,7 @@ _KEEP_ALIVE_SECONDS = 75
 
 def _application(settings: RouterSettings, metrics: Metrics, admission: Admission, spans: Spans | None) -> Starlette:
     """The application. Raises ValueError for settings, and OSError for files, that cannot be used."""
+    supervisor = heartbeat.inherited()
     client = AsyncClient(
         settings.target,
         tls=settings.encoder_tls(),
@@ -58,6 +62,8 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
         timeout=settings.encoder_wait,
         max_retries=settings.encoder_retries,
         affinity=True,  # an image goes to the replica that has it cached, where others fetch its embedding too
+        # A server that drains is not ready, and lets its front end drain first.
+        channel_options=None if supervisor is None else {"grpc.inhibit_health_checking": 1},
     )
     engine, fetcher = Engine(settings), Fetcher(settings)
     memory = memory_for(settings.max_image_pixels, settings.max_body_bytes)
@@ -76,6 +82,8 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
                 stack.push_async_callback(close)
             first = asyncio.create_task(readiness.report())  # which logs what is not ready
             stack.callback(first.cancel)
+            if supervisor is not None:
+                stack.callback(asyncio.create_task(heartbeat.beat(supervisor)).cancel)
             exempt_loaded(logger)
             yield
 
@@ -92,14 +100,18 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
     def endpoint(route: RouteName, answer: Callable[[Exchange, Ticket], Awaitable[None]]) -> Endpoint:
         return Endpoint(route, answer, settings, admission, metrics, spans)
 
-    chat = [] if settings.no_engine else [Route(_CHAT, endpoint("chat", partial(router.chat, dialect_of(settings))))]
+    if settings.no_engine:
+        description = Response(_OPENAPI.read_bytes(), media_type="application/json")
+        others = [Route("/v1/models", endpoint("embeddings", router.models)), Route("/openapi.json", description)]
+    else:
+        others = [Route(_CHAT, endpoint("chat", partial(router.chat, dialect_of(settings))))]
     embeddings = embedding_apis(has_engine=not settings.no_engine)
     routes = [
         Route("/health", health),
         Route("/healthz", health),
         Route("/livez", alive),
         Route("/metrics", page),
-        *chat,
+        *others,
         *(Route(api.path, endpoint("embeddings", partial(router.embeddings, api))) for api in embeddings),
         Route("/{path:path}", endpoint("proxied", router.proxied)),
     ]

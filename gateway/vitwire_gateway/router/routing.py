@@ -1,5 +1,6 @@
 """The way of admitted requests: their images become embeddings, and the engine answers."""
 
+import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -14,12 +15,12 @@ from vitwire.shared.fairness.places import Places
 from vitwire_gateway import spans
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import read_body
-from vitwire_gateway.embeddings.embedding_answers import Answer, vectors_of
+from vitwire_gateway.embeddings.embedding_answers import Answer, Vectors, vectors_of
 from vitwire_gateway.embeddings.embedding_requests import EmbeddingRequest
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.metrics import FALLBACKS, Metrics
 from vitwire_gateway.requests.caller_fields import clean_body
-from vitwire_gateway.requests.content_parts import Images, size_of
+from vitwire_gateway.requests.content_parts import Errors, Images, size_of
 from vitwire_gateway.requests.dialects import Dialect, Part, whole_part
 from vitwire_gateway.requests.filling import Filled, filled
 from vitwire_gateway.requests.image_sources import Limits
@@ -58,7 +59,7 @@ class Router:
 
     async def chat(self, dialect: Dialect, exchange: Exchange, ticket: Ticket) -> None:
         """A chat completion, whose images become embeddings."""
-        _check_posted(exchange)
+        _check_method(exchange, "POST")
         body = await self._body(exchange, ticket)
         await exchange.unless_disconnected(self._completed(dialect, exchange, ticket, body))
 
@@ -68,9 +69,17 @@ class Router:
         if api.is_shared and exchange.request.method != "POST":
             await self.proxied(exchange, ticket)
             return
-        _check_posted(exchange)
+        _check_method(exchange, "POST")
         body = await self._body(exchange, ticket)
         await exchange.unless_disconnected(self._embeddings(api, exchange, ticket, body))
+
+    async def models(self, exchange: Exchange, ticket: Ticket) -> None:
+        """The encoder's model, in OpenAI's form."""
+        exchange.is_vitwires = True
+        _check_method(exchange, "GET")
+        model = await self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take).model()
+        found = {"id": model.model_id, "object": "model", "created": 0, "owned_by": "vitwire"}
+        await exchange.respond(200, [], json.dumps({"object": "list", "data": [found]}).encode())
 
     async def proxied(self, exchange: Exchange, ticket: Ticket) -> None:
         """Any other request: it and its response pass as they are, without what only the router may say."""
@@ -131,17 +140,23 @@ class Router:
         with self._timed("images"):
             model = await images.model()
             api.check(request.options, model)
-            loaded = await images.load(request.images)
-            encoded = await images.encoded(loaded)
+            errors: Errors = {}
+            kept = errors if request.options.by_item else None
+            loaded = await images.load(request.images, kept)
+            encoded = await images.encoded(loaded, kept)
             if any(each.model.weights_fingerprint != model.weights_fingerprint for each in encoded.values()):
                 raise ApiError(503, "the encoder changed its model during the request", "encoder_unavailable")
             vectors = {
                 digest: await run_sync(vectors_of, each.embedding, each.model, request.options)
                 for digest, each in encoded.items()
             }
-        answer = Answer(request.options, model, [vectors[digest] for digest in loaded.order], exchange.request_id)
+        results: list[Vectors | ApiError] = []
+        for place, digest in zip(request.images.places, loaded.order, strict=True):
+            error = errors.get(place.source) or errors.get(digest)
+            results.append(error.at(place.param) if error else vectors[digest])
+        answer = Answer(request.options, model, results, exchange.request_id)
         limit = self.settings.max_buffered_bytes
-        if (size := sum(each.rows.nbytes for each in answer.images)) > limit:  # equal images are held once
+        if (size := sum(each.rows.nbytes for each in answer.vectors)) > limit:  # equal images are held once
             raise ApiError(413, f"the vectors have {size} bytes, the limit is {limit}", "request_too_large")
         await exchange.respond_in_chunks(api.answer(answer), lambda: self.answering.place(ticket.caller.path))
 
@@ -235,7 +250,7 @@ def refused_path(path: str, *, has_engine: bool) -> ApiError | None:
     return ApiError(404, text, "unknown_path")
 
 
-def _check_posted(exchange: Exchange) -> None:
+def _check_method(exchange: Exchange, method: str) -> None:
     """Raises ApiError for another method."""
-    if exchange.request.method != "POST":
-        raise ApiError(405, "expected POST", "method_not_allowed", headers={"allow": "POST"})
+    if exchange.request.method != method:
+        raise ApiError(405, f"expected {method}", "method_not_allowed", headers={"allow": method})

@@ -3,7 +3,7 @@
 Each field is a flag, a variable, a TOML key and its help text; each class is a heading of the help.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -32,6 +32,10 @@ class AddressSettings:
     metrics_host: str = flag("127.0.0.1", "address of the metrics port (/metrics, /healthz, status page)")
     metrics_port: int = flag(9464, "metrics port; 0 picks a free port", 0, _MAX_PORT)
     metrics: bool = flag(True, "enable the metrics port")
+    http_host: str = flag("127.0.0.1", "address of --http-port, which has no TLS")
+    http_port: int | None = flag(
+        None, "answer embeddings by HTTP at this port, too (extra router); with --devices, at PORT + N", 0, _MAX_PORT
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +124,8 @@ class TimeoutSettings:
     )
     unresponsive_seconds: float = flag(
         60.0,
-        "with --devices or --rpc-processes: seconds a child process may be stopped or have a blocked event "
-        "loop before it is killed and restarted",
+        "with --devices, --rpc-processes or --http-port: seconds a child process may be stopped or have a blocked "
+        "event loop before it is killed and restarted",
         0.001,
         _LONGEST,
     )
@@ -143,6 +147,8 @@ class AccessSettings:
     auth_tokens_file: Path | None = flag(
         None, "bearer tokens, one per line with an optional name; reloaded when the file changes"
     )
+    http_token: str = field(default="", repr=False)
+    """By which the HTTP front end calls if tokens are required; no flag."""
 
 
 @dataclass(frozen=True, kw_only=True)

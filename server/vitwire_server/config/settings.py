@@ -3,6 +3,7 @@
 import re
 import sys
 from dataclasses import dataclass
+from itertools import combinations
 from typing import ClassVar
 
 from vitwire_server.config.model_flags import ConfigurationSettings, DeviceSettings, GraphSettings, ModelSettings
@@ -85,6 +86,8 @@ class ServeSettings(  # dataclasses take the fields of the last class first
             raise ValueError("--tls-cert and --tls-key must be set together")
         if self.tls_client_ca and not self.tls_cert:
             raise ValueError("--tls-client-ca needs --tls-cert and --tls-key")
+        if self.http_port is not None and self.tls_client_ca and not self.auth_tokens_file:
+            raise ValueError("--http-port asks for no certificates: with --tls-client-ca, set --auth-tokens-file too")
 
     def _check_budgets(self) -> None:
         sizes = self.budget_sizes
@@ -94,27 +97,35 @@ class ServeSettings(  # dataclasses take the fields of the last class first
     def _check_devices(self) -> None:
         if self.device_list and self.device != "auto":
             raise ValueError(f"--device {self.device} and --devices {self.devices} cannot be used together")
-        last = max(self.port, self.metrics_port) + len(self.device_list) - 1
+        last = max(self.port, self.metrics_port, self.http_port or 0) + len(self.device_list) - 1
         if last > _LAST_PORT:
             raise ValueError(
                 f"--devices: {len(self.device_list)} consecutive ports would end at {last}, above {_LAST_PORT}"
             )
 
     def _check_ports(self) -> None:
-        ranges = self.port_ranges
-        hosts = {self.host.strip("[]"), self.metrics_host.strip("[]")}
-        if len(ranges) < 2 or (len(hosts) == 2 and not hosts & _EVERY_ADDRESS):
-            return
-        grpc, pages = ranges["--port"], ranges["--metrics-port"]
-        if both := set(grpc) & set(pages):
-            needed = f"{_span(grpc)} for gRPC and {_span(pages)} for metrics"
-            raise ValueError(f"--port and --metrics-port: port {min(both)} is needed twice ({needed})")
+        nouns = {"--port": "gRPC", "--metrics-port": "metrics", "--http-port": "HTTP"}
+        for (one, ports), (other, others) in combinations(self.port_ranges.items(), 2):
+            hosts = {self.hosts[one].strip("[]"), self.hosts[other].strip("[]")}
+            both = set(ports) & set(others)
+            if both and (len(hosts) == 1 or hosts & _EVERY_ADDRESS):
+                needed = f"{_span(ports)} for {nouns[one]} and {_span(others)} for {nouns[other]}"
+                raise ValueError(f"{one} and {other}: port {min(both)} is needed twice ({needed})")
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """Addresses to listen on, by the flag of their port."""
+        return {"--port": self.host, "--metrics-port": self.metrics_host, "--http-port": self.http_host}
 
     @property
     def port_ranges(self) -> dict[str, range]:
         """Ports to listen on, by the flag that sets the first of them; leaves out port 0."""
         count = max(1, len(self.device_list))
-        first = {"--port": self.port, "--metrics-port": self.metrics_port if self.metrics else 0}
+        first = {
+            "--port": self.port,
+            "--metrics-port": self.metrics and self.metrics_port,
+            "--http-port": self.http_port,
+        }
         return {flag: range(port, port + count) for flag, port in first.items() if port}
 
 

@@ -14,10 +14,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
-from vitwire_children import spawn
+from vitwire_children import heartbeat, spawn
 from vitwire_children.restarts import Restarts
 from vitwire_server.observe.logs import message_of
-from vitwire_server.process import heartbeat
 
 _log = logging.getLogger(__name__)
 _FAILURES = 5
@@ -26,8 +25,8 @@ _OUTPUT_SECONDS = 1.0
 """Time to read the rest of a dead process's output; an orphan of it may keep the pipes open."""
 _LINE_BYTES = 1 << 20
 """Longer lines are dropped."""
-_NESTED_TEXT = re.compile(rb"\[(rpc-\d+)\] (.*)", re.DOTALL)
-_NESTED_JSON = re.compile(rb'\{"process": "(rpc-\d+)", (.*)', re.DOTALL)
+_NESTED_TEXT = re.compile(rb"\[(rpc-\d+|http)\] (.*)", re.DOTALL)
+_NESTED_JSON = re.compile(rb'\{"process": "(rpc-\d+|http)", (.*)', re.DOTALL)
 
 
 class StartFailed(Exception):
@@ -78,6 +77,7 @@ class ChildProcess:
     json_lines: bool
     on_stdout: Callable[[str], None] = lambda _: None
     """Gets the message of each line that the child prints."""
+    is_ready_by_heartbeat: bool = False
     _process: Process | None = None
     _was_ever_ready: bool = False
     _restarts: Restarts = field(default_factory=Restarts)
@@ -154,7 +154,8 @@ class ChildProcess:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _kill_if_unresponsive(self, process: Process, beats: BinaryIO) -> None:
-        fault = await heartbeat.wait_for_silence(beats, process.pid, self.unresponsive_seconds)
+        first = self.mark_ready if self.is_ready_by_heartbeat else lambda: None
+        fault = await heartbeat.wait_for_silence(beats, process.pid, self.unresponsive_seconds, first)
         _log.error("%s %s for %g s; killing it", self.label, fault, self.unresponsive_seconds)
         self.kill()
 

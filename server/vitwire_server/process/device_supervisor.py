@@ -66,6 +66,8 @@ def _processes(words: Sequence[str], settings: ServeSettings) -> list[ChildProce
         flags = [*words, "--rpc-processes", str(edges), "--devices", "none", "--device", device]
         if settings.unix_socket:
             flags += ["--unix-socket", f"{settings.unix_socket}.{index}"]
+        if settings.http_port:
+            flags += ["--http-port", str(settings.http_port + index)]
         ports = (settings.port and settings.port + index, settings.metrics_port and settings.metrics_port + index)
         environment = {host.THREADS: threads} if device == "cpu" else {}
         processes.append(_device_process(label, flags, ports, environment, settings))

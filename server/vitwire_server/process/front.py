@@ -128,7 +128,7 @@ async def _listen(settings: ServeSettings, shared_port: int | None, metrics: Rpc
             _TLS, partial(Certificates, cert, key, settings.tls_client_ca, metrics.certificate_loaded)
         )
     if tokens:
-        gate = await read_at_start(_TOKENS, partial(Tokens, tokens))
+        gate = await read_at_start(_TOKENS, partial(Tokens, tokens, settings.http_token))
     listeners = 2 if settings.unix_socket else 1
     return Listen(
         settings.host,

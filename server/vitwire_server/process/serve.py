@@ -9,6 +9,8 @@ from collections.abc import Awaitable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -37,6 +39,7 @@ from vitwire_server.process import file_decoding
 from vitwire_server.process.edge_front import EdgeFront
 from vitwire_server.process.front import LocalFront
 from vitwire_server.process.hanging_files import in_daemon_thread, read_at_start
+from vitwire_server.process.http_front import HttpFront, reachable
 from vitwire_server.process.lifecycle import EngineThread, Lifecycle
 from vitwire_server.process.system import metrics_connections, on_signals, raise_limit
 from vitwire_server.rpc.server import bracketed
@@ -78,6 +81,8 @@ async def serve(settings: ServeSettings) -> int:
         if settings.record_trace:
             trace = await read_at_start("--record-trace", partial(TraceWriter, settings.record_trace))
             stack.callback(trace.close)
+        if settings.http_port is not None:
+            settings = reachable(settings, Path(stack.enter_context(TemporaryDirectory(prefix="vitwire-"))))
         edges = rpc_processes(settings.rpc_process_count, cuda_devices=int(settings.device != "cpu"))
         memory = _shared_memory(settings) if edges > 1 else None
         registry = metrics.registry
@@ -98,7 +103,13 @@ async def serve(settings: ServeSettings) -> int:
             pages.start()
         metrics_at = f"on {bracketed(settings.metrics_host)}:{pages.port}" if pages else "off"
         _print(plain_line(f"listening on {bracketed(settings.host)}:{port}, metrics {metrics_at}", settings.log_format))
-        return await _Server(settings, metrics, front, Lifecycle(health, front.show), memory, trace, *signals).run()
+        http = None
+        if settings.http_port is not None:
+            http = HttpFront(settings)
+            stack.push_async_callback(http.stop, 0)
+            _print(plain_line(f"HTTP on {bracketed(settings.http_host)}:{http.port}", settings.log_format))
+        lifecycle = Lifecycle(health, front.show)
+        return await _Server(settings, metrics, front, http, lifecycle, memory, trace, *signals).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +119,7 @@ class _Server:
     settings: ServeSettings
     metrics: Metrics
     front: LocalFront | EdgeFront
+    http: HttpFront | None
     lifecycle: Lifecycle
     memory: ArenaMemory | None
     trace: TraceWriter | None
@@ -120,7 +132,7 @@ class _Server:
         settings, front = self.settings, self.front
         courier = await asyncio.to_thread(self._courier)
         decoding = asyncio.create_task(file_decoding.decoded_on(settings))
-        watching_front = asyncio.create_task(front.watch())
+        watching_front = asyncio.create_task(_any_of(front.watch(), *([self.http.watch()] if self.http else [])))
         model = await self._loaded(watching_front)
         if model is None:
             return int(watching_front.done())
@@ -180,7 +192,9 @@ class _Server:
             await self.lifecycle.set_state(State.FAILED, "the engine stopped")
         failed = watching_front.done()
         watching_front.cancel()
-        await self.front.drain(settings.drain_seconds)
+        if self.http:  # first, as its requests need RPCs
+            await self.http.stop(settings.drain_seconds / 2)
+        await self.front.drain(settings.drain_seconds / (2 if self.http else 1))
         await self.front.stop()
         return failed
 

@@ -132,12 +132,13 @@ class Tokens(WatchedFiles):
     """The tokens in a file.
 
     One token a line, optionally followed by its name; `#` starts a comment line. Only digests of the tokens
-    are kept.
+    are kept. `own`, if not empty, is the token of a process of this server, valid while there is any.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, own: str = "") -> None:
         """Reads the file. Raises OSError, or ValueError if the file is invalid or empty."""
         self._path = path
+        self._own = {_digest(own): "http"} if own else {}
         super().__init__("tokens", path)
         self._names = _read(path)
         if not self._names:
@@ -148,7 +149,8 @@ class Tokens(WatchedFiles):
 
         Found by its digest, so that the time it takes says nothing about other tokens.
         """
-        return self._names.get(_digest(token))
+        digest = _digest(token)
+        return self._names.get(digest) or (self._own.get(digest) if self._names else None)
 
     def _read_again(self) -> None:
         self._names = _read(self._path)

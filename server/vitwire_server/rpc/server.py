@@ -61,7 +61,7 @@ class Listen:
     @property
     def warnings(self) -> list[str]:
         """Why listening at this address is unsafe; empty if only this machine can connect."""
-        if _is_loopback(self.host):
+        if is_loopback(self.host):
             return []
         mutual = self.certificates is not None and self.certificates.mutual
         open_to_all = "serves anyone who can reach the port: see --auth-tokens-file or --tls-client-ca"
@@ -70,7 +70,8 @@ class Listen:
         return [reason for reason, holds in reasons.items() if holds]
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect."""
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:

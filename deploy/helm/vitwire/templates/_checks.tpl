@@ -31,9 +31,10 @@
 {{- end }}
 {{- end }}
 {{- $ports := "probes, Service and NetworkPolicy rely on it" }}
+{{- $http := "the Service has no such port; set embeddings.enabled" }}
 {{- $chosen := dict "MODEL" "set model.source and model.id" "HOST" $ports "PORT" $ports "METRICS" $ports
   "METRICS_HOST" $ports "METRICS_PORT" $ports "TLS_CERT" "set tls.secret" "TLS_KEY" "set tls.secret"
-  "TLS_CLIENT_CA" "set tls.clientCertificates" "AUTH_TOKENS_FILE" "set tokens.secret"
+  "HTTP_HOST" $http "HTTP_PORT" $http "TLS_CLIENT_CA" "set tls.clientCertificates" "AUTH_TOKENS_FILE" "set tokens.secret"
   "OTLP_ENDPOINT" "set tracing.endpoint" "DEVICES" "a pod has one GPU; for several use overlays/multi-gpu" }}
 {{- if $beside }}
 {{- $_ := set $chosen "DEVICE_MEMORY" "set beside.encoderMemory" }}
@@ -73,7 +74,8 @@
 {{- /* Compared with the commands by tests/contract/test_deploy_helm.py. */ -}}
 {{- define "vitwire.flags.server" -}}
 ATTENTION_BACKEND AUTH_TOKENS_FILE BUDGETS CACHE_BYTES CANARY_SECONDS CONFIG DECODE DECODE_PROCESSES
-DECODE_SECONDS DEVICE DEVICES DEVICE_MEMORY DRAIN_SECONDS DTYPE GRAPHS GRAPH_MEMORY HOST IDLE_SECONDS
+DECODE_SECONDS DEVICE DEVICES DEVICE_MEMORY DRAIN_SECONDS DTYPE GRAPHS GRAPH_MEMORY HOST HTTP_HOST HTTP_PORT
+IDLE_SECONDS
 LAME_DUCK_SECONDS LOG_FORMAT LOG_LEVEL LORA MAX_BUDGET_TOKENS MAX_CONNECTION_AGE_SECONDS MAX_ENCODED_BYTES
 MAX_FRAMES_PER_BATCH MAX_IMAGE_PIXELS MAX_ITEMS_PER_BATCH MAX_ITEMS_PER_REQUEST MAX_PATCHES_PER_ITEM
 MAX_QUEUED_BYTES MAX_QUEUED_ITEMS MAX_REQUEST_BYTES METRICS METRICS_HOST METRICS_PORT MODEL NIXL NIXL_SECONDS

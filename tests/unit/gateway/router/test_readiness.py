@@ -61,21 +61,22 @@ async def answering(*paths: str) -> AsyncIterator[str]:
     server.close()
 
 
-async def test_changes_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("policy", "status"), [("error", "not ready"), ("engine", "ready")])
+async def test_changes_are_logged_once(policy: str, status: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "vitwire.router")
     async with answering("/health") as url:
         with serving(Fake()) as running:
-            async with reporting(running, engine_url=url) as report:
+            async with reporting(running, engine_url=url, on_encoder_failure=policy) as report:
                 assert await report() == READY
                 assert caplog.messages == []
                 running.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
                 for _ in range(3):
-                    assert await report() == READY | {"status": "not ready", "encoder": "NOT_SERVING"}
+                    assert await report() == READY | {"status": status, "encoder": "NOT_SERVING"}
                 running.health.set("", health_pb2.HealthCheckResponse.SERVING)
                 for _ in range(3):
                     assert await report() == READY
     assert caplog.messages == [
-        "not ready: encoder: NOT_SERVING, engine: ok",
+        f"{status}{', the engine encodes images' * (status == 'ready')}: encoder: NOT_SERVING, engine: ok",
         "ready again: encoder: SERVING, engine: ok",
     ]
 
@@ -84,7 +85,8 @@ async def test_changes_are_logged_once(caplog: pytest.LogCaptureFixture) -> None
 async def test_a_refused_token(*, alone: bool) -> None:
     fake = Fake(before=lambda context: abort(context, grpc.StatusCode.UNAUTHENTICATED))
     with serving(fake) as running:
-        async with answering("/health") as url, reporting(running, engine_url=url, no_engine=alone) as report:
+        policy = {"no_engine": True} if alone else {"on_encoder_failure": "engine"}
+        async with answering("/health") as url, reporting(running, engine_url=url, **policy) as report:
             refused = "the encoder requires a token: set --token or VITWIRE_ROUTER_TOKEN"
             assert await report() == (ALONE if alone else READY) | {"status": "not ready", "encoder": refused}
 

@@ -54,6 +54,8 @@ def test_a_ladder_that_learns_has_no_sizes_of_its_own(tmp_path: Path) -> None:
             r"port 9464 is needed twice \(9463 to 9464 for gRPC and 9464 to 9465 for metrics\)",
         ),
         (["--port", "9464", "--host", "0.0.0.0"], r"port 9464 is needed twice \(9464 for gRPC"),
+        (["--http-port", "9464"], r"^--metrics-port and --http-port: port 9464 .* and 9464 for HTTP\)$"),
+        (["--http-port", "65535", "--devices", "cpu,cpu"], "--devices: .* end at 65536"),
         (["--budgets", "64,many"], "--budgets: .*auto.*'64,many'"),
         (["--budgets", "nofile.json"], r"^--budgets: expected auto, .*'nofile\.json'"),
         (["--budgets", "0"], "--budgets: .*at least 1"),
@@ -81,6 +83,7 @@ def test_a_ladder_that_learns_has_no_sizes_of_its_own(tmp_path: Path) -> None:
         (["--tls-cert", "c"], "must be set together"),
         (["--tls-key", "k"], "must be set together"),
         (["--tls-client-ca", "a"], "needs --tls-cert"),
+        (["--http-port=1", "--tls-cert=c", "--tls-key=k", "--tls-client-ca=a"], "--http-port .* --auth-tokens-file"),
         (["--otlp-endpoint", "grpc://collector:4317"], "--otlp-endpoint"),
         (["--otlp-endpoint", "http://collector:4317/v1 traces"], "--otlp-endpoint"),
         *(
@@ -196,6 +199,7 @@ def test_an_unknown_variable_is_named_with_what_was_meant(monkeypatch: pytest.Mo
     monkeypatch.setenv("VITWIRE_MAX_QUEUE_BYTES", "1")
     monkeypatch.setenv("VITWIRE_XYZ", "1")
     monkeypatch.setenv("VITWIRE_TOKEN", "the client's")
+    monkeypatch.setenv("VITWIRE_ROUTER_MAX_IMAGES", "1")
     monkeypatch.setenv("VITWIRE_MODLE", "")
     message = warnings(resolve(["--model", "m"]))
     assert message == [
@@ -219,13 +223,14 @@ def test_what_kubernetes_injects_for_a_service_named_vitwire_sets_nothing(monkey
         "PORT_50051_TCP_ADDR": "10.0.0.1",
         "METRICS_PORT": "tcp://10.0.0.2:9464",
         "CANARY_GRPC_PORT": "tcp://10.0.0.3:1",
+        "HTTP_PORT": "tcp://10.0.0.4:80",
     }
     for name, value in injected.items():
         monkeypatch.setenv(f"VITWIRE_{name}", value)
     settings = resolve(["--model", "m", "--strict-config"])
-    assert (settings.port, settings.metrics_port) == (50051, 9464)
+    assert (settings.port, settings.metrics_port, settings.http_port) == (50051, 9464, None)
     message = warnings(settings)
-    assert [each.partition("=")[0] for each in message] == ["VITWIRE_METRICS_PORT", "VITWIRE_PORT"]
+    assert [each.partition("=")[0] for each in message] == [f"VITWIRE_{name}PORT" for name in ("HTTP_", "METRICS_", "")]
     assert "is ignored: Kubernetes set it for a Service of that name; set enableServiceLinks: false" in message[1]
 
 
@@ -275,7 +280,7 @@ def test_settings_are_frozen_and_every_flag_explains_itself() -> None:
         settings.port = 1
     helps = [option.help for option in options_of(ServeSettings).values()]
     assert all(each and "[" not in each for each in helps), "Rich takes [words] as markup"
-    assert {each.name for each in fields(ServeSettings)} - options_of(ServeSettings).keys() == {"given"}
+    assert {each.name for each in fields(ServeSettings)} - options_of(ServeSettings).keys() == {"given", "http_token"}
 
 
 def test_rpc_processes_are_auto_or_a_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from dataclasses import replace
 import psutil
 import pytest
 
+from vitwire_children import heartbeat
 from vitwire_children.confine import PARENT
 from vitwire_children.restarts import Restarts
-from vitwire_server.process import heartbeat
 from vitwire_server.process.children import ChildProcess, Launch, labelled
 
 ECHO = "import os, socket; link = socket.socket(fileno=int(os.environ['LINK'])); link.send(link.recv(9))\n"
@@ -106,7 +106,7 @@ async def test_a_command_that_cannot_start_leaves_nothing_open() -> None:
 async def test_a_child_does_not_outlive_its_parent() -> None:
     """The grandchild would write to a pipe after its parent was killed, but the kernel ends it too."""
     grandchild = (
-        "import os, sys, time\nfrom vitwire_server.process.heartbeat import inherited\n"
+        "import os, sys, time\nfrom vitwire_children.heartbeat import inherited\n"
         "inherited()\nprint('up', flush=True)\n"
         "sys.stdin.read()\ntime.sleep(1)\nos.write(int(sys.argv[1]), b'.')"
     )

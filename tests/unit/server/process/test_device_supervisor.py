@@ -14,10 +14,10 @@ from threading import Thread
 import psutil
 import pytest
 
-from vitwire_children import restarts
+from vitwire_children import heartbeat, restarts
 from vitwire_server.config import host
 from vitwire_server.config.resolving import resolve
-from vitwire_server.process import children, device_supervisor, heartbeat
+from vitwire_server.process import children, device_supervisor
 from vitwire_server.process.device_supervisor import supervise
 
 WORDS = ["--model", "m", "--devices", "cpu,cuda:1", "--port", "0", "--metrics-port", "0", "--unix-socket", "s"]

@@ -1,13 +1,13 @@
 """Heartbeats: one byte a second from the event loop of a child process to its supervisor, through an inherited pipe.
 
-The supervisor is the process that started it: the server with `--devices`, or the engine process of an RPC process.
+The supervisor is the process that started it: the server with `--devices`, or that of an RPC process or HTTP front end.
 
 They need no port, certificate or output, and stop when the process is stopped or its event loop is blocked.
 """
 
 import asyncio
 import os
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -37,7 +37,7 @@ def inherited() -> int | None:
 
 async def with_heartbeat(descriptor: int | None, work: Coroutine[object, None, T]) -> T:
     """Await `work`, sending heartbeats meanwhile if there is a supervisor."""
-    beating = asyncio.create_task(_beat(descriptor)) if descriptor is not None else None
+    beating = asyncio.create_task(beat(descriptor)) if descriptor is not None else None
     try:
         return await work
     finally:
@@ -45,7 +45,8 @@ async def with_heartbeat(descriptor: int | None, work: Coroutine[object, None, T
             beating.cancel()
 
 
-async def _beat(descriptor: int) -> None:
+async def beat(descriptor: int) -> None:
+    """Send heartbeats for ever."""
     with suppress(BrokenPipeError):  # the supervisor is gone
         while True:
             with suppress(BlockingIOError):  # the supervisor is stopped, and the pipe full
@@ -53,7 +54,9 @@ async def _beat(descriptor: int) -> None:
             await asyncio.sleep(SECONDS)
 
 
-async def wait_for_silence(pipe: BinaryIO, pid: int, seconds: float) -> str:
+async def wait_for_silence(
+    pipe: BinaryIO, pid: int, seconds: float, on_first: Callable[[], None] = lambda: None
+) -> str:
     """Wait until no heartbeat came through the pipe for `seconds`; returns what was wrong.
 
     Before the first heartbeat, while modules are imported, only a stopped process counts as silent. Seconds are
@@ -65,6 +68,8 @@ async def wait_for_silence(pipe: BinaryIO, pid: int, seconds: float) -> str:
         await asyncio.sleep(SECONDS)
         stopped = _is_stopped(pid)
         beats = bool(pipe.read(_MAX_BYTES))
+        if beats and not began:
+            on_first()
         began = began or beats
         silent = silent + SECONDS if not beats and (began or stopped) else 0.0
     return "was stopped (SIGSTOP)" if stopped else "did not respond"

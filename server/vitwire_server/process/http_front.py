@@ -1,0 +1,85 @@
+"""`--http-port`: a child process answers embeddings over HTTP, which is `vitwire router` without an engine."""
+
+import asyncio
+import logging
+import secrets
+import signal
+import socket
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from vitwire.shared.extras import remedy
+from vitwire_children import spawn
+from vitwire_server.config.settings import ServeSettings, UsageError
+from vitwire_server.process.children import ChildProcess, Launch, StartFailed
+from vitwire_server.rpc.server import is_loopback
+
+_log = logging.getLogger(__name__)
+_STOP_SECONDS = 5.0
+
+
+def reachable(settings: ServeSettings, folder: Path) -> ServeSettings:
+    """The settings of a server that its front end reaches: without TLS, and with a token if tokens are required.
+
+    Raises UsageError if a package of the front end is missing.
+    """
+    for name in ("anyio", "httpx2", "starlette", "uvicorn"):
+        if find_spec(name) is None:
+            raise UsageError(f"--http-port: {name} is not installed; {remedy('router')}")
+    token = secrets.token_urlsafe() if settings.auth_tokens_file else ""
+    return replace(settings, unix_socket=settings.unix_socket or folder / "grpc", http_token=token)
+
+
+class HttpFront:
+    """The front end, over all its restarts. The port stays open meanwhile: connections wait."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        """`settings` as `reachable` returned them. Raises OSError if the port cannot be used."""
+        self._settings = settings
+        self._stopping = asyncio.Event()
+        host, port = settings.http_host.strip("[]"), settings.http_port or 0
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._listener = socket.create_server((host, port), family=family, backlog=2048)
+        except OSError as error:
+            raise OSError(f"--http-host {host} --http-port {port}: cannot listen: {error.strerror}") from error
+        self.port = int(self._listener.getsockname()[1])
+        if not is_loopback(host):
+            who = "" if settings.auth_tokens_file else ", and serves anyone who can reach it: see --auth-tokens-file"
+            _log.warning("--http-host %s: HTTP has no TLS%s", host, who)
+        seconds, json_lines = settings.unresponsive_seconds, settings.log_format == "json"
+        self._child = ChildProcess("http", self._launch, seconds, json_lines, is_ready_by_heartbeat=True)
+        self._running = asyncio.create_task(self._child.keep_running(self._stopping))
+
+    async def watch(self) -> None:
+        """Wait until the process cannot be kept running."""
+        try:
+            await asyncio.shield(self._running)
+        except (StartFailed, OSError) as error:
+            _log.error("%s", error)
+
+    async def stop(self, seconds: float) -> None:
+        """Take no more requests; those in flight have `seconds`. A second call does nothing."""
+        self._listener.close()
+        self._stopping.set()
+        self._child.send(signal.SIGTERM)
+        _, alive = await asyncio.wait([self._running], timeout=seconds + _STOP_SECONDS)
+        for task in alive:
+            task.cancel()  # which kills the process
+        await asyncio.gather(self._running, return_exceptions=True)
+
+    def _launch(self) -> Launch:
+        settings, listener = self._settings, self._listener.fileno()
+        flags = {
+            "--target": f"unix:{settings.unix_socket}",
+            "--max-image-pixels": settings.max_image_pixels,
+            "--drain-seconds": settings.drain_seconds / 2,
+            "--api-keys-file": settings.auth_tokens_file,
+            "--otlp-endpoint": settings.otlp_endpoint,
+            "--log-format": settings.log_format,
+            "--log-level": settings.log_level,
+        }
+        words = [word for flag, value in flags.items() if value is not None for word in (flag, value)]
+        command = spawn.program("vitwire_cli", "router", "--no-engine", "--no-tls", *words)
+        return Launch(command, {"VITWIRE_ROUTER_TOKEN": settings.http_token, spawn.LISTENER: str(listener)}, [listener])
