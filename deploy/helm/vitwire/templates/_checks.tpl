@@ -34,7 +34,8 @@
 {{- $http := "the Service has no such port; set embeddings.enabled" }}
 {{- $chosen := dict "MODEL" "set model.source and model.id" "HOST" $ports "PORT" $ports "METRICS" $ports
   "METRICS_HOST" $ports "METRICS_PORT" $ports "TLS_CERT" "set tls.secret" "TLS_KEY" "set tls.secret"
-  "HTTP_HOST" $http "HTTP_PORT" $http "TLS_CLIENT_CA" "set tls.clientCertificates" "AUTH_TOKENS_FILE" "set tokens.secret"
+  "HTTP_HOST" $http "HTTP_PORT" $http
+  "TLS_CLIENT_CA" "set tls.clientCertificates" "AUTH_TOKENS_FILE" "set tokens.secret"
   "OTLP_ENDPOINT" "set tracing.endpoint" "DEVICES" "a pod has one GPU; for several use overlays/multi-gpu" }}
 {{- if $beside }}
 {{- $_ := set $chosen "DEVICE_MEMORY" "set beside.encoderMemory" }}
