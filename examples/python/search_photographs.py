@@ -20,28 +20,39 @@ BATCH = 16
 """Photographs in a request; the router's --max-images and --max-body-bytes limit it."""
 
 
-def vectors(client: OpenAI, files: Sequence[Path]) -> npt.NDArray[np.float32]:
-    """A vector of length 1 for each photograph, `(photographs, columns)`."""
+def vectors(client: OpenAI, files: Sequence[Path]) -> tuple[list[Path], npt.NDArray[np.float32]]:
+    """The photographs that could be read, and a vector of length 1 for each, `(photographs, columns)`."""
     uris = ["data:image/jpeg;base64," + base64.b64encode(file.read_bytes()).decode() for file in files]
-    answer = client.embeddings.create(model="any", input=uris)
-    if "shape" in (answer.data[0].model_extra or {}):
-        sys.exit("each photograph has several vectors: start the encoder with --pooling")
-    return np.array([each.embedding for each in answer.data], np.float32)
+    answer = client.embeddings.create(model="any", input=uris, extra_body={"errors": "item"})
+    found = []
+    for file, each in zip(files, answer.data, strict=True):
+        if error := (each.model_extra or {}).get("error"):
+            print(f"{file.name}: {error['message'].partition(': ')[2]}", file=sys.stderr)
+        elif "shape" in (each.model_extra or {}):
+            sys.exit("each photograph has several vectors: start the encoder with --pooling")
+        else:
+            found.append((file, each.embedding))
+    return [file for file, _ in found], np.array([vector for _, vector in found], np.float32)
 
 
 def main(base_url: str, folder: str, query: str) -> None:
-    """Print the five photographs with the highest cosine similarity."""
+    """Print the five photographs with the highest cosine similarity. Those that cannot be read are named."""
     files = sorted(path for path in Path(folder).iterdir() if path.suffix.lower() in SUFFIXES)
     if not files:
         sys.exit(f"{folder} has no photographs ({', '.join(SUFFIXES)})")
     with OpenAI(base_url=base_url, api_key="-") as client:
-        wanted = vectors(client, [Path(query)])
-        index = faiss.IndexFlatIP(wanted.shape[1])  # of vectors of length 1, the inner product is the cosine
+        _, wanted = vectors(client, [Path(query)])
+        if not len(wanted):
+            sys.exit(1)
+        index, names = faiss.IndexFlatIP(wanted.shape[1]), []  # of vectors of length 1: the cosine
         for start in range(0, len(files), BATCH):
-            index.add(vectors(client, files[start : start + BATCH]))
-        similarities, found = index.search(wanted, min(5, len(files)))
+            kept, rows = vectors(client, files[start : start + BATCH])
+            if kept:
+                index.add(rows)
+                names += [file.name for file in kept]
+        similarities, found = index.search(wanted, min(5, len(names)))
     for similarity, number in zip(similarities[0], found[0], strict=True):
-        print(f"{similarity:.3f} {files[number].name}")
+        print(f"{similarity:.3f} {names[number]}")
 
 
 if __name__ == "__main__":

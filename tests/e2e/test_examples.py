@@ -145,6 +145,7 @@ def test_a_photograph_is_found_by_a_smaller_copy(checkpoints: Checkpoints, tmp_p
         shutil.copy(file, folder)
     assert len(list(folder.iterdir())) > 16, "more than one request"
     (folder / "notes.txt").write_text("no photograph")
+    (folder / "a broken one.jpg").write_bytes((DATA / "coffee.png").read_bytes()[:2000])
     with (
         serving(checkpoints("clip"), "--dtype", "float32", "--graphs", "simulated", "--pooling", "cls") as server,
         router(server.target, None) as proxy,
