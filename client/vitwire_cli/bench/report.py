@@ -14,6 +14,8 @@ from vitwire.shared.extras import remedy
 from vitwire_cli.bench.capacity import Finding
 from vitwire_cli.bench.results import Run
 
+_FEW = 50
+"""Latencies that are drawn as points: a line of one of them cannot be seen."""
 _BLUE, _RED, _GREY = "#1a5fb4", "#b3261e", "#888888"
 
 
@@ -85,7 +87,8 @@ def plot(path: Path, run: Run) -> None:
         if sample.error:
             over_time.axvline(sample.done, color=_RED, linewidth=0.5)
     over_time.set(xlabel="seconds", ylabel="latency, ms", title=f"{len(answered)} requests", ylim=(0, None))
-    shares.plot(latencies, np.arange(1, len(latencies) + 1) / max(1, len(latencies)) * 100, color=_BLUE)
+    marker = "." if len(latencies) < _FEW else ""
+    shares.plot(latencies, np.arange(1, len(latencies) + 1) / max(1, len(latencies)) * 100, color=_BLUE, marker=marker)
     for share in (50, 95, 99):
         shares.axhline(share, color=_GREY, linewidth=0.5, linestyle="--")
     shares.set(xlabel="latency, ms", ylabel="% of requests at most", title="distribution", ylim=(0, 100))
