@@ -74,7 +74,7 @@ BAD = {
     data_url(b"\0\0\0\x18ftypmp42" + bytes(100), "video/mp4"): "image: .*is not a JPEG",
     data_url(b""): "image: is empty",
     "data:image/png;base64,?": "image: .*invalid base64",
-    "data:image/png": "image: .*no comma",
+    "data:image/png": "image: .*expected data:...;base64,",
 }
 REFUSED = {
     "": "URL is empty",
