@@ -1,5 +1,6 @@
 """The server's description of its model and limits."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -116,6 +117,14 @@ class Model:
         size = self.temporal_patch_size
         groups = [frame_seconds[start : start + size] for start in range(0, len(frame_seconds), size)]
         return [(group[0] + group[-1]) / 2 for group in groups]
+
+    def tokens(self, grid: tuple[int, int, int], rows: int) -> int:
+        """Tokens of an item in the tower, before pooling. rows: of its embedding."""
+        if self.pooling == "none":
+            return rows
+        if self.tiles and not self.tiles.patch:
+            return grid[0] * math.prod(self.tiles.tile) // (self.patch_size * self.merge_size) ** 2
+        return math.prod(grid) // self.merge_size**2
 
     @classmethod
     def from_message(cls, message: pb.GetModelResponse) -> "Model":

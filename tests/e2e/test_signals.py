@@ -48,8 +48,10 @@ def test_sighup_drains(flags: tuple[str, ...], checkpoints: Checkpoints) -> None
         assert "exited unexpectedly" not in server.log()
 
 
-def test_after_ctrl_c_nobody_waits(checkpoints: Checkpoints) -> None:
-    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, "--lame-duck-seconds", "3600") as server:
+@SHAPES
+def test_after_ctrl_c_nobody_waits(flags: tuple[str, ...], checkpoints: Checkpoints) -> None:
+    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, *flags, "--lame-duck-seconds", "3600", wait=False) as server:
+        server.wait_for("ready: ")
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(60) == 0
         assert "serving for another 0 s" in server.log()

@@ -18,7 +18,7 @@ _STARTS = (
 _IN_RIFF = {b"WEBP": "webp", b"AVI ": "avi"}
 _AVIF = (b"avif", b"avis")
 _HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"msf1")
-"""Brands of files that begin as those of MP4; the last two are of AVIF as well, which other brands then tell."""
+"""Brands of files that begin as those of MP4; the last two are used by AVIF as well, with its brands beside them."""
 _TS = (0, 188), (4, 196)
 """Where packets of transport streams begin, and of those with times before each."""
 

@@ -193,12 +193,12 @@ class Load:
         except VitwireError as error:
             return Sample(due, self._now(), nbytes, error=error.code, late=late, waited=waited)
         done = self._now()
-        reports = [each.report for each in embeddings]
+        reports, model = [each.report for each in embeddings], self.client.model()
         return Sample(
             due,
             done,
             nbytes,
-            tokens=sum(each.shape[0] for each in embeddings),
+            tokens=sum(model.tokens(each.grid, each.shape[0]) for each in embeddings),
             paths=tuple(each.path for each in reports),
             queued=tuple(each.queued for each in reports),
             late=late,

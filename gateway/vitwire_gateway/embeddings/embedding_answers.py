@@ -1,7 +1,6 @@
 """Vectors from embeddings, and answers with them in OpenAI's and Cohere's form. Pure functions."""
 
 import json
-import math
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -74,7 +73,7 @@ def vectors_of(embedding: Embedding, model: Model, options: EmbeddingOptions) ->
     if options.normalize or (options.normalize is None and model.pooling != "none"):
         norms = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
         rows = (rows / np.where(norms == 0, 1, norms)).astype(np.float32)
-    return Vectors(np.ascontiguousarray(rows, "<f4"), _tokens(embedding, model))
+    return Vectors(np.ascontiguousarray(rows, "<f4"), model.tokens(embedding.grid, embedding.shape[0]))
 
 
 def openai_answer(answer: Answer) -> Iterator[bytes]:
@@ -141,15 +140,6 @@ def _check_dimensions(options: EmbeddingOptions, model: Model, param: str) -> No
 
 def _columns(model: Model) -> int:
     return model.embedding_width // (1 + model.deepstack_levels)
-
-
-def _tokens(embedding: Embedding, model: Model) -> int:
-    """Tokens of an image in the tower, before pooling."""
-    if model.pooling == "none":
-        return embedding.shape[0]
-    if model.tiles and not model.tiles.patch:
-        return embedding.grid[0] * math.prod(model.tiles.tile) // (model.patch_size * model.merge_size) ** 2
-    return math.prod(embedding.grid) // model.merge_size**2
 
 
 def _slices(rows: Float32) -> Iterator[Float32]:

@@ -51,7 +51,7 @@ def bound_device(settings: ServeSettings, device: torch.device) -> int | None:
     if not settings.device_memory:
         return None
     if device.type != "cuda":
-        _log.warning("--device-memory has no effect: %s has no memory of its own", device)
+        _log.warning("--device-memory has no effect on %s", device)
         return None
     free, total = torch.cuda.mem_get_info(device)
     nbytes = torch_bytes(settings, free=free)

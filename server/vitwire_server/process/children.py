@@ -101,7 +101,7 @@ class ChildProcess:
         while not stopping.is_set():
             code = await self._run_once(stopping)
             if stopping.is_set():
-                return code in (0, -signal.SIGTERM)  # -SIGTERM: stopped before its handler was set
+                return code in (0, -signal.SIGTERM, -signal.SIGINT)  # by a signal: before its handler was set
             delay = self._restart_delay(code)
             _log.error("%s exited unexpectedly (%s); restarting in %g s", self.label, _exit(code), delay)
             with suppress(TimeoutError):

@@ -37,14 +37,16 @@ async def supervise(words: Sequence[str], settings: ServeSettings) -> int:
         sys.stderr.write(plain_line("second signal: killing all processes", settings.log_format, "warning") + "\n")
         kill()
 
-    def stop() -> None:
+    def stop(number: signal.Signals = signal.SIGTERM) -> None:
         if not stopping.is_set():
             stopping.set()
             loop.call_later(settings.lame_duck_seconds + settings.drain_seconds + _GRACE_SECONDS, kill)
             for process in processes:
-                process.send(signal.SIGTERM)
+                process.send(signal.SIGINT if number is signal.SIGINT else signal.SIGTERM)
 
-    on_signals(lambda _: kill_now() if stopping.is_set() else stop(), kill_now)  # it may be stopping after a failure
+    on_signals(
+        lambda number: kill_now() if stopping.is_set() else stop(number), kill_now
+    )  # it may be stopping after a failure
     running = [asyncio.create_task(process.keep_running(stopping)) for process in processes]
     try:
         return int(not all(await asyncio.gather(*running)))

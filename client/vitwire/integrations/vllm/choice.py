@@ -17,11 +17,11 @@ It is chosen again as soon as it is not later by the last: without load the towe
 _LEAST_SECONDS = 1.0
 """Between two changes of the tower."""
 _LEAST_TOKENS = 256
-"""Fewer count as so many, or small images, whose time does not depend on their size, would make large ones slow."""
+"""Smaller items count as this one: their time hardly depends on their size, and would make large ones seem slow."""
 _HALF_LIFE = 10.0
 """Seconds in which half of what preparation took is forgotten: no item shows that it is faster by now."""
 _PROBE_SECONDS, _PROBE_ITEMS = 0.5, 3
-"""While the engine's tower is chosen, an item goes to the encoder after so many seconds and items of the tower.
+"""While the engine's tower is chosen, one item goes to the encoder after this time and this number of others.
 
 So its forecast stays current, and few requests a second are no reason to try the encoder with each.
 """
@@ -71,7 +71,7 @@ class Choice:
         """Items that the engine's tower got since."""
 
     def accepted(self, forecast: float) -> None:
-        """The server accepted an item, which takes so many seconds."""
+        """The server accepted an item that it will be done with in `forecast` seconds."""
         self._encoder_idle = time.monotonic() + forecast
 
     def stored(self, modality: Modality, seconds: float, forecast: float) -> None:
@@ -83,7 +83,7 @@ class Choice:
         self._preparing[modality].add(seconds / max(tokens, _LEAST_TOKENS))
 
     def is_engine_earlier(self, modality: Modality, tokens: int) -> bool:
-        """Whether the engine's tower encodes an item of so many embeddings; it counts on that. False at first."""
+        """Whether the engine's tower encodes an item of `tokens` embeddings; it counts on that. False at first."""
         now, pace = time.monotonic(), ENGINE_PACE.value
         beside, preparing = self._beside[modality].value, self._preparing[modality]
         if pace is None or beside is None:
