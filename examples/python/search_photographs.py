@@ -1,7 +1,6 @@
 """Search a folder for the photographs that look most like another one, with the openai client and faiss.
 
-vitwire-server serve --model openai/clip-vit-base-patch32 --pooling cls
-vitwire router --no-engine --target localhost:50051 --port 8080
+vitwire-server serve --model openai/clip-vit-base-patch32 --pooling cls --http-port 8080
 python search_photographs.py http://localhost:8080/v1 photographs query.jpg
 """
 
@@ -37,6 +36,8 @@ def vectors(client: OpenAI, files: Sequence[Path]) -> tuple[list[Path], npt.NDAr
 
 def main(base_url: str, folder: str, query: str) -> None:
     """Print the five photographs with the highest cosine similarity. Those that cannot be read are named."""
+    if not Path(folder).is_dir():
+        sys.exit(f"{folder} is not a directory")
     files = sorted(path for path in Path(folder).iterdir() if path.suffix.lower() in SUFFIXES)
     if not files:
         sys.exit(f"{folder} has no photographs ({', '.join(SUFFIXES)})")
@@ -50,6 +51,8 @@ def main(base_url: str, folder: str, query: str) -> None:
             if kept:
                 index.add(rows)
                 names += [file.name for file in kept]
+        if not names:
+            sys.exit(f"none of the photographs in {folder} can be read")
         similarities, found = index.search(wanted, min(5, len(names)))
     for similarity, number in zip(similarities[0], found[0], strict=True):
         print(f"{similarity:.3f} {names[number]}")

@@ -20,7 +20,7 @@ def local_folder(model: str) -> Path | None:
         read_json(folder / "config.json")
         return folder
     if folder.is_file():
-        raise CheckpointError(f"{model} is a file: name the directory of the checkpoint, {folder.parent}")
+        raise CheckpointError(f"{model} is a file; name the directory of the checkpoint")
     if folder.exists() or folder.is_absolute() or model.count("/") != 1 or model.startswith("."):
         raise CheckpointError(f"{model} is neither a directory nor a hub id of the form owner/name")
     return None
