@@ -15,23 +15,14 @@ _ATTEMPTS = 20
 
 
 def raise_if_port_taken(host: str, port: int) -> None:
-    """Raises OSError if any address of the host is taken; gRPC would listen on the others only."""
+    """Raises OSError if an address of the host is taken, or not this machine's; gRPC would listen on the others."""
     try:
         _reserved(host.strip("[]"), port).close()
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:  # other errors are left to gRPC
-            raise
-
-
-def unusable_host(host: str) -> str:
-    """Why nothing can listen at a host, which gRPC does not say; empty if something can, or is not known."""
-    try:
-        _reserved(host.strip("[]"), 0).close()
-    except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
-            return "it is not an address of this machine; 0.0.0.0 stands for all of them"
-        return str(error)
-    return ""
+            raise OSError(error.errno, "it is not an address of this machine; 0.0.0.0 stands for all") from error
+        if error.errno == errno.EADDRINUSE or isinstance(error, socket.gaierror):  # others are left to gRPC
+            raise
 
 
 def raise_if_ports_taken(host: str, flag: str, ports: Iterable[int]) -> None:

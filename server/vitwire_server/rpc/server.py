@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection
 
 from vitwire.wire import Malformed, read_plain
 from vitwire_server.observe.tracing import Tracer
-from vitwire_server.rpc.addresses import raise_if_port_taken, raise_if_socket_unusable, unusable_host
+from vitwire_server.rpc.addresses import raise_if_port_taken, raise_if_socket_unusable
 from vitwire_server.rpc.credentials import Certificates, TokenAuth, Tokens
 from vitwire_server.rpc.grpc_types import Stream
 from vitwire_server.rpc.service import SERVICE, EncoderService
@@ -188,8 +188,7 @@ class RpcServer:
             else:
                 port = self._server.add_insecure_port(address)
         except (OSError, RuntimeError) as error:
-            why = unusable_host(listen.host) or error
-            raise OSError(f"cannot listen on {listen.host}:{listen.port}: {why}") from error
+            raise OSError(f"cannot listen on {listen.host}:{listen.port}: {error}") from error
         try:
             if listen.unix_socket:
                 raise_if_socket_unusable(listen.unix_socket)

@@ -18,6 +18,7 @@ from PIL import (  # noqa: F401 - else the first file of such a format imports a
 )
 from PIL.ExifTags import Base
 
+from vitwire.shared.file_kinds import NOT_AN_IMAGE, NOT_HEIC, kind_of
 from vitwire_children.serving import Fault, NotDone
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.files.messages import Measured
@@ -29,9 +30,6 @@ Image.preinit()  # the other formats
 AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # else one per core, whose stacks count as memory
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "AVIF", "TIFF", "ICO", "JPEG2000")
 """Of animations, and files of several pictures, the first is used."""
-_AVIF = (b"avif", b"avis")
-_HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs", b"mif1", b"msf1")
-"""Brands in the first bytes; files of the last two may be AVIF as well."""
 _ORIENTATIONS = range(1, 9)
 _TURNED = (5, 6, 7, 8)
 """Orientations of EXIF with width and height exchanged."""
@@ -68,13 +66,11 @@ def _opened(file: BytesIO, data: bytes) -> Image.Image:
     try:
         return Image.open(file, formats=_FORMATS)
     except UnidentifiedImageError:
-        brand = data[8:12] if data[4:8] == b"ftyp" else b""
-        if brand in _AVIF and not AvifImagePlugin.SUPPORTED:
+        kind = kind_of(data)
+        if kind == "avif" and not AvifImagePlugin.SUPPORTED:
             reason = "is an AVIF image, which the server's Pillow cannot read: it needs a Pillow that has AVIF"
-        elif brand in _HEIC:
-            reason = "is a HEIC image, which servers do not decode: convert it to JPEG, or send its pixels"
         else:
-            reason = "is not a JPEG, PNG, WebP, GIF, BMP, AVIF, TIFF, ICO or JPEG 2000 image"
+            reason = f"is {NOT_HEIC if kind == 'heic' else NOT_AN_IMAGE}"
         raise NotDone(Fault.UNSUPPORTED, reason) from None
 
 
