@@ -1,6 +1,6 @@
 """Heartbeats: one byte a second from the event loop of a child process to its supervisor, through an inherited pipe.
 
-The supervisor is the process that started it: the server with `--devices`, or that of an RPC process or HTTP front end.
+The supervisor is the process that started it: the server, of each process of `--devices`, of RPC, and of HTTP.
 
 They need no port, certificate or output, and stop when the process is stopped or its event loop is blocked.
 """

@@ -42,7 +42,7 @@ class Answer(NamedTuple):
 
     @property
     def vectors(self) -> list[Vectors]:
-        """Of the images without an error."""
+        """The vectors of images that have no error, in order."""
         return [each for each in self.images if isinstance(each, Vectors)]
 
 

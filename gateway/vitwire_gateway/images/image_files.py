@@ -4,27 +4,15 @@ import hashlib
 import io
 from typing import NamedTuple
 
-from PIL import (  # noqa: F401 - workers cannot import
-    AvifImagePlugin,
-    IcoImagePlugin,
-    Image,
-    Jpeg2KImagePlugin,
-    MpoImagePlugin,
-    TiffImagePlugin,
-    UnidentifiedImageError,
-    WebPImagePlugin,
-)
+from PIL import Image, UnidentifiedImageError
 
 from vitwire import ProcessorOptions
 from vitwire.items import Modality
 from vitwire.shared.file_kinds import CLIPS, NOT_AN_IMAGE, NOT_HEIC, kind_of
 from vitwire.wire import Buffer
+from vitwire_children.picture_formats import FORMATS
 from vitwire_gateway.api_errors import ApiError
 
-Image.preinit()
-AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # else one per core, whose stacks count as memory
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "AVIF", "TIFF", "ICO", "JPEG2000")
-"""The only ones that are tried on what callers send."""
 _MEDIA_TYPES = {
     "MPO": "image/jpeg", "JPEG2000": "image/jp2", "ICO": "image/x-icon", "avi": "video/x-msvideo",
     "mpeg_ts": "video/mp2t",
@@ -59,7 +47,7 @@ class Header(NamedTuple):
 def header_of(content: bytes, max_pixels: int) -> Header:
     """The header of an image file. Raises ApiError for other files and for too many pixels. Call it in a worker."""
     try:
-        with Image.open(io.BytesIO(content), formats=_FORMATS) as opened:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as opened:
             (width, height), kind = opened.size, opened.format or ""
     except UnidentifiedImageError as error:
         reason = NOT_HEIC if kind_of(content) == "heic" else NOT_AN_IMAGE

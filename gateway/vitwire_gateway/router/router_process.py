@@ -52,10 +52,9 @@ _KEEP_ALIVE_SECONDS = 75
 """Longer than callers keep idle connections, so that they close them, never in the middle of a request."""
 
 
-def _application(settings: RouterSettings, metrics: Metrics, admission: Admission, spans: Spans | None) -> Starlette:
-    """The application. Raises ValueError for settings, and OSError for files, that cannot be used."""
-    supervisor = heartbeat.inherited()
-    client = AsyncClient(
+def _client(settings: RouterSettings, *, is_child: bool) -> AsyncClient:
+    """The encoder's client. is_child: of the server that it calls. Raises as `_application`."""
+    return AsyncClient(
         settings.target,
         tls=settings.encoder_tls(),
         token=settings.token,
@@ -63,8 +62,14 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
         max_retries=settings.encoder_retries,
         affinity=True,  # an image goes to the replica that has it cached, where others fetch its embedding too
         # A server that drains is not ready, and lets its front end drain first.
-        channel_options=None if supervisor is None else {"grpc.inhibit_health_checking": 1},
+        channel_options={"grpc.inhibit_health_checking": 1} if is_child else None,
     )
+
+
+def _application(settings: RouterSettings, metrics: Metrics, admission: Admission, spans: Spans | None) -> Starlette:
+    """The application. Raises ValueError for settings, and OSError for files, that cannot be used."""
+    supervisor = heartbeat.inherited()
+    client = _client(settings, is_child=supervisor is not None)
     engine, fetcher = Engine(settings), Fetcher(settings)
     memory = memory_for(settings.max_image_pixels, settings.max_body_bytes)
     workers = Workers("vitwire_gateway.router.routing", memory)

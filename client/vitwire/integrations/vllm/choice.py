@@ -23,7 +23,7 @@ _HALF_LIFE = 10.0
 _PROBE_SECONDS, _PROBE_ITEMS = 0.5, 3
 """While the engine's tower is chosen, one item goes to the encoder after this time and this number of others.
 
-So its forecast stays current, and few requests a second are no reason to try the encoder with each.
+This keeps its forecast current; the number keeps slow traffic from trying the encoder with each item.
 """
 
 

@@ -6,19 +6,11 @@ from struct import pack, unpack_from
 from zlib import crc32
 
 from msgspec.structs import replace
-from PIL import (  # noqa: F401 - else the first file of such a format imports all plugins
-    AvifImagePlugin,
-    IcoImagePlugin,
-    Image,
-    Jpeg2KImagePlugin,
-    MpoImagePlugin,
-    TiffImagePlugin,
-    UnidentifiedImageError,
-    WebPImagePlugin,
-)
+from PIL import AvifImagePlugin, Image, UnidentifiedImageError
 from PIL.ExifTags import Base
 
 from vitwire.shared.file_kinds import NOT_AN_IMAGE, NOT_HEIC, kind_of
+from vitwire_children.picture_formats import FORMATS
 from vitwire_children.serving import Fault, NotDone
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.files.messages import Measured
@@ -26,10 +18,6 @@ from vitwire_server.preparing.rules.forms import form_of
 from vitwire_server.preparing.rules.patches import CHANNELS
 from vitwire_server.preparing.rules.recipe import Recipe
 
-Image.preinit()  # the other formats
-AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # else one per core, whose stacks count as memory
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "AVIF", "TIFF", "ICO", "JPEG2000")
-"""Of animations, and files of several pictures, the first is used."""
 _ORIENTATIONS = range(1, 9)
 _TURNED = (5, 6, 7, 8)
 """Orientations of EXIF with width and height exchanged."""
@@ -59,12 +47,12 @@ def measure(data: bytes, recipe: Recipe, max_pixels: int) -> Measured:
 def decode(data: bytes, recipe: Recipe) -> Image.Image:
     """The image in RGB. Raises ValueError."""
     with BytesIO(data) as file:
-        return pillow.read(file, recipe, _FORMATS)
+        return pillow.read(file, recipe, FORMATS)
 
 
 def _opened(file: BytesIO, data: bytes) -> Image.Image:
     try:
-        return Image.open(file, formats=_FORMATS)
+        return Image.open(file, formats=FORMATS)
     except UnidentifiedImageError:
         kind = kind_of(data)
         if kind == "avif" and not AvifImagePlugin.SUPPORTED:

@@ -22,11 +22,12 @@ from entered import entered, entered_async
 from fake_service import Fake, Running, abort, model_message, serving
 from vitwire import AsyncClient, InvalidItem, Model, Unauthenticated
 from vitwire.v1 import encoder_pb2 as pb
+from vitwire_children.picture_formats import FORMATS
 from vitwire_cli.app import app
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.gateway_settings import GatewaySettings, RouterSettings, SglangSettings
 from vitwire_gateway.images.encoding import Encoder, content_id_of
-from vitwire_gateway.images.image_files import _FORMATS, ImageFile
+from vitwire_gateway.images.image_files import ImageFile
 from vitwire_gateway.workers import Workers, memory_for
 
 MODEL = Model.from_message(model_message())
@@ -75,13 +76,13 @@ encoder = entered_async(encoding)
 
 
 async def test_files_are_sent_as_they_are(running: Running, encoder: Encoder) -> None:
-    files = [file(kind) for kind in _FORMATS]
+    files = [file(kind) for kind in FORMATS]
     encoded = await asyncio.gather(*map(encoder.encode, files))
     assert isinstance(running.fake, Remembering)
     assert {each.encoded for each in running.fake.items} == {each.content for each in files}
     assert not any(each.HasField("pixels") or each.HasField("grid") for each in running.fake.items)
     assert {each.embedding.grid for each in encoded} >= {(1, 10, 10)}, "as the service chose it"
-    assert len({each.content_id for each in encoded}) == len(_FORMATS)
+    assert len({each.content_id for each in encoded}) == len(FORMATS)
     assert await encoder.media_type(files[-1]) == "image/jp2"
 
 
