@@ -73,8 +73,9 @@ def _families(pids: Sequence[int]) -> set[int]:
 
 
 def _asked(query: str) -> list[list[str]]:
-    """The lines of nvidia-smi, split; none if it is not there."""
+    """The lines of nvidia-smi about visible devices, split; none if it is not there."""
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    command += ["-i", os.environ["CUDA_VISIBLE_DEVICES"]] if os.environ.get("CUDA_VISIBLE_DEVICES") else []
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):

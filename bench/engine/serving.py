@@ -137,7 +137,7 @@ class EngineProcess(ServerProcess):
 def engine(command: str, model: Path, settings: Settings, device: int | None) -> Iterator[EngineProcess]:
     """A `vllm serve` that is starting; ended with the block, and all that it started.
 
-    command: its words; flags follow, unless `{port}` is among them. device: of CUDA.
+    command: its words; flags follow, unless `{port}` is among them. device: one of those visible here.
     """
     port = free_port()
     words = command.replace("{port}", str(port)).split()
@@ -145,7 +145,9 @@ def engine(command: str, model: Path, settings: Settings, device: int | None) ->
         flags = {**_FLAGS, "--port": str(port), **settings.flags}
         words += [str(model), *_SWITCHES, *(word for each in flags.items() for word in each if word)]
     variables = {**ENVIRONMENT, **os.environ, **settings.environment}
-    variables |= {"CUDA_VISIBLE_DEVICES": str(device)} if device is not None else {}
+    if device is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[device] if visible else str(device)
     with NamedTemporaryFile(prefix="engine-", suffix=".log") as log:
         process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True)
         found = EngineProcess(process, Path(log.name))

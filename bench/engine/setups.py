@@ -196,7 +196,9 @@ def _mps(folder: Path) -> Iterator[dict[str, str]]:
     variables = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "mps"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "mps-log")}
     for each in variables.values():
         Path(each).mkdir()
-    control = partial(subprocess.run, env=os.environ | variables, timeout=30, stdout=subprocess.DEVNULL)
+    # A daemon that sees some devices only would number them anew, for clients that see the same ones.
+    around = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"} | variables
+    control = partial(subprocess.run, env=around, timeout=30, stdout=subprocess.DEVNULL)
     try:
         control([_MPS, "-d"], check=True)
     except (OSError, subprocess.SubprocessError) as error:

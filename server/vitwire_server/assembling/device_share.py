@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from vitwire_flags.sizes import shown
+from vitwire_server.config.host import rpc_processes
 from vitwire_server.config.settings import ServeSettings, UsageError
 
 _log = logging.getLogger(__name__)
@@ -29,10 +30,11 @@ def outbox_bytes(settings: ServeSettings, device: torch.device) -> int:
 def torch_bytes(settings: ServeSettings, *, free: int) -> int:
     """Bytes for torch's tensors in the process of the engine, within `--device-memory`.
 
-    free: bytes of the device that nobody holds. The rest is for the contexts of this process, of a decoder on the
-    device, and of the first sender of NIXL. Raises UsageError if that cannot be.
+    free: bytes of the device that nobody holds. The rest is for the contexts of this process, of a decoder for each
+    process that serves RPCs, and of NIXL's first sender and the spare one. Raises UsageError if that cannot be.
     """
-    bound, processes = settings.device_memory, 1 + (settings.decode != "cpu") + settings.nixl
+    serving = rpc_processes(settings.rpc_process_count, cuda_devices=1)
+    bound, processes = settings.device_memory, 1 + (settings.decode != "cpu") * serving + 2 * settings.nixl
     if bound - _PROCESS_BYTES > free:  # this process has its context
         raise UsageError(
             f"--device-memory {shown(bound)}: the device has only {shown(free)} free; other processes hold the rest"
@@ -41,7 +43,7 @@ def torch_bytes(settings: ServeSettings, *, free: int) -> int:
     if bound <= fixed:
         raise UsageError(
             f"--device-memory {shown(bound)}: {processes} processes and embeddings on the device (--store-bytes) take "
-            f"{shown(fixed)} without weights; raise it, or lower --store-bytes, or set --decode cpu"
+            f"{shown(fixed)} without weights; raise it, or lower --store-bytes or --rpc-processes, or set --decode cpu"
         )
     return bound - processes * _PROCESS_BYTES
 

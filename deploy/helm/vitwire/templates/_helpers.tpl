@@ -94,6 +94,7 @@ scaleDown:
 {{- $_ := set $fixed "DEVICES" "cuda:0" }}
 {{- $_ := set $fixed "CACHE_BYTES" "8000000000" }}
 {{- $_ := set $fixed "NIXL" "true" }}
+{{- $_ := set $fixed "RPC_PROCESSES" "1" }}
 {{- $_ := set $fixed "DEVICE_MEMORY" .Values.beside.encoderMemory }}
 {{- end }}
 {{- include "vitwire.environment" (dict "prefix" "VITWIRE_" "settings" (merge $settings $fixed)) }}

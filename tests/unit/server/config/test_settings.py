@@ -321,9 +321,10 @@ def test_sizes_may_have_units(text: str, nbytes: int, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("flags", "left"),
     [
-        ([], 8 * GIB - 2 * PROCESS),
-        (["--decode", "cpu"], 8 * GIB - PROCESS),
-        (["--nixl", "--cache-bytes", "1GiB"], 8 * GIB - 3 * PROCESS),
+        (["--rpc-processes", "1"], 8 * GIB - 2 * PROCESS),
+        (["--rpc-processes", "6"], 8 * GIB - 7 * PROCESS),
+        (["--rpc-processes", "6", "--decode", "cpu"], 8 * GIB - PROCESS),
+        (["--rpc-processes", "1", "--nixl", "--cache-bytes", "1GiB"], 8 * GIB - 4 * PROCESS),
     ],
 )
 def test_memory_of_a_shared_device(flags: list[str], left: int) -> None:
@@ -342,6 +343,7 @@ def test_memory_of_a_shared_device(flags: list[str], left: int) -> None:
 
 
 def test_memory_of_a_shared_device_that_is_too_small() -> None:
-    settings = resolve(["--model", "m", "--device-memory", "4GiB", "--nixl", "--cache-bytes", "1GiB"])
-    with pytest.raises(UsageError, match=r"3 processes and embeddings on the device \(--store-bytes\) take 4.4 GiB"):
+    flags = ["--device-memory", "4GiB", "--nixl", "--cache-bytes", "1GiB", "--rpc-processes", "2"]
+    settings = resolve(["--model", "m", *flags])
+    with pytest.raises(UsageError, match=r"5 processes and embeddings on the device \(--store-bytes\) take 5.6 GiB"):
         torch_bytes(settings, free=80 * GIB)
