@@ -12,7 +12,7 @@ import grpc.aio
 from bench.echo import ANSWER, UNLIMITED
 from bench.images import Messages, images_of, serialised
 
-from vitwire import Client, Embedding, Item
+from vitwire import Client, Embedding, Item, Model
 from vitwire_cli.bench.load import Load, Pace, Sample
 from vitwire_cli.bench.workload import Workload
 
@@ -63,6 +63,9 @@ class SyncClient(Caller):
         load = Load(cast("Client", self), Workload(self._requests), pace, fresh=False)
         load.run()
         return _ended(load._began, load.samples)  # of `perf_counter`, which on Linux is the monotonic clock
+
+    def model(self) -> Model:
+        return self._client.model()
 
     def encode(self, items: Sequence[Item]) -> Sequence[Embedding]:
         """Rows that others wrote into our memory are read; the client has read all that it received."""
