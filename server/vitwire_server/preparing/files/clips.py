@@ -1,7 +1,7 @@
 """Encoded clips: the frames that the model's rule chooses, and their pixels. Runs in decoders only."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from io import BytesIO
 from typing import NamedTuple
@@ -9,6 +9,7 @@ from typing import NamedTuple
 import av
 import av.subtitles.stream  # now: opening the first clip imports it
 import numpy as np
+from av import VideoFrame
 from av.container import InputContainer
 from av.video.stream import VideoStream
 from msgspec.structs import replace
@@ -38,7 +39,7 @@ av.logging.set_level(None)  # files are untrusted: their oddities are not news
 
 def measure(data: bytes, recipe: Recipe, max_pixels: int) -> Measured:
     """Form and cost of the prepared clip; decodes at most one frame. Raises NotDone, ValueError or PyAV's errors."""
-    indices, total, rate, _, (height, width) = _chosen(data, recipe, max_pixels)
+    indices, (total, _), rate, _, (height, width) = _chosen(data, recipe, max_pixels)
     picture = (len(indices), height, width, CHANNELS)
     cost = width * height * (indices[-1] // _FRAMES_OF_COST + len(indices))
     seconds = tuple(index / rate for index in indices if rate)
@@ -52,14 +53,22 @@ def decoded(data: bytes, recipe: Recipe, max_pixels: int) -> Iterator[tuple[Iter
     """The chosen frames, each decoded when it is taken, and their number. Raises as `measure`."""
     chosen = _chosen(data, recipe, max_pixels)
     with _opened(data) as (container, stream):
-        yield map(chosen.rotation.applied, _frames(container, stream, chosen.indices)), len(chosen.indices)
+        yield map(chosen.rotation.applied, _frames(container, stream, chosen)), len(chosen.indices)
+
+
+class _Shown(NamedTuple):
+    """The frames that are shown."""
+
+    total: int
+    times: list[int]
+    """When each is shown, in the stream's unit; empty if that does not tell them apart."""
 
 
 class _Chosen(NamedTuple):
     """The frames to use of a clip."""
 
     indices: list[int]
-    total: int
+    shown: _Shown
     rate: float
     """Frames per second, or 0."""
     rotation: Rotation
@@ -78,24 +87,26 @@ def _chosen(data: bytes, recipe: Recipe, max_pixels: int) -> _Chosen:
             text = f"frames of {width}x{height} exceed the limit of {max_pixels} pixels (--max-image-pixels)"
             raise NotDone(Fault.TOO_LARGE, text)
         rate = float(stream.average_rate or 0)
-        total = _count(data, container, stream)
+        shown = _shown(data, container, stream)
         rotation = rotation_of(stream)
     if given := recipe.settings.sampling.given:
-        if given[-1] >= total:
-            raise NotDone(Fault.UNSUPPORTED, f"has {total} frames, and options.frames asks for frame {given[-1]}")
+        if given[-1] >= shown.total:
+            raise NotDone(Fault.UNSUPPORTED, f"has {shown.total} frames, and options.frames asks for frame {given[-1]}")
         if rotation.is_mirror_image:
             raise NotDone(Fault.UNSUPPORTED, "is mirrored by its display matrix, and options.frames chooses its frames")
-    indices = sampled(total, rate, recipe.settings.sampling, recipe.temporal)
-    return _Chosen(indices, total, rate, rotation, rotation.size(height, width))
+    indices = sampled(shown.total, rate, recipe.settings.sampling, recipe.temporal)
+    return _Chosen(indices, shown, rate, rotation, rotation.size(height, width))
 
 
-def _frames(container: InputContainer, stream: VideoStream, indices: Sequence[int]) -> Iterator[Frame]:
+def _frames(container: InputContainer, stream: VideoStream, chosen: _Chosen) -> Iterator[Frame]:
     """The chosen frames as they are stored, each decoded when it is taken. Raises NotDone, or what PyAV raises."""
-    wanted = iter(indices)
+    wanted = iter(chosen.indices)
     due = next(wanted, None)
-    size = stream.width, stream.height
-    for index, frame in enumerate(container.decode(stream)):
-        if index == due:
+    size, times = (stream.width, stream.height), chosen.shown.times
+    for index, frame in enumerate(
+        _needed(container, stream, {times[each] for each in chosen.indices} if times else ())
+    ):
+        if due is not None and (frame.pts == times[due] if times else index == due):
             if (frame.width, frame.height) != size:
                 raise NotDone(Fault.UNSUPPORTED, "its frames change their size")
             yield frame.to_ndarray(format="rgb24").astype(np.uint8, copy=False)
@@ -103,6 +114,14 @@ def _frames(container: InputContainer, stream: VideoStream, indices: Sequence[in
         if due is None:
             return
     raise NotDone(Fault.MALFORMED, f"frame {due} is missing or cannot be decoded")
+
+
+def _needed(container: InputContainer, stream: VideoStream, chosen: Collection[int]) -> Iterator[VideoFrame]:
+    """The frames of these times, and those that others refer to; all frames without times."""
+    for packet in container.demux(stream):
+        is_needed = not chosen or not packet.size or packet.pts in chosen
+        stream.codec_context.skip_frame = "DEFAULT" if is_needed else "NONREF"
+        yield from packet.decode()
 
 
 @contextmanager
@@ -123,7 +142,7 @@ def _opened(data: bytes) -> Iterator[tuple[InputContainer, VideoStream]]:
         yield container, stream
 
 
-def _count(data: bytes, container: InputContainer, stream: VideoStream) -> int:
+def _shown(data: bytes, container: InputContainer, stream: VideoStream) -> _Shown:
     """Frames that will be shown, by the packets: the header may lack their number, or be wrong about it.
 
     Of a clip that starts between two keyframes, decoders show nothing before the first frame that they can make; a
@@ -137,10 +156,12 @@ def _count(data: bytes, container: InputContainer, stream: VideoStream) -> int:
             times.append(packet.pts)
         if len(times) > _MAX_FRAMES:
             raise NotDone(Fault.TOO_LARGE, f"has more than {_MAX_FRAMES} frames")
-    if starts_whole:
-        return len(times)
-    first = _first_shown(data)
-    return sum(time is not None and time >= first for time in times)
+    if not starts_whole:
+        first = _first_shown(data)
+        return _Shown(sum(time is not None and time >= first for time in times), [])
+    known = {time for time in times if time is not None}
+    is_ordered = len(known) == len(times) > 0 and times[0] == min(known)  # else others than the first may not be shown
+    return _Shown(len(times), sorted(known) if is_ordered else [])
 
 
 def _first_shown(data: bytes) -> int:

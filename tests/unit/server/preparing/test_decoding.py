@@ -35,6 +35,7 @@ from prepared import FORMATS, MODELS, SAMPLING, Recipes
 from vitwire_children.serving import Fault, NotDone
 from vitwire_server.core.items import Modality
 from vitwire_server.preparing import pillow
+from vitwire_server.preparing.files import clips
 from vitwire_server.preparing.files.messages import Measured, Setup, Sizes
 from vitwire_server.preparing.files.pool import DecodePool
 from vitwire_server.preparing.pillow import Tiles
@@ -394,6 +395,7 @@ async def test_clips_that_start_between_keyframes(made: tuple[str, str, dict[str
 @pytest.mark.parametrize(("name", "kind", "codec"), [
     ("patches", "mp4", "libx264"), ("ratio", "webm", "libvpx-vp9"), ("patches", "avi", "mpeg4"),
     ("patches", "avi", "mjpeg"), ("patches", "mpegts", "libx264"), ("patches", "mpegts", "mpeg2video"),
+    ("patches", "mp4", "libx265"), ("patches", "mp4", "mpeg4"), ("ratio", "webm", "libsvtav1"),
 ])  # fmt: skip
 async def test_clips_are_sampled_and_prepared(name: str, kind: str, codec: str) -> None:
     file = clip(moving(45), 15.0, kind, codec, {"strict": "-1"})
@@ -403,6 +405,16 @@ async def test_clips_are_sampled_and_prepared(name: str, kind: str, codec: str) 
         found, pixels = await prepared(pool, file, Modality.VIDEO)
     assert found.frame_seconds == tuple(index / 15.0 for index in indices)
     assert_equal(found, pixels, pillow.prepared(np.stack(frames_of(file, indices)), own))
+
+
+def test_frames_that_no_chosen_one_needs_are_not_decoded() -> None:
+    file = clip(moving(45), options={"bf": "3", "b_strategy": "0"})
+    with clips._opened(file) as (container, stream):
+        times = clips._shown(file, container, stream).times
+    with clips._opened(file) as (container, stream):
+        decoded = [frame.pts for frame in clips._needed(container, stream, {times[0], times[7]})]
+    assert {times[0], times[7]} < set(decoded)
+    assert len(decoded) < 30 < len(times)
 
 
 async def test_hostile_clips_are_refused(pool: DecodePool) -> None:
