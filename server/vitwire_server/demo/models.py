@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification, 
 
 from vitwire_server.demo import published, saving
 from vitwire_server.demo.shrinking import CLIP, HALF, IMAGENET, MROPE, PINPOINTS, STEPS, Json
+from vitwire_server.towers.models.qwen import INTERN
 from vitwire_server.towers.registry import FAMILIES
 
 
@@ -174,13 +175,23 @@ _MINICPMV = _demo(
     build=published.MINICPM,
 )
 _WRITTEN: Mapping[str, DemoModel] = {
-    "NVLM_D": replace(_CHAT, build=published.nvlm, save=saving.save_internvl("NVLM_D", "NVLM_D_Model")),
+    "NVLM_D": replace(
+        _CHAT,
+        build=published.fitted("NVLM_D", projector="model.multi_modal_projector"),
+        save=saving.save_internvl("NVLM_D", "NVLM_D_Model"),
+    ),
+    "alpamayo2_super": _demo(base="qwen3_vl", save=saving.save_alpamayo),
     "aria": _demo(
         {"image_size": 490, "patch_size": 49},
         fields={"projector_patch_to_query_dict": {"25": 4, "100": 8}},
         image={"do_resize": False, "max_image_size": 490, "min_image_size": 168},
     ),
     "aya_vision": _demo(image={**HALF, "crop_to_patches": True}),
+    "bailing_moe_v3_vl": _demo(
+        base="qwen3_5",
+        build=published.fitted("bailing_moe_v3_vl", tower="model.visual"),
+        save=saving.save_typed("bailing_moe_v3_vl", "qwen3_moe_vit", saving.BAILING_NAMES),
+    ),
     "clip_vision_model": _demo(build=CLIPVisionModelWithProjection._from_config),  # noqa: SLF001 - as automatic classes
     "cohere2_vision": _demo(image={**HALF, **_square(56), "max_patches": 6}),
     "cohere_compass": _demo(text={"rope_parameters": _TWO_ROPES}),
@@ -263,6 +274,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
         {"image_size": [112, 112], "attention_bias": True}, fields={"image_seq_length": 16}, image=_INTERNVL
     ),
     "internvl_chat": replace(_CHAT, save=saving.save_internvl()),
+    **{name: _demo(base="qwen3_5_moe", save=saving.save_typed(name, name)) for name in INTERN},
     "janus": _demo(
         {"image_size": 128, "patch_size": 16, "projection_dim": 64},
         fields={"vq_config": {"channel_multiplier": [1, 1]}},
@@ -315,6 +327,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
         image=_MUSE_IMAGE,
     ),
     "nemotron_h_omni": _demo({**_RADIO, "video_temporal_patch_size": 2}, image={**CLIP, "patch_size": 14}),
+    "opencua": _demo(base="qwen2_5_vl", save=saving.save_typed("opencua", "qwen2_5_vl", saving.OPENCUA_NAMES)),
     "ovis": replace(_OVIS, base="ovis2", files=_OVIS_FILES, save=saving.save_ovis),
     "ovis2": _OVIS,
     "paligemma": _demo(fields={"projection_dim": 64}),

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.models.internvl.configuration_internvl import InternVLConfig
 from transformers.models.internvl.modeling_internvl import InternVLMultiModalProjector
 from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
@@ -14,7 +13,7 @@ from vitwire_server.demo.saving import Save, save_published, taken
 from vitwire_server.demo.shrinking import Json
 from vitwire_server.towers.configs import Config
 from vitwire_server.towers.models.deepseek import DownsampleProjector
-from vitwire_server.towers.models.internvl import NvlmProjector
+from vitwire_server.towers.registry import FAMILIES
 from vitwire_server.towers.shared.parts import SingleParameter
 from vitwire_server.towers.shared.resamplers import Resampler
 
@@ -23,10 +22,17 @@ Build = Callable[..., Any]
 """Makes a model of its configuration, with weights of `dtype`."""
 
 
-def nvlm(config: InternVLConfig, dtype: torch.dtype) -> nn.Module:
-    model: Any = AutoModelForImageTextToText.from_config(config, dtype=dtype)
-    model.model.multi_modal_projector = NvlmProjector(config).to(dtype)
-    return model  # type: ignore[no-any-return]
+def fitted(model_type: str, **paths: str) -> Build:
+    """Builds a model with modules of this entry of the table, by name, in place of those at these paths."""
+
+    def build(config: Config, dtype: torch.dtype) -> nn.Module:
+        model: Any = AutoModelForImageTextToText.from_config(config, dtype=dtype)
+        for name, path in paths.items():
+            module = FAMILIES[model_type].modules[name]
+            model.set_submodule(path, module.make(module.configuration(config)).to(dtype))
+        return model  # type: ignore[no-any-return]
+
+    return build
 
 
 def assembled(parts: Callable[[Any], Mapping[str, nn.Module]]) -> Build:

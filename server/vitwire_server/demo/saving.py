@@ -108,14 +108,22 @@ def taken(fields: Mapping[str, Any], names: str) -> Json:
     return {new or old: fields[old] for old, _, new in pairs}
 
 
-def save_typed(model_type: str, vision_type: str = "") -> Save:
-    """Under other types than transformers' classes have."""
+def save_typed(model_type: str, vision_type: str = "", names: Names = ()) -> Save:
+    """Under other types than transformers' classes have, and with other names."""
 
     def settings(whole: Json) -> Json:
         vision = {"vision_config": {**whole["vision_config"], "model_type": vision_type}} if vision_type else {}
         return {**whole, "model_type": model_type, **vision}
 
-    return save_published(settings)
+    return save_published(settings, names)
+
+
+OPENCUA_NAMES = ((r"^visual\.", "vision_tower."),)
+BAILING_NAMES = ((r"visual\.merger\.linear_fc1", "linear_proj.0"), (r"visual\.merger\.linear_fc2", "linear_proj.2"))
+save_alpamayo = save_published(
+    lambda whole: {"architectures": ["Alpamayo2Super"], "model_type": "alpamayo2_super", "vlm_config": whole},
+    ((r"^", "vlm."),),
+)
 
 
 _MLP = "hidden_size intermediate_size num_hidden_layers num_attention_heads"
