@@ -80,7 +80,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {**_SO400M, "image_size": 448, "model_type": "siglip_vision_model", "patch_size": 14},
     },
 }
+CONFIGS["inclusionAI/Ling-3.0-flash-VL"] = {
+    "model_type": "bailing_moe_v3_vl",
+    "text_config": {"hidden_size": 2560},
+    "torch_dtype": "bfloat16",
+    "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_moe_vit", "out_hidden_size": 4096},
+}
 WEIGHTS = {
+    "inclusionAI/Ling-3.0-flash-VL": {
+        "tower merger.linear_fc1.weight": (2560, 4608),
+        "tower merger.linear_fc2.weight": (2560, 2560),
+    },
     "nvidia/NVLM-D-72B": {
         "projector linear_1.weight": (29568, 12800),
         "projector linear_2.weight": (8192, 29568),

@@ -26,6 +26,7 @@ _OWN: Mapping[str, Callable[..., Any]] = {
     "videollama3_qwen2": OriginalVideoLlama3,
     **dict.fromkeys(_RENAMED, rebuilt(Reference)),
     "bailing_moe_v3_vl": Bailing,
+    "interns1": rebuilt(TileReference),
     **dict.fromkeys(PLAIN, PlainReference),
     **ASSEMBLED,
     **PUBLISHED,

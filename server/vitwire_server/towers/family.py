@@ -180,7 +180,7 @@ class Family(ABC):
     tower_type: str = ""
     """`vision_config.model_type` of its checkpoints, if another entry of this `model_type` has all other towers."""
     original: str = ""
-    """Class of the makers' code, by which `architectures` names checkpoints whose `model_type` is not in the table."""
+    """Class of the makers' code, by which `architectures` names checkpoints that have no `model_type`."""
     tower: Module
     beside: Mapping[str, Module] | None = None
     """Other modules that rows pass through, such as a projector, by name."""

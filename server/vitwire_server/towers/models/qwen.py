@@ -27,11 +27,7 @@ _WINDOWS = Served(
 )
 _COSMOS = ("blocks.", "merger.", "patch_embed.", "pos_embed.", "deepstack_merger_list.")
 """Beginnings of the weights of Cosmos 3's tower, which checkpoints hold without a prefix, next to a generator's."""
-INTERN = {
-    "interns1_pro": "Intern-S1-Pro",
-    "intern_s2_preview": "Intern-S2-Preview",
-    "interns2_mobius": "Intern-S2-Mobius",
-}
+INTERN = {"interns1_pro": "S1-Pro", "intern_s2_preview": "S2-Preview", "interns2_mobius": "S2-Mobius"}
 _MERGER = ((r"^0\.", "merger.linear_fc1."), (r"^2\.", "merger.linear_fc2."))
 
 
@@ -47,10 +43,6 @@ def _fields_of(model_type: str) -> ReadConfig:
     return lambda _, own: new_config(
         model_type, vision_config=dict(own.get("vlm_config", own)["vision_config"]), dtype=dtype_of(own)
     )
-
-
-def _bailing_config(folder: Path, settings: Mapping[str, Any]) -> Config:
-    return changed(_fields_of("qwen3_5")(folder, settings), {_OUT: settings["text_config"]["hidden_size"]})
 
 
 class BailingVision(Qwen3_5VisionModel):
@@ -142,14 +134,11 @@ ROWS = (
     _QWEN2_5_THINKER,
     _whole(_QWEN3_THINKER, "qwen3_omni_moe", "Qwen3-Omni"),
     _QWEN3_THINKER,
-    variant(
-        _QWEN2_VL,
+    _QWEN2_VL.nested(
+        "vlm.",
         "colqwen2",
         "ColQwen2",
-        tower=replace(
-            _QWEN2_VL.tower, prefixes=stripped("vlm.visual.", "vlm.model.visual."), config="vlm_config.vision_config"
-        ),
-        width="vlm_config.vision_config.hidden_size",
+        configuration=_fields_of("qwen2_vl"),
         videos=Accepts.NOTHING,
         transformers="5.23.0",
     ),
@@ -165,12 +154,14 @@ ROWS = (
     variant(
         _QWEN3_VL, "cohere_compass", "Cohere Compass", "cohere_compass.CohereCompassVisionModel", transformers="5.23.0"
     ),
-    *(variant(_QWEN3_5, name, title, configuration=_fields_of("qwen3_5")) for name, title in INTERN.items()),
+    *(variant(_QWEN3_5, name, f"Intern-{own}", configuration=_fields_of("qwen3_5")) for name, own in INTERN.items()),
     variant(
         _QWEN3_5,
         "bailing_moe_v3_vl",
         "Ling 3.0 VL",
-        configuration=_bailing_config,
+        configuration=lambda at, own: changed(
+            _fields_of("qwen3_5")(at, own), {_OUT: own["text_config"]["hidden_size"]}
+        ),
         tower=stock(BailingVision, in_model("visual.", "linear_proj."), renames=_MERGER),
         videos=Accepts.NOTHING,
     ),
