@@ -175,7 +175,6 @@ _PHI: DemoModel = _demo(
     image={**HALF, **_square(112), "dynamic_hd": 36, "patch_size": 14},
     build=AutoModelForCausalLM.from_config,
 )
-_GEMMA3 = _demo(_LARGER)
 _BERT = {"pixel_shuffle_factor": 2}
 _INTERNVL = {**IMAGENET, **_TILED}
 _INTERN = _demo({"image_size": [112, 112], "attention_bias": True}, fields={"image_seq_length": 16}, image=_INTERNVL)
@@ -268,7 +267,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
         },
         image={**IMAGENET, "do_center_crop": False, **_square(96)},
     ),
-    "gemma3": _GEMMA3,
+    "gemma3": _demo(_LARGER),
     "gemma4": _demo(_GEMMA4, {"hidden_size_per_layer_input": 0}, image=_GEMMA4_IMAGE, save=saving.save_gemma4),
     "glm4v_moe": _demo(text={"rope_parameters": {"mrope_section": [2, 1, 1]}}),
     "glm_ocr": _demo(processor="glm46v"),
@@ -368,7 +367,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
     "radio": _demo(
         fields=_RADIO, image={"crop_size": {"height": 56, "width": 42}, "do_normalize": False}, processor="clip"
     ),
-    "shieldgemma2": replace(_GEMMA3, build=AutoModelForImageClassification.from_config),
+    "shieldgemma2": _demo(_LARGER, build=AutoModelForImageClassification.from_config),
     **dict.fromkeys(("siglip", "siglip2"), _demo({"vision_use_head": True})),
     "siglip_vision_model": _demo(fields={"vision_use_head": True}),
     "skywork_chat": replace(_CHAT, save=saving.save_internvl("skywork_chat", "SkyworkR1VChatModel")),
