@@ -196,8 +196,8 @@ _WRITTEN: Mapping[str, DemoModel] = {
         build=published.fitted("NVLM_D", projector="model.multi_modal_projector"),
         save=saving.save_internvl("NVLM_D", "NVLM_D_Model"),
     ),
-    "alpamayo2_super": _demo(base="qwen3_vl", save=saving.save_alpamayo),
     "NemotronH_Nano_VL_V2": _nemotron("NemotronH_Nano_VL_V2", 96),
+    "alpamayo2_super": _demo(base="qwen3_vl", save=saving.save_alpamayo),
     "aria": _demo(
         {"image_size": 490, "patch_size": 49},
         fields={"projector_patch_to_query_dict": {"25": 4, "100": 8}},
