@@ -22,7 +22,7 @@ from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
 from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.metadata import Kind, Rows, Sources
-from vitwire_server.towers.processors.settings import CLIP, AreaRule, images, unsized
+from vitwire_server.towers.processors.settings import CLIP, IDENTITY, AreaRule, images, unsized
 from vitwire_server.towers.shared.fused import unfused
 from vitwire_server.towers.shared.learned import TAPPED, fix_positions
 from vitwire_server.towers.shared.parts import part, projector, stock, variant
@@ -284,6 +284,7 @@ ROWS = (
         "Llama 3.1 Nemotron Nano VL",
         tower=stock("radio.RadioModel", stripped("vision_model.radio_model."), renames=_NAMES, convert=_unfused),
         beside=projector("internvl.InternVLMultiModalProjector", MLP1, served=(_RATIO, _SQUARE)),
+        processor=images(lambda image, _: unsized(image, IDENTITY)),
     ),
     PackedFamily(
         "cosmos3_edge",
