@@ -80,7 +80,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {**_SO400M, "image_size": 448, "model_type": "siglip_vision_model", "patch_size": 14},
     },
 }
+CONFIGS["inclusionAI/Ling-3.0-flash-VL"] = {
+    "model_type": "bailing_moe_v3_vl",
+    "text_config": {"hidden_size": 2560},
+    "torch_dtype": "bfloat16",
+    "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_moe_vit", "out_hidden_size": 4096},
+}
+CONFIGS["internlm/Intern-S1-Pro"] = {
+    "model_type": "interns1_pro",
+    "text_config": {"dtype": "bfloat16", "hidden_size": 4096, "model_type": "interns1_pro_text"},
+    "vision_config": {"depth": 24, "hidden_size": 1024, "model_type": "interns1_pro_vision", "out_hidden_size": 4096},
+}
 WEIGHTS = {
+    "internlm/Intern-S1-Pro": {"tower merger.linear_fc2.weight": (4096, 4096)},
+    "inclusionAI/Ling-3.0-flash-VL": {
+        "tower merger.linear_fc1.weight": (2560, 4608),
+        "tower merger.linear_fc2.weight": (2560, 2560),
+    },
     "nvidia/NVLM-D-72B": {
         "projector linear_1.weight": (29568, 12800),
         "projector linear_2.weight": (8192, 29568),

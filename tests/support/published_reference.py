@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from reference import Alone, Array, stored
+from vitwire_server.demo.checkpoint import random_model
 
 
 class Published(Alone):
@@ -131,6 +132,31 @@ class Eagle(PublishedTiles):
         return self.linear(functional.gelu(hidden), "mlp1.3")
 
 
+class Nemotron(PublishedTiles):
+    """github.com/vllm-project/vllm, nemotron_vl.py and nano_nemotron_vl.py, around transformers' C-RADIO.
+
+    The projector without biases is Nano 2's, whose processor normalises pixels.
+    """
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        super().__init__(checkpoint, dtype, device)
+        model: Any = random_model(self.settings["model_type"])
+        self._tower = model.model.vision_tower.to(device, dtype).eval()
+        self._biased = "mlp1.3.bias" in self._weights
+        if not self._biased:
+            self._tower.make_preprocessor_external()
+
+    def _rows(self, tile: Tensor) -> Tensor:
+        patches = self._tower(tile[None]).features[0]
+        short = round(len(patches) ** 0.5) // 2
+        squares = patches.view(short, 2, short, 2, -1).transpose(1, 2).reshape(short**2, -1)
+        if self._biased:
+            return self.linear(functional.gelu(self.linear(self.norm(squares, "mlp1.0", 1e-5), "mlp1.1")), "mlp1.3")
+        normed = functional.rms_norm(squares.float(), squares.shape[-1:], eps=1e-5).to(squares.dtype)
+        hidden = self.linear(normed * self.weight("mlp1.0.weight"), "mlp1.1")
+        return self.linear(functional.relu(hidden).square(), "mlp1.3")
+
+
 class DeepseekVL2(PublishedTiles):
     """github.com/deepseek-ai/DeepSeek-VL2, deepseek_vl2/models: siglip_vit.py and modeling_deepseek_vl_v2.py.
 
@@ -167,10 +193,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     return rows
 
 
-PUBLISHED: dict[str, type[MiniCPMV | DeepseekVL2 | Eagle]] = {
+PUBLISHED: dict[str, type[MiniCPMV | PublishedTiles]] = {
     "minicpmv": MiniCPMV,
     "minicpmo": MiniCPMV,
     "deepseek_vl_v2": DeepseekVL2,
     "eagle_2_5_vl": Eagle,
+    "Llama_Nemotron_Nano_VL": Nemotron,
+    "NemotronH_Nano_VL_V2": Nemotron,
 }
 """By `model_type`."""

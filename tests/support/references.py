@@ -11,18 +11,22 @@ from ovis_reference import OriginalOvis
 from plain_reference import PLAIN, PlainReference
 from published_reference import PUBLISHED
 from raster_reference import RASTER
-from reference import Kimi, KimiVL, Reference, SquarePatches, VideoLlama3
+from reference import Bailing, Kimi, Reference, SquarePatches, VideoLlama3, rebuilt
 from tile_reference import TileReference
 from videollama_reference import OriginalVideoLlama3
 from vitwire_server.towers.registry import FAMILIES
 
+_RENAMED = ("alpamayo2_super", "intern_s2_preview", "interns1_pro", "interns2_mobius", "opencua")
 _OWN: Mapping[str, Callable[..., Any]] = {
     "kimi_k25": Kimi,
-    "kimi_vl": KimiVL,
+    "kimi_vl": rebuilt(Kimi),
     "ovis": OriginalOvis,
     "paddleocr_vl": SquarePatches,
     "video_llama_3": VideoLlama3,
     "videollama3_qwen2": OriginalVideoLlama3,
+    **dict.fromkeys(_RENAMED, rebuilt(Reference)),
+    "bailing_moe_v3_vl": Bailing,
+    "interns1": rebuilt(TileReference),
     **dict.fromkeys(PLAIN, PlainReference),
     **ASSEMBLED,
     **PUBLISHED,

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification, 
 
 from vitwire_server.demo import published, saving
 from vitwire_server.demo.shrinking import CLIP, HALF, IMAGENET, MROPE, PINPOINTS, STEPS, Json
+from vitwire_server.towers.models.qwen import INTERN
 from vitwire_server.towers.registry import FAMILIES
 
 
@@ -144,6 +145,21 @@ _GEMMA4_IMAGE = {"max_soft_tokens": 70}
 _MUSE_IMAGE: Json = {**HALF, "merge_size": 2, "patch_size": 14, "resample": 1, "temporal_patch_size": 2}
 _MINICPM = _demo(_LARGER, image={"max_slice_nums": 4, "scale_resolution": 112})
 _RADIO: Json = {"summary_idxs": [0, 2]}
+_TINY: Json = {"hidden_size": 192, "mlp_ratio": 4.0, "num_attention_heads": 3, "num_hidden_layers": 12}
+
+
+def _nemotron(name: str, projector: int, **image: object) -> DemoModel:
+    """A C-RADIO of the smallest size that NVIDIA's code names, with as many inner columns of its projector."""
+    return _demo(
+        {**_RADIO, **_TINY, "model_type": "radio"},
+        fields={"downsample_ratio": 0.5, "projector_hidden_size": projector, "vision_feature_layer": -1},
+        base="llava",
+        image=image,
+        build=published.fitted(name, projector="model.multi_modal_projector"),
+        save=saving.save_nemotron(name, projector),
+    )
+
+
 _STEP = _demo(
     {"image_size": 168},
     text={"sliding_window": 512},
@@ -159,9 +175,9 @@ _PHI: DemoModel = _demo(
     image={**HALF, **_square(112), "dynamic_hd": 36, "patch_size": 14},
     build=AutoModelForCausalLM.from_config,
 )
-_GEMMA3 = _demo(_LARGER)
 _BERT = {"pixel_shuffle_factor": 2}
 _INTERNVL = {**IMAGENET, **_TILED}
+_INTERN = _demo({"image_size": [112, 112], "attention_bias": True}, fields={"image_seq_length": 16}, image=_INTERNVL)
 _CHAT = _demo(
     {"image_size": [112, 112], "norm_type": "rms_norm", "use_qk_norm": True}, base="internvl", files=_INTERNVL_FILES
 )
@@ -171,16 +187,26 @@ _MINICPMV = _demo(
     fields={"query_num": 16},
     base="deepseek_vl",
     files=_MINICPM_FILES,
-    build=published.MINICPM,
+    build=published.fitted("minicpmv", resampler="model.aligner"),
 )
 _WRITTEN: Mapping[str, DemoModel] = {
-    "NVLM_D": replace(_CHAT, build=published.nvlm, save=saving.save_internvl("NVLM_D", "NVLM_D_Model")),
+    "Llama_Nemotron_Nano_VL": _nemotron("Llama_Nemotron_Nano_VL", 64, do_normalize=False),
+    "NVLM_D": replace(
+        _CHAT,
+        build=published.fitted("NVLM_D", projector="model.multi_modal_projector"),
+        save=saving.save_internvl("NVLM_D", "NVLM_D_Model"),
+    ),
+    "NemotronH_Nano_VL_V2": _nemotron("NemotronH_Nano_VL_V2", 96),
+    "alpamayo2_super": _demo(base="qwen3_vl", save=saving.save_alpamayo),
     "aria": _demo(
         {"image_size": 490, "patch_size": 49},
         fields={"projector_patch_to_query_dict": {"25": 4, "100": 8}},
         image={"do_resize": False, "max_image_size": 490, "min_image_size": 168},
     ),
     "aya_vision": _demo(image={**HALF, "crop_to_patches": True}),
+    "bailing_moe_v3_vl": _demo(
+        base="qwen3_5", build=published.fitted("bailing_moe_v3_vl", tower="model.visual"), save=saving.save_bailing
+    ),
     "clip_vision_model": _demo(build=CLIPVisionModelWithProjection._from_config),  # noqa: SLF001 - as automatic classes
     "cohere2_vision": _demo(image={**HALF, **_square(56), "max_patches": 6}),
     "cohere_compass": _demo(text={"rope_parameters": _TWO_ROPES}),
@@ -201,7 +227,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
         fields=_DEEPSEEK_FIELDS,
         base="deepseek_vl",
         files=_DEEPSEEK_FILES,
-        build=published.DEEPSEEK,
+        build=published.fitted("deepseek_vl_v2", projector="model.aligner"),
         save=published.save_deepseek,
     ),
     "deit": _demo(image=IMAGENET),
@@ -223,7 +249,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
         fields={"downsample_ratio": 0.5, "projector_hidden_act": "gelu"},
         base="deepseek_vl",
         files=_EAGLE_FILES,
-        build=published.EAGLE,
+        build=published.fitted("eagle_2_5_vl", projector="model.aligner"),
         save=published.save_eagle,
     ),
     "embedding_gemma2": _demo(_GEMMA4, image=_GEMMA4_IMAGE, save=saving.save_gemma4),
@@ -241,7 +267,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
         },
         image={**IMAGENET, "do_center_crop": False, **_square(96)},
     ),
-    "gemma3": _GEMMA3,
+    "gemma3": _demo(_LARGER),
     "gemma4": _demo(_GEMMA4, {"hidden_size_per_layer_input": 0}, image=_GEMMA4_IMAGE, save=saving.save_gemma4),
     "glm4v_moe": _demo(text={"rope_parameters": {"mrope_section": [2, 1, 1]}}),
     "glm_ocr": _demo(processor="glm46v"),
@@ -259,10 +285,10 @@ _WRITTEN: Mapping[str, DemoModel] = {
         files=_INTERN_VIT_FILES,
         save=saving.save_intern_vit,
     ),
-    "internvl": _demo(
-        {"image_size": [112, 112], "attention_bias": True}, fields={"image_seq_length": 16}, image=_INTERNVL
-    ),
+    **dict.fromkeys(("internvl", "qianfan_ocr"), _INTERN),
     "internvl_chat": replace(_CHAT, save=saving.save_internvl()),
+    **{name: _demo(base="qwen3_5_moe", save=saving.save_typed(name, name)) for name in INTERN},
+    "interns1": replace(_INTERN, base="internvl", save=saving.save_typed("interns1", "interns1_vision")),
     "janus": _demo(
         {"image_size": 128, "patch_size": 16, "projection_dim": 64},
         fields={"vq_config": {"channel_multiplier": [1, 1]}},
@@ -272,7 +298,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
     "kimi_vl": _demo({"pos_emb_time": 1}, base="kimi_k25", image=HALF, save=saving.save_kimi_vl),
     "lfm2_vl": _demo(image=_LFM2_IMAGE),
     "lfm3_vl": _demo({"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}, image=HALF),
-    "lighton_ocr": _demo(_PIXTRAL, image=_MERGED_IMAGE),
+    **dict.fromkeys(("lighton_ocr", "mistral_large4"), _demo(_PIXTRAL, image=_MERGED_IMAGE)),
     "llama4": _demo(
         {**_LARGER, "intermediate_size": 256}, image={**HALF, **_square(112), "max_patches": 6, "resample": 2}
     ),
@@ -297,14 +323,12 @@ _WRITTEN: Mapping[str, DemoModel] = {
     "minicpm_ocr": replace(_MINICPM, image={**_MINICPM.image, **HALF, "patch_size": 14}),
     "minicpmo": replace(_MINICPMV, save=published.save_minicpm("minicpmo", "MiniCPMO")),
     "minicpmv": replace(_MINICPMV, save=published.save_minicpm("minicpmv", "MiniCPMV")),
-    "minicpmv4_6": _MINICPM,
-    "minicpmv4_7": _MINICPM,
+    **dict.fromkeys(("minicpmv4_6", "minicpmv4_7"), _MINICPM),
     "minimax_m3_vl": _demo(image=CLIP),
     "mistral3": _demo(_PIXTRAL, image=_PIXTRAL_IMAGE),
-    "mistral_large4": _demo(_PIXTRAL, image=_MERGED_IMAGE),
     "mllama": _demo({"vision_output_dim": 192}, {"cross_attention_layers": [1]}),
     "mlcd": _demo(base="mlcd_vision_model", save=saving.save_typed("mlcd")),
-    "modernvbert": _demo(fields=_BERT, processor="idefics3"),
+    **dict.fromkeys(("modernvbert", "ultravbert"), _demo(fields=_BERT, processor="idefics3")),
     "muse_glimmer": _demo(_WINDOWS, fields={"out_hidden_size": 256}, image=_MUSE_IMAGE),
     "muse_spark": _demo(
         _WINDOWS,
@@ -315,6 +339,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
         image=_MUSE_IMAGE,
     ),
     "nemotron_h_omni": _demo({**_RADIO, "video_temporal_patch_size": 2}, image={**CLIP, "patch_size": 14}),
+    "opencua": _demo(base="qwen2_5_vl", save=saving.save_opencua),
     "ovis": replace(_OVIS, base="ovis2", files=_OVIS_FILES, save=saving.save_ovis),
     "ovis2": _OVIS,
     "paligemma": _demo(fields={"projection_dim": 64}),
@@ -325,9 +350,8 @@ _WRITTEN: Mapping[str, DemoModel] = {
         _demo({"patch_embed_hidden_size": 588, "seq_len": 64}, image={"max_patches": 64, **_square(14, "patch_size")}),
         save=saving.save_pix2struct,
     ),
-    "qianfan_ocr": _demo({"image_size": [112, 112]}, fields={"image_seq_length": 16}, image=_INTERNVL),
     "qwen2_5_omni": _demo(fields=_SILENT, save=saving.save_qwen2_5_omni),
-    "qwen2_5_omni_thinker": _demo(fields=_MARKED),
+    **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"), _demo(fields=_MARKED)),
     "qwen3_omni_moe": _demo(fields=_SILENT),
     "qwen4_exp": _demo(
         text={
@@ -339,13 +363,11 @@ _WRITTEN: Mapping[str, DemoModel] = {
             "head_dim": 16,
         }
     ),
-    "qwen3_omni_moe_thinker": _demo(fields=_MARKED),
     "radio": _demo(
         fields=_RADIO, image={"crop_size": {"height": 56, "width": 42}, "do_normalize": False}, processor="clip"
     ),
-    "shieldgemma2": replace(_GEMMA3, build=AutoModelForImageClassification.from_config),
-    "siglip": _demo({"vision_use_head": True}),
-    "siglip2": _demo({"vision_use_head": True}),
+    "shieldgemma2": _demo(_LARGER, build=AutoModelForImageClassification.from_config),
+    **dict.fromkeys(("siglip", "siglip2"), _demo({"vision_use_head": True})),
     "siglip_vision_model": _demo(fields={"vision_use_head": True}),
     "skywork_chat": replace(_CHAT, save=saving.save_internvl("skywork_chat", "SkyworkR1VChatModel")),
     "smolvlm": _demo(
@@ -360,7 +382,6 @@ _WRITTEN: Mapping[str, DemoModel] = {
         {"image_size": 70, "num_register_tokens": 2, "use_swiglu_ffn": True},
         image={**_square(56), "do_normalize": False, "resample": 2},
     ),
-    "ultravbert": _demo(fields=_BERT, processor="idefics3"),
     "unlimited_ocr": _demo(
         {"sam_config": {**_SAM, "patch_size": 4}, "encoder_config": {"image_size": 32, "patch_size": 4}},
         image={**HALF, **_TILED, **_OCR_IMAGE, "min_patches": 2, "background_color": [127, 127, 127]},

@@ -1,68 +1,40 @@
-"""Models that transformers has no classes for, made of parts under their published names."""
+"""Models that transformers has no classes for: others with parts of theirs, under their published names."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.models.internvl.configuration_internvl import InternVLConfig
-from transformers.models.internvl.modeling_internvl import InternVLMultiModalProjector
-from transformers.models.siglip.modeling_siglip import SiglipVisionModel
+from transformers import AutoModelForImageTextToText
 
-from vitwire_server.demo.saving import Save, save_published, taken
+from vitwire_server.demo.saving import Names, Save, save_published, taken
 from vitwire_server.demo.shrinking import Json
 from vitwire_server.towers.configs import Config
-from vitwire_server.towers.models.deepseek import DownsampleProjector
-from vitwire_server.towers.models.internvl import NvlmProjector
-from vitwire_server.towers.shared.parts import SingleParameter
-from vitwire_server.towers.shared.resamplers import Resampler
+from vitwire_server.towers.registry import FAMILIES
 
-_LLM: Any = AutoModelForCausalLM
 Build = Callable[..., Any]
 """Makes a model of its configuration, with weights of `dtype`."""
 
 
-def nvlm(config: InternVLConfig, dtype: torch.dtype) -> nn.Module:
-    model: Any = AutoModelForImageTextToText.from_config(config, dtype=dtype)
-    model.model.multi_modal_projector = NvlmProjector(config).to(dtype)
-    return model  # type: ignore[no-any-return]
-
-
-def assembled(parts: Callable[[Any], Mapping[str, nn.Module]]) -> Build:
-    """Builds a model of its parts."""
+def fitted(model_type: str, **paths: str) -> Build:
+    """Builds a model with modules of this entry of the table, by name, in place of those at these paths."""
 
     def build(config: Config, dtype: torch.dtype) -> nn.Module:
-        whole: Any = nn.ModuleDict(parts(config)).to(dtype)
-        whole.config, whole.can_generate = config, lambda: False
-        return whole  # type: ignore[no-any-return]
+        model: Any = AutoModelForImageTextToText.from_config(config, dtype=dtype)
+        for name, path in paths.items():
+            module = FAMILIES[model_type].modules[name]
+            model.set_submodule(path, module.make(module.configuration(config)).to(dtype))
+        return model  # type: ignore[no-any-return]
 
     return build
 
 
-MINICPM = assembled(
-    lambda config: {
-        "vpm": SiglipVisionModel(config.vision_config),
-        "resampler": Resampler(config),
-        "llm": _LLM.from_config(config.text_config),
-    }
-)
-EAGLE = assembled(
-    lambda config: {
-        "vision_model": nn.ModuleDict({"vision_model": SiglipVisionModel(config.vision_config)}),
-        "mlp1": InternVLMultiModalProjector(config),
-        "language_model": _LLM.from_config(config.text_config),
-    }
-)
-DEEPSEEK = assembled(
-    lambda config: {
-        "vision": SiglipVisionModel(config.vision_config),
-        "projector": DownsampleProjector(config),
-        "language": _LLM.from_config(config.text_config),
-        "image_newline": SingleParameter(config.text_config.hidden_size),
-        "view_seperator": SingleParameter(config.text_config.hidden_size),
-    }
-)
+def _named(tower: str, projector: str, language: str) -> Names:
+    """From the names of a DeepSeek-VL, which the demo models are built as, to these."""
+    parts = {"model.vision_model": tower, "model.aligner": projector, "model.language_model": f"{language}.model"}
+    parts["lm_head"] = f"{language}.lm_head"
+    return tuple((f"^{re.escape(own)}", name) for own, name in parts.items())
 
 
 def save_minicpm(model_type: str, architecture: str) -> Save:
@@ -80,7 +52,7 @@ def save_minicpm(model_type: str, architecture: str) -> Save:
             "vision_config": {**whole["vision_config"], "model_type": "siglip"},
         }
 
-    return save_published(settings)
+    return save_published(settings, _named("vpm", "resampler", "llm"))
 
 
 def _eagle(whole: Json) -> Json:
@@ -93,6 +65,7 @@ def _eagle(whole: Json) -> Json:
 
 
 _EAGLE_NAMES = (
+    *_named("vision_model.vision_model", "mlp1", "language_model"),
     (r"^mlp1\.layer_norm\.", "mlp1.0."),
     (r"^mlp1\.linear_1\.", "mlp1.1."),
     (r"^mlp1\.linear_2\.", "mlp1.3."),
@@ -120,6 +93,7 @@ def _deepseek(whole: Json) -> Json:
 
 
 _TIMM_NAMES = (
+    *_named("vision", "projector", "language"),
     (r"^vision\.embeddings\.patch_embedding\.", "vision.patch_embed.proj."),
     (r"^vision\.embeddings\.position_embedding\.weight$", "vision.pos_embed"),
     (r"^vision\.post_layernorm\.", "vision.norm."),
@@ -127,6 +101,5 @@ _TIMM_NAMES = (
     (r"^(vision\..*)\.layer_norm([12])\.", r"\1.norm\2."),
     (r"^(vision\..*)\.self_attn\.out_proj\.", r"\1.attn.proj."),
     (r"^(vision\..*)\.self_attn\.", r"\1.attn."),
-    (r"^(image_newline|view_seperator)\.weight$", r"\1"),
 )
 save_deepseek = save_published(_deepseek, _TIMM_NAMES, fused=True)

@@ -50,9 +50,7 @@ def save_published(settings: Callable[[Json], Json], names: Names = (), *, fused
 
 
 def _weights(model: PreTrainedModel, out: Path) -> dict[str, Tensor]:
-    """By the names that transformers writes, if it has a class for the model."""
-    if not isinstance(model, PreTrainedModel):
-        return model.state_dict()
+    """By the names that transformers writes."""
     save_plain(model, out)
     weights: dict[str, Tensor] = {}
     for shard in sorted(out.glob("*.safetensors")):
@@ -67,7 +65,7 @@ def _renamed(weights: Mapping[str, Tensor], names: Names) -> dict[str, Tensor]:
     for name, tensor in weights.items():
         for pattern, replacement in names:
             name = re.sub(pattern, replacement, name)  # noqa: PLW2901 - renamed step by step
-        renamed[name] = tensor[None] if name.endswith("pos_embed") else tensor
+        renamed[name] = tensor[None] if name.endswith("pos_embed") and tensor.ndim == 2 else tensor
     return renamed
 
 
@@ -108,14 +106,20 @@ def taken(fields: Mapping[str, Any], names: str) -> Json:
     return {new or old: fields[old] for old, _, new in pairs}
 
 
-def save_typed(model_type: str, vision_type: str = "") -> Save:
-    """Under other types than transformers' classes have."""
+def save_typed(model_type: str, vision_type: str = "", names: Names = ()) -> Save:
+    """Under other types than transformers' classes have, and with other names."""
 
     def settings(whole: Json) -> Json:
         vision = {"vision_config": {**whole["vision_config"], "model_type": vision_type}} if vision_type else {}
         return {**whole, "model_type": model_type, **vision}
 
-    return save_published(settings)
+    return save_published(settings, names)
+
+
+_BAILING = ((r"visual\.merger\.linear_fc1", "linear_proj.0"), (r"visual\.merger\.linear_fc2", "linear_proj.2"))
+save_bailing = save_typed("bailing_moe_v3_vl", "qwen3_moe_vit", _BAILING)
+save_opencua = save_typed("opencua", "qwen2_5_vl", ((r"^visual\.", "vision_tower."),))
+save_alpamayo = save_published(lambda whole: {"model_type": "alpamayo2_super", "vlm_config": whole}, ((r"^", "vlm."),))
 
 
 _MLP = "hidden_size intermediate_size num_hidden_layers num_attention_heads"
@@ -153,7 +157,7 @@ def save_internvl(
     """As OpenGVLab writes it, with other fields of its kin."""
 
     def settings(whole: Json) -> Json:
-        vision = _intern_vit(whole["vision_config"])
+        vision = _intern_vit(whole["vision_config"]) if "vision_config" not in fields else {"image_size": 56}
         return {
             "architectures": [architecture],
             "model_type": model_type,
@@ -171,6 +175,14 @@ def save_internvl(
         }
 
     return save_published(settings, _INTERN_NAMES, fused=True)
+
+
+def save_nemotron(name: str, projector: int) -> Save:
+    """InternVL's layout with the arguments of NVIDIA's code for a C-RADIO."""
+    teachers = [{"name": "clip"}, {"name": "sam", "use_summary": False}, {"name": "dino"}]
+    args = {"model": "vit_tiny_patch14_224", "cpe_max_size": 112, "register_multiple": 10, "teachers": teachers}
+    tower = {"args": {**args, "cls_token_per_teacher": True}}
+    return save_internvl(name, name, vision_config=tower, projector_hidden_size=projector)
 
 
 def save_step3(model_type: str) -> Save:

@@ -72,8 +72,9 @@ def require(name: str, value: object, *accepted: object, field: str = "") -> Non
 
 
 def dtype_of(settings: Mapping[str, Any]) -> str | None:
-    """Type of the weights by config.json, whose field older releases of transformers call `torch_dtype`."""
-    return settings.get("dtype") or settings.get("torch_dtype")
+    """Type of the weights by config.json or by its `text_config`; older releases of transformers say `torch_dtype`."""
+    said = (own.get(name) for own in (settings, settings.get("text_config") or {}) for name in ("dtype", "torch_dtype"))
+    return next(filter(None, said), None)
 
 
 def last_layer(config: Config) -> None:

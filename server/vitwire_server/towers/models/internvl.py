@@ -1,15 +1,16 @@
 """InternVL (OpenGVLab), in transformers' layout and in its authors'; models of other makers that follow one of them.
 
-NVLM-D and Eagle 2.5 are NVIDIA's, H2OVL is H2O.ai's, Skywork-R1V Skywork's, Qianfan-OCR Baidu's.
+NVLM-D and Eagle 2.5 are NVIDIA's, H2OVL H2O.ai's, Skywork-R1V Skywork's, Qianfan-OCR Baidu's, Intern-S1 InternLM's.
 """
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers.models.internvl.configuration_internvl import InternVLConfig
 from transformers.models.internvl.modeling_internvl import InternVLMultiModalProjector
 
@@ -25,7 +26,7 @@ from vitwire_server.towers.processors.tiles import fits_tower, nearest_ratio, st
 from vitwire_server.towers.shared.fused import unfused
 from vitwire_server.towers.shared.parts import part, projector, stock, variant
 from vitwire_server.towers.shared.pooling import MEAN, class_token
-from vitwire_server.towers.shared.projected_tiles import MLP1, SHUFFLED, ProjectedTiles, shuffled, shuffles
+from vitwire_server.towers.shared.projected_tiles import MLP1, SHUFFLED, Shuffled, shuffles
 from vitwire_server.towers.shared.siglip import siglip, siglip_config
 
 _DYNAMIC = {
@@ -143,14 +144,6 @@ def _eagle_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     return tiled(image, tiling, HALF)
 
 
-class Shuffled(ProjectedTiles):
-    """Pixel shuffle before the projector; a class token, which InternVL's tower puts first, is left out."""
-
-    def features(self, tiles: Tensor) -> Tensor:
-        patches = self.tile.tokens * self.merge**2
-        return shuffled(super().features(tiles)[:, -patches:], self.merge)
-
-
 class NvlmProjector(InternVLMultiModalProjector):
     """InternVL's, with as many inner columns as the language model's MLP has, and without biases."""
 
@@ -211,6 +204,9 @@ ROWS = (
         beside=projector("internvl.InternVLMultiModalProjector", MLP1, served=(_RATIO,)),
         encoder=partial(Shuffled, merged_by="downsample_ratio"),
         processor=images(_eagle_settings),
+    ),
+    variant(
+        _INTERNVL, "interns1", "Intern-S1", configuration=lambda _, own: new_config("internvl", **deepcopy(dict(own)))
     ),
     variant(
         _INTERNVL,

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,20 @@ from torch.nn import functional
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry
 from vitwire_server.core.pooling import Pooling
-from vitwire_server.towers.configs import Config, Served, dtype_of, new_config
+from vitwire_server.towers.configs import Config, Served, changed, dtype_of, new_config, require
 from vitwire_server.towers.family import Accepts, Parts, Pool, Pooler, in_model, of_transformers, stripped
 from vitwire_server.towers.layouts.packed import PackedFamily, PackedTower
 from vitwire_server.towers.layouts.patches import neighbours, taps
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
+from vitwire_server.towers.layouts.tiles import TileFamily
 from vitwire_server.towers.metadata import Kind, Rows, Sources
-from vitwire_server.towers.processors.settings import CLIP, AreaRule, images, unsized
+from vitwire_server.towers.processors.settings import CLIP, IDENTITY, AreaRule, images, unsized
 from vitwire_server.towers.shared.fused import unfused
 from vitwire_server.towers.shared.learned import TAPPED, fix_positions
-from vitwire_server.towers.shared.parts import part, projector, stock
+from vitwire_server.towers.shared.parts import part, projector, stock, variant
 from vitwire_server.towers.shared.pooling import MEAN
-from vitwire_server.towers.shared.projected_tiles import MLP1, SHUFFLED, shuffles
+from vitwire_server.towers.shared.projected_tiles import MLP1, SHUFFLED, Shuffled, shuffles
 from vitwire_server.towers.tower import Metadata
 
 _NAMES = (
@@ -49,6 +51,8 @@ _SIZES = {
     "giant": (1536, 40, 24, 4 * 1536),
 }
 """Width, layers, heads and width of the MLP, by names in NVIDIA's code."""
+_RATIO = Served("downsample_ratio", shuffles, SHUFFLED)
+_SQUARE = Served("projector_hidden_size", lambda inner, own: inner == own.text_config.hidden_size, "a row's columns")
 _USUAL = {"weight_init": "skip"}
 """Options of a model that do not change its rows."""
 _EDGE_NAMES = (
@@ -113,6 +117,17 @@ def _config(folder: Path, settings: Mapping[str, Any]) -> Config:
         summary_idxs=[at for at, teacher in enumerate(teachers) if teacher.get("use_summary", True)],
         dtype=dtype_of(settings),
     )
+
+
+def _nano_config(folder: Path, settings: Mapping[str, Any]) -> Config:
+    """From InternVL's fields around a tower with the arguments of NVIDIA's code."""
+    require("ps_version", settings.get("ps_version"), "v2")
+    tower = {**_config(folder, settings["vision_config"]).to_dict(), "image_size": settings["force_image_size"]}
+    text = {"model_type": "qwen2", "hidden_size": settings["llm_config"]["hidden_size"]}
+    config = new_config(
+        "llava", vision_config=tower, text_config=text, vision_feature_layer=-1, dtype=dtype_of(settings)
+    )
+    return changed(config, {name: settings[name] for name in ("downsample_ratio", "projector_hidden_size")})
 
 
 class RadioTower(RasterTower):
@@ -198,6 +213,48 @@ class EdgeTower(PackedTower):
 
 _unfused = unfused(".attn.qkv.", ".attention.{}_proj.")
 
+_OMNI = RasterFamily(
+    "nemotron_h_omni",
+    "Nemotron 3 Omni",
+    tower=stock(
+        "vitwire_server.towers.models.nemotron_tower:Radio",
+        stripped("vision_model.radio_model.", "vision_model."),
+        renames=_NAMES,
+        ignored=("input_conditioner.",),
+        convert=_unfused,
+    ),
+    beside=projector(
+        "nemotron_h_omni.NemotronH_Omni_Reasoning_V3MultiModalProjector",
+        {"multi_modal_projector.": "", **MLP1},
+        arguments=lambda config: (
+            config.vision_config.hidden_size * round(1 / config.downsample_ratio) ** 2,
+            config.projector_hidden_size,
+            config.text_config.hidden_size,
+        ),
+        served=(_RATIO,),
+    ),
+    forward=RadioTower,
+    layers="encoder.layer",
+    processor=images(
+        lambda image, _: unsized(
+            {"image_mean": image.get("norm_mean"), "image_std": image.get("norm_std"), **image}, CLIP
+        )
+    ),
+    images=Accepts.PIXELS,
+    transformers="5.23.0",
+)
+_NANO = TileFamily(
+    "NemotronH_Nano_VL_V2",
+    "Nemotron Nano 2 VL",
+    configuration=_nano_config,
+    tower=_OMNI.tower,
+    beside=_OMNI.beside,
+    encoder=partial(Shuffled, merged_by="downsample_ratio", layers="encoder.layer"),
+    processor=_OMNI.processor,
+    images=Accepts.PIXELS,
+    transformers="5.23.0",
+)
+
 ROWS = (
     PlainFamily(
         "radio",
@@ -219,35 +276,15 @@ ROWS = (
         processor="CLIP",
         transformers="5.23.0",
     ),
-    RasterFamily(
-        "nemotron_h_omni",
-        "Nemotron 3 Omni",
-        tower=stock(
-            "vitwire_server.towers.models.nemotron_tower:Radio",
-            stripped("vision_model.radio_model.", "vision_model."),
-            renames=_NAMES,
-            ignored=("input_conditioner.",),
-            convert=_unfused,
-        ),
-        beside=projector(
-            "nemotron_h_omni.NemotronH_Omni_Reasoning_V3MultiModalProjector",
-            {"multi_modal_projector.": "", **MLP1},
-            arguments=lambda config: (
-                config.vision_hidden_size * round(1 / config.downsample_ratio) ** 2,
-                config.projector_hidden_size,
-                config.text_config.hidden_size,
-            ),
-            served=(Served("downsample_ratio", shuffles, SHUFFLED),),
-        ),
-        forward=RadioTower,
-        layers="encoder.layer",
-        processor=images(
-            lambda image, _: unsized(
-                {"image_mean": image.get("norm_mean"), "image_std": image.get("norm_std"), **image}, CLIP
-            )
-        ),
-        images=Accepts.PIXELS,
-        transformers="5.23.0",
+    _OMNI,
+    _NANO,
+    variant(
+        _NANO,
+        "Llama_Nemotron_Nano_VL",
+        "Llama 3.1 Nemotron Nano VL",
+        tower=stock("radio.RadioModel", stripped("vision_model.radio_model."), renames=_NAMES, convert=_unfused),
+        beside=projector("internvl.InternVLMultiModalProjector", MLP1, served=(_RATIO, _SQUARE)),
+        processor=images(lambda image, _: unsized(image, IDENTITY)),
     ),
     PackedFamily(
         "cosmos3_edge",

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 
-from vitwire_server.towers.configs import Config, Served, new_config, require
-from vitwire_server.towers.family import Accepts, in_model, stripped
+from vitwire_server.towers.configs import Config, Served, changed, dtype_of, new_config, require
+from vitwire_server.towers.family import Accepts, ReadConfig, in_model, stripped
 from vitwire_server.towers.layouts.heads import Deepstack, Head
 from vitwire_server.towers.layouts.packed import AttentionSpan, Inputs, PackedFamily
 from vitwire_server.towers.processors.settings import AreaRule
@@ -25,6 +27,8 @@ _WINDOWS = Served(
 )
 _COSMOS = ("blocks.", "merger.", "patch_embed.", "pos_embed.", "deepstack_merger_list.")
 """Beginnings of the weights of Cosmos 3's tower, which checkpoints hold without a prefix, next to a generator's."""
+INTERN = {"interns1_pro": "S1-Pro", "intern_s2_preview": "S2-Preview", "interns2_mobius": "S2-Mobius"}
+_MERGER = ((r"^0\.", "merger.linear_fc1."), (r"^2\.", "merger.linear_fc2."))
 
 
 def _hyperclova_config(_: Path, settings: Mapping[str, Any]) -> Config:
@@ -32,6 +36,22 @@ def _hyperclova_config(_: Path, settings: Mapping[str, Any]) -> Config:
     require("vision_config.model_type", settings["vision_config"].get("model_type"), "qwen2_5_vl", "qwen2_5_vl_vision")
     require("mm_projector_type", settings.get("mm_projector_type", "linear"), "linear")
     return new_config("hyperclovax_vision_v2", **deepcopy(dict(settings)))
+
+
+def _fields_of(model_type: str) -> ReadConfig:
+    """Reads `vision_config`, which may be within `vlm_config`, as this model's, whatever types config.json has."""
+    return lambda _, own: new_config(
+        model_type, vision_config=dict(own.get("vlm_config", own)["vision_config"]), dtype=dtype_of(own)
+    )
+
+
+class BailingVision(Qwen3_5VisionModel):
+    """Qwen3.5's, with a projector in place of the layers of its merger: as many inner columns as a row has."""
+
+    def __init__(self, config: Qwen3_5VisionConfig) -> None:
+        super().__init__(config)
+        merger, width = self.merger, config.out_hidden_size
+        merger.linear_fc1, merger.linear_fc2 = nn.Linear(merger.hidden_size, width), nn.Linear(width, width)
 
 
 _QWEN2_VL = PackedFamily(
@@ -114,14 +134,11 @@ ROWS = (
     _QWEN2_5_THINKER,
     _whole(_QWEN3_THINKER, "qwen3_omni_moe", "Qwen3-Omni"),
     _QWEN3_THINKER,
-    variant(
-        _QWEN2_VL,
+    _QWEN2_VL.nested(
+        "vlm.",
         "colqwen2",
         "ColQwen2",
-        tower=replace(
-            _QWEN2_VL.tower, prefixes=stripped("vlm.visual.", "vlm.model.visual."), config="vlm_config.vision_config"
-        ),
-        width="vlm_config.vision_config.hidden_size",
+        configuration=_fields_of("qwen2_vl"),
         videos=Accepts.NOTHING,
         transformers="5.23.0",
     ),
@@ -136,5 +153,32 @@ ROWS = (
     ),
     variant(
         _QWEN3_VL, "cohere_compass", "Cohere Compass", "cohere_compass.CohereCompassVisionModel", transformers="5.23.0"
+    ),
+    *(variant(_QWEN3_5, name, f"Intern-{own}", configuration=_fields_of("qwen3_5")) for name, own in INTERN.items()),
+    variant(
+        _QWEN3_5,
+        "bailing_moe_v3_vl",
+        "Ling 3.0 VL",
+        configuration=lambda at, own: changed(
+            _fields_of("qwen3_5")(at, own), {_OUT: own["text_config"]["hidden_size"]}
+        ),
+        tower=stock(BailingVision, in_model("visual.", "linear_proj."), renames=_MERGER),
+        videos=Accepts.NOTHING,
+    ),
+    variant(
+        _QWEN2_5_VL,
+        "opencua",
+        "OpenCUA",
+        configuration=_fields_of("qwen2_5_vl"),
+        tower=replace(_QWEN2_5_VL.tower, prefixes=in_model("vision_tower.", "visual.")),
+        videos=Accepts.NOTHING,
+    ),
+    _QWEN3_VL.nested(
+        "vlm.",
+        "alpamayo2_super",
+        "Alpamayo 2 Super",
+        configuration=_fields_of("qwen3_vl"),
+        images=Accepts.PIXELS,
+        videos=Accepts.NOTHING,
     ),
 )

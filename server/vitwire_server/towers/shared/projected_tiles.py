@@ -49,6 +49,14 @@ class ProjectedTiles(TileTower):
         return self._tower(pixel_values=tiles).last_hidden_state  # type: ignore[no-any-return]
 
 
+class Shuffled(ProjectedTiles):
+    """Pixel shuffle before the projector; a class token, which InternVL's tower puts first, is left out."""
+
+    def features(self, tiles: Tensor) -> Tensor:
+        patches = self.tile.tokens * self.merge**2
+        return shuffled(super().features(tiles)[:, -patches:], self.merge)
+
+
 class ProjectedLayers(TileTower):
     """Rows of chosen layers of CLIP's or SigLIP's tower, side by side, and a projector, as LLaVA has it.
 
