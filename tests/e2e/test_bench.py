@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from checkpoints import Checkpoints
+from encoded_files import clip, moving
 from entered import entered
 from servers import ServerProcess, serving
 
@@ -54,6 +55,18 @@ def test_towers_of_tiles(model_type: str, checkpoints: Checkpoints) -> None:
         assert shapes["pixels"] == shapes["picture"] == shapes["jpeg"]
         if model_type == "internvl":
             assert document(bench(server, "--size", "90x90", "--frames", 3, "--requests", 1))["errors"] == {}
+
+
+def test_a_clip(server: ServerProcess, tmp_path: Path) -> None:
+    """Each copy is decoded and encoded: no cache answers."""
+    (path := tmp_path / "film.mp4").write_bytes(clip(moving(20)))
+    first = document(bench(server, "--clip", path, "--requests", 4, "--items", 2))
+    assert (first["requests"], first["errors"], first["clip"], first["shapes"]) == (4, {}, str(path), [])
+    assert "cache" not in first["paths"]
+    assert sum(first["paths"].values()) == 8
+    wrong = bench(server, "--clip", path, "--size", "56x56")
+    assert (wrong.returncode, "--clip" in wrong.stderr) == (2, True)
+    assert bench(server, "--clip", tmp_path / "none.mp4").returncode == 1
 
 
 def test_a_generator_without_free_threads_counts_what_it_could_not_send(server: ServerProcess) -> None:

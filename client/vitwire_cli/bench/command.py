@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import typer
 from rich.console import Console
 
-from vitwire import Client, Model
+from vitwire import Client, Item, Model
 from vitwire_cli.bench import report
 from vitwire_cli.bench.capacity import Finding, Verdict, find_capacity
 from vitwire_cli.bench.load import Load, Pace
@@ -24,18 +24,19 @@ _CONNECTION = PatientConnection(timeout=60.0, max_retries=0)
 
 @with_options
 def bench(*, options: Options = _OPTIONS, connection: PatientConnection = _CONNECTION) -> None:
-    """Benchmark the service with random images; the last line of output is one JSON document.
+    """Benchmark the service with random images or a clip; the last line of output is one JSON document.
 
     Latency counts from when a request was due, so that waiting for earlier ones is part of it. Ctrl-C stops early,
     shows the results so far and exits with 130.
     """
     with reported():
         sizes, pace = options.sizes, options.pace()
+        clip = Item.from_file(options.clip, modality="video") if options.clip else None
     with replace(connection, connections=options.connections).client() as client:
         if options.plot:
             report.check_plot(options.plot)
         model = connection.model(client)
-        work = _workload(options, client, model)
+        work = Workload([[clip] * options.items]) if clip else _workload(options, client, model)
 
         def run_at(pace: Pace) -> Run:
             return run(Load(client, work, pace, fresh=not options.repeat))
@@ -52,6 +53,7 @@ def bench(*, options: Options = _OPTIONS, connection: PatientConnection = _CONNE
         "shapes": list(map(asdict, shapes)),
         "items_per_request": options.items,
         "frames": options.frames,
+        "clip": str(options.clip) if options.clip else None,
         "as": options.form,
         "concurrency": pace.concurrency,
         "connections": options.connections,

@@ -35,6 +35,7 @@ class Options:
     )
     items: int = flag(1, "Images or clips per request.", 1)
     frames: int = flag(0, "Send clips with this many frames instead of images.", 0)
+    clip: Path | None = flag(None, "Send this file of a clip instead; bytes behind its end make each copy differ.")
     form: Form = flag(
         "pixels",
         "What is sent for a --size: pixels as the model's processor returns them for it, the picture (RGB), "
@@ -70,6 +71,8 @@ class Options:
             "--requests": (self.search and self.requests is not None, "--find-capacity chooses the number of requests"),
             "--for-rate": (self.for_rate is not None and not self.search, "needs --find-capacity"),
             "--frames": (self.form == "jpeg" and self.frames, "a clip cannot be a JPEG: leave out --frames"),
+            "--clip": (self.clip and (self.size or self.frames or self.form != "pixels"),
+                       "a file has its size, frames and form: leave out --size, --frames and --as"),
             "--rate": (not math.isfinite(self.rate or 0.0), f"{self.rate} is not a finite number"),
             "--arrivals": (self.arrivals and self.rate is None, f"{self.arrivals} needs --rate"),
         }  # fmt: skip
@@ -79,7 +82,9 @@ class Options:
 
     @cached_property
     def sizes(self) -> tuple[ImageSize, ...]:
-        """The sizes of random images. Raises BadParameter."""
+        """The sizes of random images; none with a clip. Raises BadParameter."""
+        if self.clip:
+            return ()
         try:
             return tuple(map(ImageSize.parse, self.size or ("448x448",)))
         except ValueError as error:
