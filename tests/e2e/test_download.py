@@ -250,5 +250,5 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
 def test_a_path_is_no_model(repository: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is a local directory"):
         download_model(str(repository), "main", tmp_path, print)
-    with pytest.raises(CheckpointError, match="neither a directory nor a hub id"):
+    with pytest.raises(CheckpointError, match="missing does not exist"):
         download_model("./missing", "main", tmp_path, print)

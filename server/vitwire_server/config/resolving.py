@@ -11,9 +11,9 @@ import typer
 from typer.core import TyperOption
 from typer.exceptions import TyperException
 
-from vitwire_flags.options import options_of, with_options
+from vitwire_flags.options import message_of, options_of, with_options
 from vitwire_flags.sizes import shown
-from vitwire_flags.variables import ignored_variables, unknown_variables
+from vitwire_flags.variables import ignored_variables, unknown_variables, with_variables
 from vitwire_server.config.host import memory_limit
 from vitwire_server.config.settings import ServeSettings, UsageError
 
@@ -29,9 +29,9 @@ def resolve(arguments: Sequence[str]) -> ServeSettings:
             sys.exit(settings)
         unknown = unknown_variables(settings.prefix, options_of(ServeSettings))
     except TyperException as error:
-        raise UsageError(_message(error)) from error
+        raise UsageError(message_of(error)) from error
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(with_variables(str(error), ServeSettings.prefix)) from error
     if unknown and settings.strict_config:
         raise UsageError("; ".join(unknown))
     return settings
@@ -65,17 +65,6 @@ def _command() -> Any:  # noqa: ANN401  # typer has no public name for commands
         if isinstance(each, TyperOption):
             each.rich_help_panel = _HEADINGS.get(each.name)
     return command
-
-
-def _message(error: TyperException) -> str:
-    """One line about a wrong setting, which names the variable or the TOML file that it is from."""
-    ctx, param = getattr(error, "ctx", None), getattr(error, "param", None)
-    found = ctx.get_parameter_source(param.name) if ctx and param else None
-    source = found.name if found else ""
-    if isinstance(error, typer.BadParameter) and param and source == "ENVIRONMENT":
-        error.param_hint = param.envvar
-    message = error.format_message()
-    return f"{message} ({ctx.params['config']})" if ctx and source == "DEFAULT_MAP" else message
 
 
 def _memory(settings: ServeSettings, limit: int) -> Iterator[str]:

@@ -51,10 +51,11 @@ def test_a_ladder_that_learns_has_no_sizes_of_its_own(tmp_path: Path) -> None:
         (["--devices", "cpu,cpu", "--port", "65535"], "--devices: .* end at 65536"),
         (
             ["--devices", "cpu,cpu", "--port", "9463"],
-            r"port 9464 is needed twice \(9463 to 9464 for gRPC and 9464 to 9465 for metrics\)",
+            "port 9464 is needed twice: --port 9463 to 9464, --metrics-port 9464 to 9465",
         ),
-        (["--port", "9464", "--host", "0.0.0.0"], r"port 9464 is needed twice \(9464 for gRPC"),
-        (["--http-port", "9464"], r"^--metrics-port and --http-port: port 9464 .* and 9464 for HTTP\)$"),
+        (["--port", "9464", "--host", "0.0.0.0"], "port 9464 is needed twice: --port 9464, "),
+        (["--http-port", "9464"], "^port 9464 .*: --metrics-port 9464, --http-port 9464$"),
+        (["--http-host", "127.0.0.2"], "^--http-host needs --http-port$"),
         (["--http-port", "65535", "--devices", "cpu,cpu"], "--devices: .* end at 65536"),
         (["--budgets", "64,many"], "--budgets: .*auto.*'64,many'"),
         (["--budgets", "nofile.json"], r"^--budgets: expected auto, .*'nofile\.json'"),
@@ -95,6 +96,14 @@ def test_a_ladder_that_learns_has_no_sizes_of_its_own(tmp_path: Path) -> None:
 def test_a_wrong_setting_is_named(flags: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         resolve(["--model", "m", *flags])
+
+
+def test_the_variable_behind_a_flag_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VITWIRE_BUDGETS", "9999")
+    with pytest.raises(
+        UsageError, match=r"^--budgets \(VITWIRE_BUDGETS\): 9999 is more than --max-budget-tokens 4096$"
+    ):
+        resolve(["--model", "m"])
 
 
 def test_a_model_is_needed() -> None:
@@ -294,7 +303,7 @@ def test_rpc_processes_are_auto_or_a_number(monkeypatch: pytest.MonkeyPatch, tmp
         assert resolve(["--config", str(file)]).rpc_process_count == 4
     for wrong in ("0", "65", "-1", "two", "1.5"):
         with pytest.raises(
-            UsageError, match=f"^--rpc-processes: expected auto or a number from 1 to 64 .got '{wrong}'"
+            UsageError, match=f"^--rpc-processes .*: expected auto or a number from 1 to 64 .got '{wrong}'"
         ):
             resolve(["--model", "m", f"--rpc-processes={wrong}"])
 
