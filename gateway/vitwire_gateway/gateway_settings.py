@@ -64,8 +64,6 @@ class GatewaySettings:
         if self.otlp_endpoint is not None and not _COLLECTOR.fullmatch(self.otlp_endpoint):
             expected = "host:port, http://host:port or https://host:port"
             raise ValueError(f"--otlp-endpoint {self.otlp_endpoint!r}: expected {expected}")
-        if (self.cert is None) != (self.key is None):
-            raise ValueError("--cert and --key must be set together")
 
     @property
     def refusal(self) -> str:
@@ -73,6 +71,12 @@ class GatewaySettings:
         if self.token:
             return "the encoder refused the token of --token"
         return f"the encoder requires a token: set --token or {self.prefix or 'VITWIRE_'}TOKEN"
+
+    @classmethod
+    def named(cls, name: str) -> str:
+        """How an option is set, for messages: its flag and, of a router or a server's front end, its variable."""
+        variable = f" or {cls.prefix}{name.upper()}" if cls.prefix else ""
+        return f"--{name.replace('_', '-')}{variable}"
 
     def encoder_tls(self) -> bool | Path | grpc.ChannelCredentials:
         """TLS to the encoder. Raises ValueError for a file that cannot be used."""
@@ -144,7 +148,7 @@ class RouterSettings(GatewaySettings):
             "--on-encoder-failure engine": self.on_encoder_failure == "engine",
         }
         if self.no_engine and (names := [name for name, value in engines.items() if value]):
-            raise ValueError(f"{names[0]} needs an engine: leave it out with --no-engine")
+            raise ValueError(f"{names[0]} needs an engine: leave it out where there is none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,12 +171,12 @@ class SglangSettings(GatewaySettings):
 
 def _check_url(text: str) -> None:
     """Raises ValueError for what is not the address of an HTTP server."""
-    if not text.startswith(("http://", "https://")):
-        raise ValueError(f"--engine-url {text!r} does not start with http:// or https://")
     try:
         url = urlsplit(text)
-        is_complete = bool(url.hostname) and url.port != 0
+        is_complete = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
     except ValueError as error:
         raise ValueError(f"--engine-url {text!r}: {error}") from error
     if not is_complete or url.username or url.password or url.query or url.fragment:
-        raise ValueError(f"--engine-url {text!r}: expected http://host:port, without user name and query")
+        raise ValueError(
+            f"--engine-url {text!r}: expected http://host:port or https://host:port, no user name, no query"
+        )

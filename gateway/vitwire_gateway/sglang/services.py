@@ -38,7 +38,7 @@ def http_app(
             req_id = None
             try:
                 async with bodies.holding(caller.name) as holding:
-                    body = await read_body(request, holding, settings.max_body_bytes, _BODY_SECONDS)
+                    body = await read_body(request, holding, settings, _BODY_SECONDS)
                     posted = await read(workers, caller, body, kind)
                     del body
                     req_id = posted.req_id
