@@ -25,7 +25,8 @@ def with_variables(text: str, prefix: str) -> str:
 
     def named(flag: re.Match[str]) -> str:
         variable = f"{prefix}{flag[1].replace('-', '_').upper()}"
-        return f"{flag[0]} ({variable})" if variable in os.environ else flag[0]
+        is_set = prefix and os.environ.get(variable) and not is_injected(variable)
+        return f"{flag[0]} ({variable})" if is_set else flag[0]
 
     return re.sub(r"--([a-z][a-z-]+)", named, text)
 

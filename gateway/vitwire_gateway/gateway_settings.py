@@ -177,6 +177,4 @@ def _check_url(text: str) -> None:
     except ValueError as error:
         raise ValueError(f"--engine-url {text!r}: {error}") from error
     if not is_complete or url.username or url.password or url.query or url.fragment:
-        raise ValueError(
-            f"--engine-url {text!r}: expected http://host:port or https://host:port, no user name, no query"
-        )
+        raise ValueError(f"--engine-url {text!r}: expected http(s)://host:port, without user name and query")

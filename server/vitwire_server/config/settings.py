@@ -110,8 +110,7 @@ class ServeSettings(  # dataclasses take the fields of the last class first
             hosts = {self.hosts[one].strip("[]"), self.hosts[other].strip("[]")}
             both = set(ports) & set(others) - {0}
             if both and (len(hosts) == 1 or hosts & _EVERY_ADDRESS):
-                needed = f"{one} {_span(ports)}, {other} {_span(others)}"
-                raise ValueError(f"port {min(both)} is needed twice: {needed}")
+                raise ValueError(f"port {min(both)} is needed twice: {one} {_span(ports)}, {other} {_span(others)}")
 
     @property
     def hosts(self) -> dict[str, str]:

@@ -74,7 +74,7 @@ class ChildProcess:
     launch: Callable[[], Launch]
     """Makes each start."""
     settings: ServeSettings
-    """Have the format of its lines, and the seconds without a heartbeat after which it is killed."""
+    """With the format of its lines, and `unresponsive_seconds`, after which it is killed without a heartbeat."""
     on_stdout: Callable[[str], None] = lambda _: None
     """Gets the message of each line that the child prints."""
     is_ready_by_heartbeat: bool = False

@@ -21,9 +21,8 @@ def raise_if_port_taken(host: str, port: int) -> None:
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             raise OSError(error.errno, "it is not an address of this machine; 0.0.0.0 stands for all") from error
-        # Others are left to gRPC.
         if error.errno in (errno.EADDRINUSE, errno.EACCES) or isinstance(error, socket.gaierror):
-            raise
+            raise  # others are left to gRPC
 
 
 def raise_if_ports_taken(host: str, flag: str, ports: Iterable[int]) -> None:
