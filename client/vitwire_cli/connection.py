@@ -80,11 +80,8 @@ class PatientConnection(Connection):
 
 
 @contextmanager
-def reported(prefix: str = "") -> Iterator[None]:
-    """Errors in the block end the command with one line on stderr and code 1. Do not print to stdout in it.
-
-    prefix: of the variables of flags that errors name.
-    """
+def reported(variables_prefix: str = "") -> Iterator[None]:
+    """Errors in the block end the command with one line on stderr and code 1. Do not print to stdout in it."""
     try:
         yield
     except MemoryError as error:
@@ -94,7 +91,7 @@ def reported(prefix: str = "") -> Iterator[None]:
     except ModuleNotFoundError:  # `vitwire_cli.main` says how to install it
         raise
     except (VitwireError, OSError, ValueError, ImportError) as error:
-        fail(with_variables(str(error), prefix) or type(error).__name__)
+        fail(with_variables(str(error), variables_prefix) or type(error).__name__)
 
 
 def warn(message: str) -> None:

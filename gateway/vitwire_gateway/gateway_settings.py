@@ -11,10 +11,7 @@ import grpc
 from vitwire.shared.named_files import tls_of
 from vitwire_flags.options import flag, size
 
-Engine = Literal["vllm", "sglang"]
 Mode = Literal["inline", "reference"]
-OnFailure = Literal["error", "engine"]
-Clips = Literal["encode", "engine"]
 MIB = 1 << 20
 _MAX_PORT = 65535
 _PATH = re.compile(r"(/[!-~]*)?")
@@ -89,7 +86,7 @@ class RouterSettings(GatewaySettings):
 
     prefix: ClassVar[str] = "VITWIRE_ROUTER_"
 
-    engine: Engine = flag("vllm", "the engine's dialect")
+    engine: Literal["vllm", "sglang"] = flag("vllm", "the engine's dialect")
     engine_url: str = flag("http://127.0.0.1:8000", "address of the engine's HTTP server, without /v1")
     engine_health_path: str = flag(
         "/health", "path of the engine's health, which answers 200; empty: /health does not ask the engine"
@@ -119,10 +116,10 @@ class RouterSettings(GatewaySettings):
         "seconds to wait for the encoder: in mode inline for embeddings, in mode reference to accept images",
         0.001,
     )
-    on_encoder_failure: OnFailure = flag(
+    on_encoder_failure: Literal["error", "engine"] = flag(
         "error", "if the encoder fails or the wait is over: answer with an error, or let the engine encode the images"
     )
-    clips: Clips = flag(
+    clips: Literal["encode", "engine"] = flag(
         "encode", "encode clips (video_url), or leave them to the engine, which fetches their URLs itself"
     )
     body_seconds: float = flag(60.0, "seconds for a request's body to arrive", 0.001)
@@ -164,9 +161,7 @@ class SglangSettings(GatewaySettings):
         None, "type of the embeddings; default: the server's"
     )
     send_seconds: float = flag(60.0, "seconds for SGLang to register a receiver, and to take an embedding", 0.1)
-    drain_seconds: float = flag(
-        30.0, "seconds for requests in flight to end after SIGTERM, once no more are accepted", 0
-    )
+    drain_seconds: float = flag(30.0, "seconds for requests in flight to end after SIGTERM", 0)
 
 
 def _check_url(text: str) -> None:

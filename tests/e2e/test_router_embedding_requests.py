@@ -16,6 +16,7 @@ import cohere
 import httpx2
 import numpy as np
 import openai
+import psutil
 import pytest
 from openai import OpenAI
 
@@ -133,6 +134,21 @@ def test_a_bad_image_leaves_others_alone(client: OpenAI) -> None:
         assert all(each["message"].startswith(f"input[{number}]: ") for number, each in errors.items())
         close([answer.data[each].embedding for each in good], expected)
         assert answer.usage.total_tokens == 16 * len(good)
+
+
+@pytest.mark.parametrize("url", [
+    "data:image/png;base64,!" + "A" * (12 << 20),
+    "data:image/jpeg;base64," + base64.b64encode(b"\xff\xd8\xff" + bytes(9 << 20)).decode(),
+], ids=["base64", "image"])  # fmt: skip
+def test_what_is_refused_is_freed(url: str, server: ServerProcess) -> None:
+    """By the router and by its workers, without a collection of garbage: in cycles it would stay, and not count."""
+    with router(server.target, None) as proxy:
+        held = []
+        for _ in range(10):
+            assert posted(proxy, {"input": url}).status_code == 400
+            process = psutil.Process(proxy.process.pid)
+            held.append(sum(each.memory_info().rss for each in (process, *process.children(recursive=True))))
+        assert held[-1] - held[2] < 80 << 20, held
 
 
 def test_without_an_engine(client: OpenAI, proxy: RouterProcess) -> None:

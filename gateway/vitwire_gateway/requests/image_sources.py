@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, Self
 from vitwire.items import Modality
 from vitwire.shared.data_uris import decoded, mistaken, payload_of
 from vitwire.wire import Buffer
-from vitwire_gateway.api_errors import ApiError, invalid
+from vitwire_gateway.api_errors import ApiError, invalid, released
 from vitwire_gateway.bodies import Json, model_of
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.images.fetching import too_large
@@ -91,6 +91,7 @@ def _source(ref: ImageRef, max_bytes: int) -> Source:
             return Source(kind, url, ref.modality)
         file = decode_data_uri(url, max_bytes, param)
     except ApiError as error:
+        released(error)
         return Source(kind, error, ref.modality)
     return Source(kind, file, ref.modality)
 

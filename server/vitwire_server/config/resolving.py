@@ -17,14 +17,13 @@ from vitwire_flags.variables import ignored_variables, unknown_variables, with_v
 from vitwire_server.config.host import memory_limit
 from vitwire_server.config.settings import ServeSettings, UsageError
 
-_PROGRAM = "vitwire-server"
 _HEADINGS = {name: each.__doc__ for each in ServeSettings.__bases__ for name in each.__annotations__}
 
 
 def resolve(arguments: Sequence[str]) -> ServeSettings:
     """Settings from flags, environment and TOML. Raises UsageError; `--help` exits."""
     try:
-        settings = _command().main(list(arguments), _PROGRAM, standalone_mode=False)
+        settings = _command().main(list(arguments), "vitwire-server", standalone_mode=False)
         if not isinstance(settings, ServeSettings):  # the exit code of --help and the like
             sys.exit(settings)
         unknown = unknown_variables(settings.prefix, options_of(ServeSettings))

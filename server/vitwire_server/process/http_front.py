@@ -61,9 +61,8 @@ class HttpFront:
         self._listener.close()
         self._stopping.set()
         self._child.send(signal.SIGTERM)
-        _, alive = await asyncio.wait([self._running], timeout=seconds + _STOP_SECONDS)
-        for task in alive:
-            task.cancel()  # which kills the process
+        await asyncio.wait([self._running], timeout=seconds + _STOP_SECONDS)
+        self._running.cancel()  # which kills the process
         await asyncio.gather(self._running, return_exceptions=True)
 
     def _launch(self) -> Launch:
