@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import Annotated
 
 import typer
+from typer.exceptions import TyperException
 
 import vitwire
 from vitwire.shared import allocator
@@ -18,6 +19,7 @@ from vitwire_cli.encode import encode
 from vitwire_cli.gateway import router, sglang_encoder
 from vitwire_cli.info import health, info
 from vitwire_cli.parity import parity
+from vitwire_flags.options import message_of
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(encode)
@@ -51,7 +53,11 @@ def run() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with _interruptible():
-            app(prog_name="vitwire")
+            raise SystemExit(app(prog_name="vitwire", standalone_mode=False))
+    except TyperException as error:
+        if message := message_of(error):  # none: without a command, the help was printed
+            warn(message)
+        raise SystemExit(error.exit_code) from None
     except OSError as error:  # commands handle errors of files and of the service; this one is from stdout
         _discard_stdout()
         warn(f"standard output: {error.strerror or error}")

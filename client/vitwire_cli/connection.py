@@ -15,6 +15,7 @@ from vitwire._transport.channel import PORT
 from vitwire._transport.connections import CONNECTIONS
 from vitwire.shared.named_files import tls_of
 from vitwire_flags.options import flag
+from vitwire_flags.variables import with_variables
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document as the last line.")]
 
@@ -79,7 +80,7 @@ class PatientConnection(Connection):
 
 
 @contextmanager
-def reported() -> Iterator[None]:
+def reported(variables_prefix: str = "") -> Iterator[None]:
     """Errors in the block end the command with one line on stderr and code 1. Do not print to stdout in it."""
     try:
         yield
@@ -90,7 +91,7 @@ def reported() -> Iterator[None]:
     except ModuleNotFoundError:  # `vitwire_cli.main` says how to install it
         raise
     except (VitwireError, OSError, ValueError, ImportError) as error:
-        fail(str(error) or type(error).__name__)
+        fail(with_variables(str(error), variables_prefix) or type(error).__name__)
 
 
 def warn(message: str) -> None:

@@ -3,10 +3,10 @@
 from vitwire_cli.connection import reported, warn
 from vitwire_flags.options import options_of, with_options
 from vitwire_flags.variables import ignored_variables
-from vitwire_gateway.gateway_settings import GatewaySettings, RouterSettings, SglangSettings
+from vitwire_gateway.gateway_settings import RouterSettings, SglangSettings
 
 
-@reported()
+@reported(RouterSettings.prefix)
 @with_options
 def router(settings: RouterSettings) -> None:
     """Serve OpenAI's API in front of vLLM or SGLang: images of chat requests are encoded by Vitwire.
@@ -15,7 +15,6 @@ def router(settings: RouterSettings) -> None:
     """
     for warning in ignored_variables(settings.prefix, options_of(RouterSettings)):
         warn(warning)
-    _check_otlp(settings)
     from vitwire_gateway.router.router_process import serve  # noqa: PLC0415  # of the extra [router]
 
     serve(settings)
@@ -25,13 +24,6 @@ def router(settings: RouterSettings) -> None:
 @with_options
 def sglang_encoder(settings: SglangSettings) -> None:
     """Serve SGLang's encoder protocol: a --language-only SGLang uses Vitwire as its --encoder-urls."""
-    _check_otlp(settings)
     from vitwire_gateway.sglang.encoder_process import serve  # noqa: PLC0415  # of the extra [sglang]
 
     serve(settings)
-
-
-def _check_otlp(settings: GatewaySettings) -> None:
-    """Raises ModuleNotFoundError if a collector is set that nothing can be sent to."""
-    if settings.otlp_endpoint:
-        import vitwire.shared.telemetry  # noqa: F401, PLC0415  # of the extra [otlp]

@@ -9,6 +9,7 @@ from types import EllipsisType
 from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from typer import BadParameter
+from typer.exceptions import TyperException
 from typer.models import OptionInfo
 
 from vitwire_flags.sizes import shown, size_of
@@ -92,6 +93,17 @@ def with_options(command: Callable[..., T]) -> Callable[..., T]:
     flat.__signature__ = signature(command).replace(parameters=parameters)  # type: ignore[attr-defined]
     flat.__annotations__ = {each.name: each.annotation for each in parameters}
     return flat
+
+
+def message_of(error: TyperException) -> str:
+    """One line about a wrong option, which names the variable or the TOML file that it is from."""
+    ctx, param = getattr(error, "ctx", None), getattr(error, "param", None)
+    found = ctx.get_parameter_source(param.name) if ctx and param else None
+    source = found.name if found else ""
+    if isinstance(error, BadParameter) and param and source == "ENVIRONMENT":
+        error.param_hint = param.envvar
+    message = error.format_message()
+    return f"{message} ({ctx.params['config']})" if ctx and source == "DEFAULT_MAP" else message
 
 
 def _parameter(name: str, annotation: Any, option: OptionInfo, default: Any) -> Parameter:  # noqa: ANN401  # typer's

@@ -20,6 +20,17 @@ def is_injected(name: str) -> bool:
     return bool(_INJECTED.search(name) or (name.endswith("_PORT") and _INJECTED_URL.fullmatch(value)))
 
 
+def with_variables(text: str, prefix: str) -> str:
+    """The text with the variable behind each flag whose variable is set: `--mode (VITWIRE_ROUTER_MODE)`."""
+
+    def named(flag: re.Match[str]) -> str:
+        variable = f"{prefix}{flag[1].replace('-', '_').upper()}"
+        is_set = prefix and os.environ.get(variable) and not is_injected(variable)
+        return f"{flag[0]} ({variable})" if is_set else flag[0]
+
+    return re.sub(r"--([a-z][a-z-]+)", named, text)
+
+
 def ignored_variables(prefix: str, names: Collection[str]) -> list[str]:
     """A warning for each variable without effect: unknown, or injected and named like one of these settings.
 
@@ -45,10 +56,8 @@ def unknown_variables(prefix: str, names: Collection[str]) -> list[str]:
         others = variable in _CLIENT or (prefix == "VITWIRE_" and variable.startswith("VITWIRE_ROUTER_"))  # of a child
         if not value or not variable.startswith(prefix) or others or name in names:
             continue
-        if name.startswith("no_") and name.removeprefix("no_") in names:
-            raise ValueError(
-                f"{variable}: unknown variable; set {prefix}{name.removeprefix('no_').upper()}=off instead"
-            )
+        if name.startswith("no_") and (positive := name.removeprefix("no_")) in names:
+            raise ValueError(f"{variable}: unknown variable; set {prefix}{positive.upper()}=off instead")
         if not is_injected(variable):
             close = get_close_matches(name, names, n=1, cutoff=0.7)
             meant = f"; did you mean {prefix}{close[0].upper()}?" if close else ""

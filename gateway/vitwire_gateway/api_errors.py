@@ -46,6 +46,13 @@ def invalid(message: str, param: str | None, code: str = "invalid_value") -> Api
     return ApiError(400, f"{param}: {message}" if param else message, code, param)
 
 
+def released(error: BaseException) -> None:
+    """Free what the frames hold that an error passed, such as files: errors are often in cycles with frames."""
+    error.__traceback__ = None
+    if earlier := error.__cause__ or error.__context__:
+        released(earlier)
+
+
 def of_clip(error: ApiError) -> ApiError:
     """The error, with a code that names clips in place of images."""
     return replace(error, code=error.code.replace("image", "clip"))

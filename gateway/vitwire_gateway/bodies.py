@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from vitwire.shared.fairness.budgets import Holding
 from vitwire_gateway.api_errors import ApiError, invalid
+from vitwire_gateway.gateway_settings import GatewaySettings
 from vitwire_gateway.spans import short
 
 Json = dict[str, Any]
@@ -25,14 +26,14 @@ def is_small(body: bytes) -> bool:
     return len(body) <= _SMALL_BYTES and body.count(b",") <= _FEW_COMMAS
 
 
-async def read_body(request: Request, holding: Holding, max_bytes: int, seconds: float) -> bytes:
+async def read_body(request: Request, holding: Holding, settings: GatewaySettings, seconds: float) -> bytes:
     """The request's body, whose bytes `holding` takes. Raises ApiError, the budget's refusal, or ClientDisconnect.
 
     While others need its bytes, or the process drains, a body must arrive at 64 KiB/s.
     """
-    too_large = ApiError(
-        413, f"the body exceeds the limit of {max_bytes} bytes (--max-body-bytes)", "request_too_large"
-    )
+    max_bytes = settings.max_body_bytes
+    text = f"the body exceeds the limit of {max_bytes} bytes ({settings.named('max_body_bytes')})"
+    too_large = ApiError(413, text, "request_too_large")
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise too_large

@@ -11,10 +11,7 @@ import grpc
 from vitwire.shared.named_files import tls_of
 from vitwire_flags.options import flag, size
 
-Engine = Literal["vllm", "sglang"]
 Mode = Literal["inline", "reference"]
-OnFailure = Literal["error", "engine"]
-Clips = Literal["encode", "engine"]
 MIB = 1 << 20
 _MAX_PORT = 65535
 _PATH = re.compile(r"(/[!-~]*)?")
@@ -64,8 +61,6 @@ class GatewaySettings:
         if self.otlp_endpoint is not None and not _COLLECTOR.fullmatch(self.otlp_endpoint):
             expected = "host:port, http://host:port or https://host:port"
             raise ValueError(f"--otlp-endpoint {self.otlp_endpoint!r}: expected {expected}")
-        if (self.cert is None) != (self.key is None):
-            raise ValueError("--cert and --key must be set together")
 
     @property
     def refusal(self) -> str:
@@ -73,6 +68,12 @@ class GatewaySettings:
         if self.token:
             return "the encoder refused the token of --token"
         return f"the encoder requires a token: set --token or {self.prefix or 'VITWIRE_'}TOKEN"
+
+    @classmethod
+    def named(cls, name: str) -> str:
+        """How an option is set, for messages: its flag and, of a router or a server's front end, its variable."""
+        variable = f" or {cls.prefix}{name.upper()}" if cls.prefix else ""
+        return f"--{name.replace('_', '-')}{variable}"
 
     def encoder_tls(self) -> bool | Path | grpc.ChannelCredentials:
         """TLS to the encoder. Raises ValueError for a file that cannot be used."""
@@ -85,7 +86,7 @@ class RouterSettings(GatewaySettings):
 
     prefix: ClassVar[str] = "VITWIRE_ROUTER_"
 
-    engine: Engine = flag("vllm", "the engine's dialect")
+    engine: Literal["vllm", "sglang"] = flag("vllm", "the engine's dialect")
     engine_url: str = flag("http://127.0.0.1:8000", "address of the engine's HTTP server, without /v1")
     engine_health_path: str = flag(
         "/health", "path of the engine's health, which answers 200; empty: /health does not ask the engine"
@@ -115,10 +116,10 @@ class RouterSettings(GatewaySettings):
         "seconds to wait for the encoder: in mode inline for embeddings, in mode reference to accept images",
         0.001,
     )
-    on_encoder_failure: OnFailure = flag(
+    on_encoder_failure: Literal["error", "engine"] = flag(
         "error", "if the encoder fails or the wait is over: answer with an error, or let the engine encode the images"
     )
-    clips: Clips = flag(
+    clips: Literal["encode", "engine"] = flag(
         "encode", "encode clips (video_url), or leave them to the engine, which fetches their URLs itself"
     )
     body_seconds: float = flag(60.0, "seconds for a request's body to arrive", 0.001)
@@ -144,7 +145,7 @@ class RouterSettings(GatewaySettings):
             "--on-encoder-failure engine": self.on_encoder_failure == "engine",
         }
         if self.no_engine and (names := [name for name, value in engines.items() if value]):
-            raise ValueError(f"{names[0]} needs an engine: leave it out with --no-engine")
+            raise ValueError(f"{names[0]} needs an engine: leave it out where there is none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,19 +161,15 @@ class SglangSettings(GatewaySettings):
         None, "type of the embeddings; default: the server's"
     )
     send_seconds: float = flag(60.0, "seconds for SGLang to register a receiver, and to take an embedding", 0.1)
-    drain_seconds: float = flag(
-        30.0, "seconds for requests in flight to end after SIGTERM, once no more are accepted", 0
-    )
+    drain_seconds: float = flag(30.0, "seconds for requests in flight to end after SIGTERM", 0)
 
 
 def _check_url(text: str) -> None:
     """Raises ValueError for what is not the address of an HTTP server."""
-    if not text.startswith(("http://", "https://")):
-        raise ValueError(f"--engine-url {text!r} does not start with http:// or https://")
     try:
         url = urlsplit(text)
-        is_complete = bool(url.hostname) and url.port != 0
+        is_complete = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
     except ValueError as error:
         raise ValueError(f"--engine-url {text!r}: {error}") from error
     if not is_complete or url.username or url.password or url.query or url.fragment:
-        raise ValueError(f"--engine-url {text!r}: expected http://host:port, without user name and query")
+        raise ValueError(f"--engine-url {text!r}: expected http(s)://host:port, without user name and query")

@@ -143,10 +143,8 @@ def _serve_device(settings: "ServeSettings", heartbeat: int | None) -> NoReturn:
     async def run() -> NoReturn:
         try:
             code = await with_heartbeat(heartbeat, serve(settings))
-        except (CheckpointError, OSError) as error:
-            code = _fail(error, 1, settings.log_format)
-        except UsageError as error:
-            code = _fail(error, 2, settings.log_format)
+        except (CheckpointError, OSError, UsageError) as error:
+            code = _fail(error, 2 if isinstance(error, UsageError) else 1, settings.log_format)
         _leave(code)
 
     asyncio.run(run())
@@ -220,10 +218,8 @@ def _demo_checkpoint(words: list[str]) -> int:
 
     try:
         write_demo_checkpoint(options.model_type, options.out, seed=options.seed)
-    except ValueError as error:
-        return _fail(error, 2)
-    except OSError as error:
-        return _fail(error, 1)
+    except (OSError, ValueError) as error:
+        return _fail(error, 2 if isinstance(error, ValueError) else 1)
     sys.stdout.write(f"{options.out}\n")
     return 0
 

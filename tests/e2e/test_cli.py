@@ -85,6 +85,23 @@ def test_encode_takes_every_format_that_the_server_decodes(server: ServerProcess
         assert error(rows[name], each.numpy()) <= TOLERANCE
 
 
+@pytest.mark.parametrize(("words", "told"), [
+    (["router", "--max-images", "x"], "Invalid value for '--max-images' (env var: 'VITWIRE_ROUTER_MAX_IMAGES'): Input "
+                                      "should be a valid integer, unable to parse string as an integer"),
+    (["router", "--modle=m"], "No such option: --modle (Possible options: --mode)"),
+    (["encode"], "Missing argument 'files'."),
+    (["nothing"], "No such command 'nothing'."),
+])  # fmt: skip
+def test_wrong_words_are_one_line(words: list[str], told: str) -> None:
+    done = vitwire(*words)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"vitwire: {told}\n")
+
+
+def test_without_a_command_there_is_help() -> None:
+    done = vitwire()
+    assert (done.returncode, "Usage: vitwire" in done.stdout, done.stderr) == (2, True, "")
+
+
 def test_info_and_health(server: ServerProcess) -> None:
     done = vitwire("info", "--target", server.target, "--json")
     assert json.loads(done.stdout.splitlines()[-1])["model_type"] == "qwen2_5_vl"

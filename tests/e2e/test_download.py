@@ -20,7 +20,7 @@ from hub import Hub, hub
 from servers import PYTHON, serving
 from vitwire import Client, Item
 from vitwire_server.towers.checkpoints.downloading import RECORD, download_model
-from vitwire_server.towers.files import CheckpointError
+from vitwire_server.towers.files import CheckpointError, local_folder
 
 MODEL = "owner/model"
 OTHER_COMMIT = "1" * 40
@@ -247,8 +247,13 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
     assert len(run.stderr.strip().splitlines()) == 1
 
 
-def test_a_path_is_no_model(repository: Path, tmp_path: Path) -> None:
+def test_a_path_is_no_model(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match="is a local directory"):
         download_model(str(repository), "main", tmp_path, print)
-    with pytest.raises(CheckpointError, match="neither a directory nor a hub id"):
+    with pytest.raises(CheckpointError, match="missing does not exist"):
         download_model("./missing", "main", tmp_path, print)
+    monkeypatch.chdir(repository.parent)
+    name = f"{repository.name}/other"
+    with pytest.raises(CheckpointError, match=f"^{name} does not exist in the directory {repository}: expected"):
+        local_folder(name)
+    assert local_folder(name, is_download=True) is None, "models may be kept in folders of their ids"

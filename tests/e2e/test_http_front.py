@@ -14,7 +14,6 @@ from checkpoints import Checkpoints
 from embedding_calls import FLAGS, embedded
 from routers import RouterProcess, client_of, picture
 from servers import finished, serving
-from vitwire_server.process import http_front
 
 TOKEN = "a-token-of-24-characters"
 
@@ -30,7 +29,9 @@ def test_a_front_end_behind_tls_and_tokens(checkpoints: Checkpoints, tmp_path: P
         port = int(server.wait_for(r"HTTP on 127\.0\.0\.1:(\d+)")[1])
         front = RouterProcess(server.process, server.output, port, port)
         with client_of(front, TOKEN) as client, client_of(front, "another") as stranger, ThreadPoolExecutor(8) as pool:
-            assert [each.id for each in client.models.list()] == ["tiny-clip"]
+            assert (
+                [each.id for each in client.models.list()] == [client.models.retrieve("tiny-clip").id] == ["tiny-clip"]
+            )
             with pytest.raises(openai.AuthenticationError):
                 embedded(stranger, picture())
             children = psutil.Process(server.process.pid).children(recursive=True)
@@ -50,14 +51,19 @@ def test_a_front_end_behind_tls_and_tokens(checkpoints: Checkpoints, tmp_path: P
         assert TOKEN not in server.log()
 
 
-def test_a_front_end_that_cannot_run_ends_the_server(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VITWIRE_ROUTER_MODE", "inline")
+@pytest.mark.parametrize(("name", "value", "told"), [
+    ("MODE", "inline", "--mode (VITWIRE_ROUTER_MODE) needs an engine: leave it out where there is none"),
+    ("MAX_IMAGES", "x", "Invalid value for VITWIRE_ROUTER_MAX_IMAGES: Input should be a valid integer, unable to parse "
+                        "string as an integer"),
+    ("ALLOW_IMAGE_HOST", "http://a", "--allow-image-host (VITWIRE_ROUTER_ALLOW_IMAGE_HOST) 'http://a': expected host, "
+                                     "host:port or *.domain"),
+])  # fmt: skip
+def test_a_front_end_that_cannot_run_ends_the_server(
+    name: str, value: str, told: str, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the model is loaded."""
+    monkeypatch.setenv(f"VITWIRE_ROUTER_{name}", value)
     done = finished("serve", "--model", checkpoints("clip"), "--port=0", "--no-metrics", "--http-port=0")
-    assert done.returncode == 1
-    assert "http: vitwire: --mode needs an engine: leave it out with --no-engine" in done.stderr
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(http_front, "find_spec", {"anyio": 1, "httpx2": 1, "starlette": 1}.get)
-    with pytest.raises(http_front.UsageError, match=r"^--http-port: uvicorn is not installed; .*\[router\]"):
-        http_front.reachable(http_front.ServeSettings(model="m", http_port=0), tmp_path)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, f"vitwire-server: http: {told}")
+    assert "loading" not in done.stderr
+    assert "ready:" not in done.stdout

@@ -184,7 +184,7 @@ def test_a_server_that_prepares_nothing(mode: str, checkpoints: Checkpoints, rec
 
 
 def test_a_truncated_image(llm: OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="cannot be read as an image"):
+    with pytest.raises(openai.BadRequestError, match="cannot be decoded: image file is truncated"):
         llm.chat.completions.create(model="tiny", messages=user(image(data_uri(COFFEE.read_bytes()[:5000]))))
 
 

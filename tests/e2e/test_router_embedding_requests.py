@@ -7,6 +7,8 @@ import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import cohere
 import httpx2
 import numpy as np
 import openai
+import psutil
 import pytest
 from openai import OpenAI
 
@@ -52,9 +55,14 @@ beside = entered(lambda server, stand_in: router(server.target, stand_in.url))
         ({"input": picture(), "embed_dtype": "float16"}, "embed_dtype", "float32"),
         ({"input": [picture(), "data:image/png;base64,!!!!"]}, "input[1]", "invalid base64"),
         ({"input": [picture(), "data:image/png;base64,QUJD"]}, "input[1]", "not a JPEG"),
-        ({"input": [picture(seed=number) for number in range(33)]}, "input", "33 images, the limit is 32"),
-        ({"input": "https://example.org/cat.jpg"}, "input", "fetches no URLs"),
+        (
+            {"input": [picture(seed=number) for number in range(33)]},
+            "input",
+            "33 images, the limit is 32 (--max-images or VITWIRE_ROUTER_MAX_IMAGES)",
+        ),
+        ({"input": "https://example.org/cat.jpg"}, "input", "no URLs are fetched"),
         ({"input": "upload:cat"}, "input", NO_TEXT),
+        ({"input": picture().partition(",")[2]}, "input", "is base64 without its head: write data:image/jpeg;base64,"),
         ({"input": "file:///etc/passwd"}, "input", NO_TEXT),
     ],
 )
@@ -128,14 +136,37 @@ def test_a_bad_image_leaves_others_alone(client: OpenAI) -> None:
         assert answer.usage.total_tokens == 16 * len(good)
 
 
+@pytest.mark.parametrize("url", [
+    "data:image/png;base64,!" + "A" * (12 << 20),
+    "data:image/jpeg;base64," + base64.b64encode(b"\xff\xd8\xff" + bytes(9 << 20)).decode(),
+], ids=["base64", "image"])  # fmt: skip
+def test_what_is_refused_is_freed(url: str, server: ServerProcess) -> None:
+    """By the router and by its workers, without a collection of garbage: in cycles it would stay, and not count."""
+    with router(server.target, None) as proxy:
+        held = []
+        for _ in range(10):
+            assert posted(proxy, {"input": url}).status_code == 400
+            process = psutil.Process(proxy.process.pid)
+            held.append(sum(each.memory_info().rss for each in (process, *process.children(recursive=True))))
+        assert held[-1] - held[2] < 80 << 20, held
+
+
 def test_without_an_engine(client: OpenAI, proxy: RouterProcess) -> None:
-    with pytest.raises(openai.NotFoundError, match="--no-engine: it has /v1/embeddings and /v2/embed"):
+    with pytest.raises(openai.NotFoundError, match="an engine, and there is none here, only /v1/embeddings "):
         client.chat.completions.create(model="m", messages=user(picture()))
     assert [(each.id, each.object) for each in client.models.list()] == [("tiny-clip", "model")]
+    with pytest.raises(openai.NotFoundError, match="the model 'a/b' does not exist") as caught:
+        client.models.retrieve("a/b")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    with closing(HTTPConnection("127.0.0.1", proxy.port, timeout=60)) as whole:
+        whole.request("GET", f"{proxy.url}/v1/models")  # the form of proxies
+        assert json.load(whole.getresponse())["error"]["code"] == "unknown_path"
     described = httpx2.get(f"{proxy.url}/openapi.json", timeout=60).json()
     for path, methods in described["paths"].items():
         (method,) = methods
-        assert httpx2.request(method, proxy.url + path, timeout=60).status_code == (400 if method == "post" else 200)
+        assert httpx2.request(method, proxy.url + path.format(model="tiny-clip"), timeout=60).status_code == (
+            400 if method == "post" else 200
+        )
     status, health = proxy.page("/health")
     assert (status, json.loads(health)) == (200, {"status": "ready", "encoder": "SERVING"})
     for path in (EMBEDDINGS, "/v2/embed"):
@@ -178,7 +209,7 @@ def test_images_beside_an_engine(beside: RouterProcess, received: EngineProcess,
     expected = embedded(client, picture())
     with client_of(beside) as own:
         np.testing.assert_array_equal(embedded(own, picture()), expected)
-        with pytest.raises(openai.BadRequestError, match="fetches no URLs"):
+        with pytest.raises(openai.BadRequestError, match="no URLs are fetched without"):
             embedded(own, "https://example.org/cat.jpg", extra_body={"modality": "image"})
         with pytest.raises(openai.BadRequestError, match=r"input\[1\]: .*embeds images, no text"):
             embedded(own, picture(), "a cat")

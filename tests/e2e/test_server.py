@@ -236,10 +236,19 @@ class TestExit:
 
     def test_a_wrong_directory_is_reported_before_ports_are_announced(self, tmp_path: Path) -> None:
         words = ("--port", "0", "--metrics-port", "0")
-        for model, told in ((str(tmp_path / "none"), "neither a directory nor"), (str(tmp_path), "no config.json")):
+        for model, told in ((str(tmp_path / "none"), f"none does not exist in the directory {tmp_path}: expected a "),
+                            ("tests/none", "tests/none does not exist in the directory "),
+                            ("~nobody-here/x", "~nobody-here/x does not exist: expected a directory or a hub "),
+                            (str(tmp_path), "no config.json")):  # fmt: skip
             done = finished("serve", "--model", model, *words)
             assert (done.returncode, done.stdout) == (1, "")
             assert told in done.stderr
+
+    @pytest.mark.parametrize("name", ["", "metrics-", "http-"])
+    def test_an_address_of_another_machine(self, name: str) -> None:
+        words = ("--port=0", "--metrics-port=0", "--http-port=0", f"--{name}host=203.0.113.1")
+        reason = "cannot listen on 203.0.113.1:0: it is not an address of this machine; 0.0.0.0 stands for all"
+        assert run("serve", "--model", "m/m", *words) == (1, f"vitwire-server: --{name}port: {reason}\n")
 
     def test_port_taken(self, server: ServerProcess) -> None:
         for host in ("127.0.0.1", "localhost", "0.0.0.0"):
@@ -247,7 +256,7 @@ class TestExit:
                 "serve", "--model", "m/m", "--host", host, "--port", str(server.port), "--metrics-port", "0"
             )
             assert code == 1
-            assert f"--port: cannot listen on {host}:{server.port}: [Errno 98] Address already in use" in error
+            assert f"--port: cannot listen on {host}:{server.port}: Address already in use" in error
         several = ("--devices", "cpu,cpu", "--port", str(server.port - 1), "--no-metrics")
         code, error = run("serve", "--model", "m/m", *several)
         assert code == 1

@@ -142,7 +142,12 @@ def test_errors_reach_the_caller_and_the_receiver(adapter: Adapter, images: list
         ("/encode", {}, 400, "modality: expected a string, got NoneType"),
         ("/encode", b"x" * 100_001, 413, "the body exceeds the limit of 100000 bytes"),
         ("/encode", part(["aGk="] * 4, 5), 400, "mm_items: 4 images or clips exceed the limit of 3"),
-        ("/encode", part(["http://127.0.0.1:1/a.png"], 5), 400, "mm_items[0]: this gateway fetches no URLs"),
+        (
+            "/encode",
+            part(["http://127.0.0.1:1/a.png"], 5),
+            400,
+            "mm_items[0]: no URLs are fetched without --allow-image-host: send",
+        ),
         ("/encode", part(["file:///etc/passwd"], 5), 400, "mm_items[0]: is a file: URL"),
         (
             "/encode",

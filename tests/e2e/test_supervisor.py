@@ -230,7 +230,8 @@ def test_a_wrong_model_ends_with_one_sentence() -> None:
     ports = ("--port", "0", "--metrics-port", "0")
     done = finished("serve", "--model", "/nowhere", "--devices", "cpu,cpu", *ports)
     assert done.returncode == 1
-    reason = "/nowhere is neither a directory nor a hub id of the form owner/name"
+    where = "/nowhere does not exist in the directory /"
+    reason = f"{where}: expected a directory or a hub id, such as owner/name"
     assert done.stderr == f"vitwire-server: {reason}\n"
 
 

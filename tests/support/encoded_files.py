@@ -158,7 +158,7 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "svg": (lambda: b"<svg xmlns='http://www.w3.org/2000/svg'><image href='file:///etc/passwd'/></svg>",
             "unsupported", "is not a JPEG"),
     "zip": (lambda: b"PK\x03\x04" + saved(photograph()), "unsupported", "is not a JPEG"),
-    "truncated jpeg": (lambda: saved(photograph())[:3000], "malformed", "truncated"),
+    "truncated jpeg": (lambda: saved(photograph())[:3000], "malformed", "cannot be decoded: image file is truncated ("),
     "truncated png": (lambda: saved(photograph(), "PNG")[:3000], "malformed", "truncated"),
     "truncated webp": (lambda: saved(photograph(), "WEBP")[:3000], "", ""),
     "header alone": (lambda: saved(photograph())[:20], "", ""),

@@ -62,11 +62,12 @@ async def sender() -> list[int]:
 
 
 async def supervised() -> list[int]:
+    from vitwire_server.config.settings import ServeSettings  # noqa: PLC0415 - as above
     from vitwire_server.process.children import ChildProcess, Launch  # noqa: PLC0415 - as above
 
     up = asyncio.Event()
     launch = Launch((sys.executable, "-c", _SUPERVISED))
-    child = ChildProcess("cpu", lambda: launch, 600, json_lines=False, on_stdout=lambda _: up.set())
+    child = ChildProcess("cpu", lambda: launch, ServeSettings(model="m"), on_stdout=lambda _: up.set())
     _held.append(asyncio.create_task(child.keep_running(asyncio.Event())))
     await up.wait()
     assert child.pid

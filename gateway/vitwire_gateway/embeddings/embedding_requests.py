@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
+from vitwire.shared.data_uris import NO_HEAD, is_bare
 from vitwire_gateway.api_errors import ApiError, invalid
 from vitwire_gateway.bodies import Json, parse
 from vitwire_gateway.requests.chat import images_of
@@ -172,7 +173,7 @@ def _checked(path: Path, url: object) -> ImageRef:
     if not isinstance(url, str):
         text = f"expected a data URI or URL of an image; {_NO_TEXT}"
     elif url[:8].partition(":")[0].lower() not in ("data", "http", "https"):
-        text = f"neither a data URI nor a URL of an image; {_NO_TEXT}"
+        text = NO_HEAD if is_bare(url) else f"neither a data URI nor a URL of an image; {_NO_TEXT}"
     else:
         return ImageRef(path, url)
     raise invalid(text, param_of(path), "invalid_image_url")

@@ -23,7 +23,6 @@ logger = logging.getLogger("vitwire.images")
 Hold = Callable[[int], None]
 """Takes memory for bytes; raises ApiError if there is none left."""
 
-_NO_URLS = "this gateway fetches no URLs, as --allow-image-host is not set: send the file itself in base64"
 _MAX_REDIRECTS = 3
 _MAX_CONNECTIONS = 64
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -69,7 +68,7 @@ class Fetcher:
     def __init__(self, settings: GatewaySettings) -> None:
         """Raises ValueError for hosts and networks that cannot be understood."""
         self._hosts = [AllowedHost.parse(each) for each in settings.allow_image_host]
-        self._max_bytes = settings.max_image_bytes
+        self._settings = settings
         self._seconds = settings.fetch_seconds
         self._pool = httpcore2.AsyncConnectionPool(
             ssl_context=httpx2.create_ssl_context(),
@@ -81,7 +80,8 @@ class Fetcher:
     async def fetch(self, url: str, param: str | None, hold: Hold | None = None) -> bytes:
         """The file at the URL. Raises ApiError; `hold`, called as bytes arrive, may too. A failure is logged."""
         if not self._hosts:
-            raise invalid(_NO_URLS, param, "image_url_refused")
+            text = f"no URLs are fetched without {self._settings.named('allow_image_host')}: send the file in base64"
+            raise invalid(text, param, "image_url_refused")
         try:
             return await self._fetched(url, param, hold or (lambda _: None))
         except ApiError as error:
@@ -102,11 +102,8 @@ class Fetcher:
         except TimeoutError as error:
             raise _failed(f"it took longer than {self._seconds:g} s", param) from error
         except _ForbiddenAddress as error:
-            raise invalid(
-                "the host has no public address, and none in --allow-image-network", param, "image_url_refused"
-            ) from error
-        except httpcore2.UnsupportedProtocol as error:
-            raise invalid("expected an http:// or https:// URL", param, "invalid_image_url") from error
+            text = f"the host has no public address, and none in {self._settings.named('allow_image_network')}"
+            raise invalid(text, param, "image_url_refused") from error
         except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException, OSError) as error:
             raise _failed(str(error) or type(error).__name__, param) from error
 
@@ -134,7 +131,8 @@ class Fetcher:
             raise invalid("the URL has a user name or password", param, "image_url_refused")
         port = url.port or (443 if url.scheme == "https" else 80)
         if not any(each.matches(host, port) for each in self._hosts):
-            text = f"files may not be fetched from {host}:{port}: --allow-image-host does not name it"
+            flag = self._settings.named("allow_image_host")
+            text = f"files may not be fetched from {host}:{port}: allow it by {flag}"
             raise invalid(text, param, "image_url_refused")
         return url
 
@@ -154,8 +152,8 @@ class Fetcher:
                 raise _failed(f"status {response.status}", param)
             file = bytearray()
             async for chunk in response.aiter_stream():
-                if len(file) + len(chunk) > self._max_bytes:
-                    raise too_large(self._max_bytes, param)
+                if len(file) + len(chunk) > self._settings.max_image_bytes:
+                    raise too_large(self._settings.max_image_bytes, self._settings.named("max_image_bytes"), param)
                 hold(len(chunk))
                 file += chunk
             return bytes(file)
@@ -170,9 +168,9 @@ def _origin(url: str) -> str:
         return "a malformed URL"
 
 
-def too_large(max_bytes: int, param: str | None) -> ApiError:
-    """The error for a file of too many bytes."""
-    return invalid(f"the file exceeds the limit of {max_bytes} bytes (--max-image-bytes)", param, "image_too_large")
+def too_large(max_bytes: int, flag: str, param: str | None) -> ApiError:
+    """The error for a file of more bytes than a flag allows."""
+    return invalid(f"the file exceeds the limit of {max_bytes} bytes ({flag})", param, "image_too_large")
 
 
 def _failed(reason: str, param: str | None) -> ApiError:

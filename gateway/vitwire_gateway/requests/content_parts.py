@@ -11,7 +11,7 @@ from anyio.to_thread import run_sync
 
 from vitwire import Model, ProcessorOptions, VitwireError
 from vitwire.items import Modality
-from vitwire_gateway.api_errors import ApiError, from_encoder, of_clip
+from vitwire_gateway.api_errors import ApiError, from_encoder, of_clip, released
 from vitwire_gateway.callers import Caller
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.images.encoding import Encoded, Encoder
@@ -179,6 +179,7 @@ async def _each(
             try:
                 results[key] = await work(key)
             except ApiError as error:
+                released(error)
                 if errors is None or not error.param:
                     raise
                 errors[key] = error

@@ -7,8 +7,9 @@ from typing import Any, Literal, NamedTuple, Self
 from vitwire.items import Modality
 from vitwire.shared.data_uris import decoded, mistaken, payload_of
 from vitwire.wire import Buffer
-from vitwire_gateway.api_errors import ApiError, invalid
+from vitwire_gateway.api_errors import ApiError, invalid, released
 from vitwire_gateway.bodies import Json, model_of
+from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.images.fetching import too_large
 from vitwire_gateway.requests.image_refs import ImageRef
 
@@ -64,7 +65,8 @@ def images_in(request: Json, refs: Sequence[ImageRef], limits: Limits) -> Reques
     """The images and clips of a request. Raises ApiError for too many."""
     if len(refs) > limits.max_images:
         what = "images and clips" if any(each.modality == "video" for each in refs) else "images"
-        text = f"the request has {len(refs)} {what}, the limit is {limits.max_images} (--max-images)"
+        limit = f"{limits.max_images} ({RouterSettings.named('max_images')})"
+        text = f"the request has {len(refs)} {what}, the limit is {limit}"
         raise invalid(text, str(refs[0].path[0]), "too_many_images")
     numbers: dict[tuple[object, ...], int] = {}
     places, sources = list[Place](), list[Source]()
@@ -88,9 +90,8 @@ def _source(ref: ImageRef, max_bytes: int) -> Source:
                 raise invalid(f"the URL exceeds the limit of {_MAX_URL} characters", param, "invalid_image_url")
             return Source(kind, url, ref.modality)
         file = decode_data_uri(url, max_bytes, param)
-        if len(file) > max_bytes:
-            raise too_large(max_bytes, param)
     except ApiError as error:
+        released(error)
         return Source(kind, error, ref.modality)
     return Source(kind, file, ref.modality)
 
@@ -101,9 +102,10 @@ def decode_data_uri(url: str, max_bytes: int, param: str) -> bytes:
         payload = payload_of(url)
     except ValueError as error:
         raise invalid(str(error), param, "invalid_image_url") from error
-    if len(payload) // 4 * 3 > max_bytes + 2:
-        raise too_large(max_bytes, param)
     try:
-        return decoded(payload)
+        file = decoded(payload) if len(payload) // 4 * 3 <= max_bytes + 2 else None
     except ValueError as error:
         raise invalid(str(error), param, "invalid_base64") from error
+    if file is None or len(file) > max_bytes:
+        raise too_large(max_bytes, RouterSettings.named("max_image_bytes"), param)
+    return file

@@ -23,7 +23,6 @@ from vitwire_gateway.metrics import Metrics
 
 logger = logging.getLogger("vitwire.router")
 
-_FLAG = "--api-keys-file"
 _MAX_KEY_BYTES = 16 << 20
 
 
@@ -36,7 +35,7 @@ class ApiKeys:
         self._seen: tuple[int, int, int] | None = None
         self._digests: list[bytes] = []
         self._failure = ""
-        with naming(_FLAG, file):
+        with naming("--api-keys-file", file):
             self._refresh()
 
     def check(self, authorization: str | None) -> str:
@@ -54,7 +53,7 @@ class ApiKeys:
     def _follow(self) -> None:
         """A file that cannot be used leaves the keys as they are."""
         try:
-            with naming(_FLAG, self._file):
+            with naming("--api-keys-file", self._file):
                 self._refresh()
             self._failure = ""
         except ValueError as error:

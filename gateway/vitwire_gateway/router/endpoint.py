@@ -14,7 +14,7 @@ import httpx2
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from vitwire_gateway.api_errors import ApiError
+from vitwire_gateway.api_errors import ApiError, released
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.metrics import Metrics
 from vitwire_gateway.router.admission import Admission, Ticket
@@ -182,6 +182,7 @@ class Endpoint:
                 upstream = error.code.partition("_")[0]
                 if upstream in _UPSTREAMS:
                     self.metrics.failures.labels(upstream, error.code).inc()
+                released(error)
                 await exchange.refuse(error)
             except ClientDisconnect:
                 outcome = "client disconnected"

@@ -85,10 +85,9 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
         async with AsyncExitStack() as stack:
             for close in (client.close, engine.close, fetcher.close, workers.close):
                 stack.push_async_callback(close)
-            first = asyncio.create_task(readiness.report())  # which logs what is not ready
-            stack.callback(first.cancel)
-            if supervisor is not None:
-                stack.callback(asyncio.create_task(heartbeat.beat(supervisor)).cancel)
+            # The report logs what is not ready; a server, which starts its front end first, says that itself.
+            work = readiness.report() if supervisor is None else heartbeat.beat(supervisor)
+            stack.callback(asyncio.ensure_future(work).cancel)
             exempt_loaded(logger)
             yield
 
@@ -106,8 +105,9 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
         return Endpoint(route, answer, settings, admission, metrics, spans)
 
     if settings.no_engine:
-        description = Response(_OPENAPI.read_bytes(), media_type="application/json")
-        others = [Route("/v1/models", endpoint("embeddings", router.models)), Route("/openapi.json", description)]
+        models = endpoint("embeddings", router.models)
+        others = [Route("/openapi.json", Response(_OPENAPI.read_bytes(), media_type="application/json"))]
+        others += [Route(path, models) for path in ("/v1/models", "/v1/models/{model:path}")]
     else:
         others = [Route(_CHAT, endpoint("chat", partial(router.chat, dialect_of(settings))))]
     embeddings = embedding_apis(has_engine=not settings.no_engine)
@@ -122,6 +122,7 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
     ]
     app = Starlette(routes=routes, lifespan=lifespan)
     app.router.redirect_slashes = False
+    app.router.default = routes[-1].app  # for what has no path, as `GET http://host/v1/models`
     return app
 
 
@@ -205,13 +206,11 @@ def serve(settings: RouterSettings) -> None:
     logger.setLevel(settings.log_level.upper())
     metrics = Metrics()
     admission = Admission(settings, metrics)
-    if settings.no_engine:
-        logger.info("encoder %s, no engine", settings.target)
-    else:
-        engine = httpx2.URL(settings.engine_url).netloc.decode()  # without a password
-        logger.info("encoder %s, engine %s at %s, mode %s", settings.target, settings.engine, engine, mode_of(settings))
     with ExitStack() as stack:
         spans = stack.enter_context(collecting(settings.otlp_endpoint, "vitwire-router"))
+        at = httpx2.URL(settings.engine_url).netloc.decode()  # without a password
+        engine = f"engine {settings.engine} at {at}, mode {mode_of(settings)}"
+        logger.info("encoder %s, %s", settings.target, "no engine" if settings.no_engine else engine)
         config = configured(
             _application(settings, metrics, admission, spans),
             settings.stall_seconds,

@@ -74,12 +74,16 @@ class Router:
         await exchange.unless_disconnected(self._embeddings(api, exchange, ticket, body))
 
     async def models(self, exchange: Exchange, ticket: Ticket) -> None:
-        """The encoder's model, in OpenAI's form."""
+        """The encoder's model, in OpenAI's form: in a list, or by its id."""
         exchange.is_vitwires = True
         _check_method(exchange, "GET")
         model = await self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take).model()
         found = {"id": model.model_id, "object": "model", "created": 0, "owned_by": "vitwire"}
-        await exchange.respond(200, [], json.dumps({"object": "list", "data": [found]}).encode())
+        wanted = exchange.request.path_params.get("model")
+        if wanted not in (None, model.model_id):
+            raise ApiError(404, f"the model {wanted!r} does not exist", "model_not_found", "model")
+        answer = found if wanted else {"object": "list", "data": [found]}
+        await exchange.respond(200, [], json.dumps(answer).encode())
 
     async def proxied(self, exchange: Exchange, ticket: Ticket) -> None:
         """Any other request: it and its response pass as they are, without what only the router may say."""
@@ -104,7 +108,7 @@ class Router:
         if not {"identity"}.issuperset(exchange.request.headers.getlist("content-encoding")):
             raise ApiError(415, "a compressed body is not supported", "unsupported_encoding")
         with self._timed("receive"):
-            body = await read_body(exchange.request, ticket.bytes, settings.max_body_bytes, settings.body_seconds)
+            body = await read_body(exchange.request, ticket.bytes, settings, settings.body_seconds)
         ticket.place.take(1)
         return body
 
@@ -239,15 +243,13 @@ def refused_path(path: str, *, has_engine: bool) -> ApiError | None:
     is_engines = is_engines and not is_doubled and {".", ".."}.isdisjoint(parts)
     if is_engines and has_engine:
         return None
-    if is_engines and "embed" not in path:
-        text = f"{path} needs an engine, and the router runs with --no-engine: it has /v1/embeddings and /v2/embed"
-        return ApiError(404, text, "no_engine")
-    text = f"the router has no path {path}"
-    if is_doubled and has_engine:
+    needs = is_engines and "embed" not in path
+    text = f"{path} needs an engine, and there is none here" if needs else f"there is no path {path}"
+    if not has_engine:
+        text += ", only /v1/embeddings (base URL with /v1), /v2/embed (base URL without /v1) and /v1/models"
+    elif is_doubled:
         text += ": the client's base URL has one /v1 too many"
-    elif not has_engine:
-        text += ": it has /v1/embeddings (base URL with /v1) and /v2/embed (base URL without /v1)"
-    return ApiError(404, text, "unknown_path")
+    return ApiError(404, text, "no_engine" if needs else "unknown_path")
 
 
 def _check_method(exchange: Exchange, method: str) -> None:

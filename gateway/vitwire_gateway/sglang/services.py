@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from vitwire.shared.fairness.budgets import Budget
 from vitwire.shared.fairness.hosts import host_name
-from vitwire_gateway.api_errors import ApiError
+from vitwire_gateway.api_errors import ApiError, released
 from vitwire_gateway.bodies import read_body
 from vitwire_gateway.callers import Caller
 from vitwire_gateway.gateway_settings import SglangSettings
@@ -38,12 +38,13 @@ def http_app(
             req_id = None
             try:
                 async with bodies.holding(caller.name) as holding:
-                    body = await read_body(request, holding, settings.max_body_bytes, _BODY_SECONDS)
+                    body = await read_body(request, holding, settings, _BODY_SECONDS)
                     posted = await read(workers, caller, body, kind)
                     del body
                     req_id = posted.req_id
                     await adapter.serve(posted, caller, holding)
             except ApiError as error:
+                released(error)
                 # As SGLang's encoder reports it, in ASCII, as JSON strings can be invalid Unicode.
                 answer = {"status": "error", "message": str(error), "req_id": req_id}
                 return Response(json.dumps(answer), error.status, media_type="application/json")

@@ -11,27 +11,26 @@ import typer
 from typer.core import TyperOption
 from typer.exceptions import TyperException
 
-from vitwire_flags.options import options_of, with_options
+from vitwire_flags.options import message_of, options_of, with_options
 from vitwire_flags.sizes import shown
-from vitwire_flags.variables import ignored_variables, unknown_variables
+from vitwire_flags.variables import ignored_variables, unknown_variables, with_variables
 from vitwire_server.config.host import memory_limit
 from vitwire_server.config.settings import ServeSettings, UsageError
 
-_PROGRAM = "vitwire-server"
 _HEADINGS = {name: each.__doc__ for each in ServeSettings.__bases__ for name in each.__annotations__}
 
 
 def resolve(arguments: Sequence[str]) -> ServeSettings:
     """Settings from flags, environment and TOML. Raises UsageError; `--help` exits."""
     try:
-        settings = _command().main(list(arguments), _PROGRAM, standalone_mode=False)
+        settings = _command().main(list(arguments), "vitwire-server", standalone_mode=False)
         if not isinstance(settings, ServeSettings):  # the exit code of --help and the like
             sys.exit(settings)
         unknown = unknown_variables(settings.prefix, options_of(ServeSettings))
     except TyperException as error:
-        raise UsageError(_message(error)) from error
+        raise UsageError(message_of(error)) from error
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(with_variables(str(error), ServeSettings.prefix)) from error
     if unknown and settings.strict_config:
         raise UsageError("; ".join(unknown))
     return settings
@@ -65,17 +64,6 @@ def _command() -> Any:  # noqa: ANN401  # typer has no public name for commands
         if isinstance(each, TyperOption):
             each.rich_help_panel = _HEADINGS.get(each.name)
     return command
-
-
-def _message(error: TyperException) -> str:
-    """One line about a wrong setting, which names the variable or the TOML file that it is from."""
-    ctx, param = getattr(error, "ctx", None), getattr(error, "param", None)
-    found = ctx.get_parameter_source(param.name) if ctx and param else None
-    source = found.name if found else ""
-    if isinstance(error, typer.BadParameter) and param and source == "ENVIRONMENT":
-        error.param_hint = param.envvar
-    message = error.format_message()
-    return f"{message} ({ctx.params['config']})" if ctx and source == "DEFAULT_MAP" else message
 
 
 def _memory(settings: ServeSettings, limit: int) -> Iterator[str]:

@@ -104,13 +104,13 @@ class ServeSettings(  # dataclasses take the fields of the last class first
             )
 
     def _check_ports(self) -> None:
-        nouns = {"--port": "gRPC", "--metrics-port": "metrics", "--http-port": "HTTP"}
+        if self.http_port is None and "http_host" in self.given:
+            raise ValueError("--http-host needs --http-port")
         for (one, ports), (other, others) in combinations(self.port_ranges.items(), 2):
             hosts = {self.hosts[one].strip("[]"), self.hosts[other].strip("[]")}
-            both = set(ports) & set(others)
+            both = set(ports) & set(others) - {0}
             if both and (len(hosts) == 1 or hosts & _EVERY_ADDRESS):
-                needed = f"{_span(ports)} for {nouns[one]} and {_span(others)} for {nouns[other]}"
-                raise ValueError(f"{one} and {other}: port {min(both)} is needed twice ({needed})")
+                raise ValueError(f"port {min(both)} is needed twice: {one} {_span(ports)}, {other} {_span(others)}")
 
     @property
     def hosts(self) -> dict[str, str]:
@@ -119,14 +119,11 @@ class ServeSettings(  # dataclasses take the fields of the last class first
 
     @property
     def port_ranges(self) -> dict[str, range]:
-        """Ports to listen on, by the flag that sets the first of them; leaves out port 0."""
+        """Ports to listen on, by the flag that sets the first of them; 0 stands for any free ones."""
         count = max(1, len(self.device_list))
-        first = {
-            "--port": self.port,
-            "--metrics-port": self.metrics and self.metrics_port,
-            "--http-port": self.http_port,
-        }
-        return {flag: range(port, port + count) for flag, port in first.items() if port}
+        metrics_port = self.metrics_port if self.metrics else None
+        first = {"--port": self.port, "--metrics-port": metrics_port, "--http-port": self.http_port}
+        return {flag: range(port, port + count if port else 1) for flag, port in first.items() if port is not None}
 
 
 def _flag(name: str) -> str:

@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 from vitwire_children import heartbeat, spawn
 from vitwire_children.restarts import Restarts
+from vitwire_server.config.settings import ServeSettings
 from vitwire_server.observe.logs import message_of
 
 _log = logging.getLogger(__name__)
@@ -72,14 +73,14 @@ class ChildProcess:
     label: str
     launch: Callable[[], Launch]
     """Makes each start."""
-    unresponsive_seconds: float
-    """The child is killed after this time without a heartbeat."""
-    json_lines: bool
+    settings: ServeSettings
+    """With the format of its lines, and `unresponsive_seconds`, after which it is killed without a heartbeat."""
     on_stdout: Callable[[str], None] = lambda _: None
     """Gets the message of each line that the child prints."""
     is_ready_by_heartbeat: bool = False
+    was_ready: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once a process was ready."""
     _process: Process | None = None
-    _was_ever_ready: bool = False
     _restarts: Restarts = field(default_factory=Restarts)
     _last_error: str = ""
 
@@ -91,7 +92,7 @@ class ChildProcess:
     def mark_ready(self) -> None:
         """The process is ready. Until one was, an exit with an error is final."""
         self._restarts.well_since = time.monotonic()
-        self._was_ever_ready = True
+        self.was_ready.set()
 
     async def keep_running(self, stopping: asyncio.Event) -> bool:
         """Keep a process running until `stopping` is set and it has ended; returns whether it drained.
@@ -155,8 +156,9 @@ class ChildProcess:
 
     async def _kill_if_unresponsive(self, process: Process, beats: BinaryIO) -> None:
         first = self.mark_ready if self.is_ready_by_heartbeat else lambda: None
-        fault = await heartbeat.wait_for_silence(beats, process.pid, self.unresponsive_seconds, first)
-        _log.error("%s %s for %g s; killing it", self.label, fault, self.unresponsive_seconds)
+        seconds = self.settings.unresponsive_seconds
+        fault = await heartbeat.wait_for_silence(beats, process.pid, seconds, first)
+        _log.error("%s %s for %g s; killing it", self.label, fault, seconds)
         self.kill()
 
     async def _forward(self, pipe: BinaryIO, out: BinaryIO, on_message: Callable[[str], None]) -> None:
@@ -175,17 +177,17 @@ class ChildProcess:
                 line = line.rstrip(b"\r\n")
                 on_message(message_of(line))
                 with suppress(OSError):  # nothing reads our output; keep draining the pipe
-                    out.write(labelled(self.label, line, json_lines=self.json_lines) + b"\n")
+                    out.write(labelled(self.label, line, json_lines=self.settings.log_format == "json") + b"\n")
                     out.flush()
         finally:
             transport.close()
 
     def _on_stderr(self, message: str) -> None:
-        self._last_error = message.removeprefix("vitwire-server: ")
+        self._last_error = message.removeprefix("vitwire-server: ").removeprefix("vitwire: ")
 
     def _restart_delay(self, code: int) -> float:
         """Seconds until the next start. Raises StartFailed if another start would fail too."""
-        if code > 0 and not self._was_ever_ready:  # a wrong flag, checkpoint or port, which it has logged
+        if code > 0 and not self.was_ready.is_set():  # a wrong flag, checkpoint or port, which it has logged
             raise StartFailed(f"{self.label}: {self._last_error}")
         pause = self._restarts.failed()
         if self._restarts.failures == _FAILURES:

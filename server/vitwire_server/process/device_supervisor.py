@@ -92,6 +92,5 @@ def _device_process(
         elif message.startswith("ready: "):
             process.mark_ready()
 
-    json_lines = settings.log_format == "json"
-    process = ChildProcess(label, launch, settings.unresponsive_seconds, json_lines, on_stdout)
+    process = ChildProcess(label, launch, settings, on_stdout)
     return process

@@ -37,7 +37,6 @@ class _SupervisedEdge:
     front: "EdgeFront"
     index: int
     child: ChildProcess = field(init=False)
-    listening: asyncio.Event = field(default_factory=asyncio.Event)
     serving: asyncio.Event = field(default_factory=asyncio.Event)
     drained: asyncio.Event = field(default_factory=asyncio.Event)
     _pid: int = 0
@@ -46,8 +45,7 @@ class _SupervisedEdge:
     _connecting: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
-        seconds, json_lines = self.front.settings.unresponsive_seconds, self.front.settings.log_format == "json"
-        self.child = ChildProcess(f"rpc-{self.index}", self._launch, seconds, json_lines)
+        self.child = ChildProcess(f"rpc-{self.index}", self._launch, self.front.settings)
 
     def send(self, message: messages.ToRpc) -> None:
         """Send a message to the process, if there is one."""
@@ -118,7 +116,6 @@ class _SupervisedEdge:
                     self.front.fault = message.fault
                 else:
                     self.child.mark_ready()
-                    self.listening.set()
             case messages.Serving():
                 self.serving.set()
             case messages.Drained():
@@ -175,7 +172,7 @@ class EdgeFront:
 
     async def _all_listening(self) -> None:
         for edge in self.edges:
-            await edge.listening.wait()
+            await edge.child.was_ready.wait()
 
     async def _beat(self) -> None:
         while True:

@@ -6,10 +6,8 @@ import secrets
 import signal
 import socket
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
-from vitwire.shared.extras import remedy
 from vitwire_children import spawn
 from vitwire_server.config.settings import ServeSettings, UsageError
 from vitwire_server.process.children import ChildProcess, Launch, StartFailed
@@ -20,13 +18,7 @@ _STOP_SECONDS = 5.0
 
 
 def reachable(settings: ServeSettings, folder: Path) -> ServeSettings:
-    """The settings of a server that its front end reaches: without TLS, and with a token if tokens are required.
-
-    Raises UsageError if a package of the front end is missing.
-    """
-    for name in ("anyio", "httpx2", "starlette", "uvicorn"):
-        if find_spec(name) is None:
-            raise UsageError(f"--http-port: {name} is not installed; {remedy('router')}")
+    """The settings of a server that its front end reaches: without TLS, and with a token if tokens are required."""
     token = secrets.token_urlsafe() if settings.auth_tokens_file else ""
     return replace(settings, unix_socket=settings.unix_socket or folder / "grpc", http_token=token)
 
@@ -40,17 +32,22 @@ class HttpFront:
         self._stopping = asyncio.Event()
         host, port = settings.http_host.strip("[]"), settings.http_port or 0
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._listener = socket.create_server((host, port), family=family, backlog=2048)
-        except OSError as error:
-            raise OSError(f"--http-host {host} --http-port {port}: cannot listen: {error.strerror}") from error
+        self._listener = socket.create_server((host, port), family=family, backlog=2048)
         self.port = int(self._listener.getsockname()[1])
         if not is_loopback(host):
             who = "" if settings.auth_tokens_file else ", and serves anyone who can reach it: see --auth-tokens-file"
             _log.warning("--http-host %s: HTTP has no TLS%s", host, who)
-        seconds, json_lines = settings.unresponsive_seconds, settings.log_format == "json"
-        self._child = ChildProcess("http", self._launch, seconds, json_lines, is_ready_by_heartbeat=True)
+        self._child = ChildProcess("http", self._launch, settings, is_ready_by_heartbeat=True)
         self._running = asyncio.create_task(self._child.keep_running(self._stopping))
+
+    async def started(self, stopping: asyncio.Event) -> None:
+        """Wait until it answers, or `stopping` is set. Raises UsageError if it cannot be started."""
+        others = [asyncio.create_task(each.wait()) for each in (self._child.was_ready, stopping)]
+        await asyncio.wait([self._running, *others], return_when=asyncio.FIRST_COMPLETED)
+        for each in others:
+            each.cancel()
+        if self._running.done() and (error := self._running.exception()):
+            raise UsageError(str(error)) from error
 
     async def watch(self) -> None:
         """Wait until the process cannot be kept running."""
@@ -64,9 +61,8 @@ class HttpFront:
         self._listener.close()
         self._stopping.set()
         self._child.send(signal.SIGTERM)
-        _, alive = await asyncio.wait([self._running], timeout=seconds + _STOP_SECONDS)
-        for task in alive:
-            task.cancel()  # which kills the process
+        await asyncio.wait([self._running], timeout=seconds + _STOP_SECONDS)
+        self._running.cancel()  # which kills the process
         await asyncio.gather(self._running, return_exceptions=True)
 
     def _launch(self) -> Launch:

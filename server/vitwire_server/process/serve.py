@@ -107,6 +107,7 @@ async def serve(settings: ServeSettings) -> int:
         if settings.http_port is not None:
             http = HttpFront(settings)
             stack.push_async_callback(http.stop, 0)
+            await http.started(signals[0])
             _print(plain_line(f"HTTP on {bracketed(settings.http_host)}:{http.port}", settings.log_format))
         lifecycle = Lifecycle(health, front.show)
         return await _Server(settings, metrics, front, http, lifecycle, memory, trace, *signals).run()

@@ -21,8 +21,8 @@ def raise_if_port_taken(host: str, port: int) -> None:
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             raise OSError(error.errno, "it is not an address of this machine; 0.0.0.0 stands for all") from error
-        if error.errno == errno.EADDRINUSE or isinstance(error, socket.gaierror):  # others are left to gRPC
-            raise
+        if error.errno in (errno.EADDRINUSE, errno.EACCES) or isinstance(error, socket.gaierror):
+            raise  # others are left to gRPC
 
 
 def raise_if_ports_taken(host: str, flag: str, ports: Iterable[int]) -> None:
@@ -31,7 +31,7 @@ def raise_if_ports_taken(host: str, flag: str, ports: Iterable[int]) -> None:
         try:
             raise_if_port_taken(host, port)
         except OSError as error:
-            raise OSError(f"{flag}: cannot listen on {host}:{port}: {error}") from error
+            raise OSError(f"{flag}: cannot listen on {host}:{port}: {error.strerror}") from error
 
 
 def raise_if_socket_unusable(path: Path) -> None:

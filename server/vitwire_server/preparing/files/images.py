@@ -45,7 +45,7 @@ def measure(data: bytes, recipe: Recipe, max_pixels: int) -> Measured:
 
 
 def decode(data: bytes, recipe: Recipe) -> Image.Image:
-    """The image in RGB. Raises ValueError."""
+    """The image in RGB. Raises as `pillow.read`."""
     with BytesIO(data) as file:
         return pillow.read(file, recipe, FORMATS)
 

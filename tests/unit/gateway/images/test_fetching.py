@@ -11,7 +11,7 @@ import pytest
 import trustme
 
 from vitwire_gateway.api_errors import ApiError, overloaded
-from vitwire_gateway.gateway_settings import RouterSettings
+from vitwire_gateway.gateway_settings import RouterSettings, SglangSettings
 from vitwire_gateway.images.fetching import Fetcher
 
 LIMIT = 100_000
@@ -147,9 +147,13 @@ async def test_private_addresses(site: Site) -> None:
 async def test_refusals_name_the_flag(site: Site) -> None:
     nowhere = Fetcher(RouterSettings())
     elsewhere, private = fetcher(site, "other.example"), fetcher(site, networks=())
-    for fetching, flag in ((nowhere, "--allow-image-host is not set: send the file itself in base64"),
-                           (elsewhere, f"from 127.0.0.1:{site.port}: --allow-image-host does not name it"),
-                           (private, "none in --allow-image-network")):  # fmt: skip
+    host, network = (
+        f"--allow-image-{each} or VITWIRE_ROUTER_ALLOW_IMAGE_{each.upper()}" for each in ("host", "network")
+    )
+    for fetching, flag in ((nowhere, f"no URLs are fetched without {host}: send the file in base64"),
+                           (elsewhere, f"from 127.0.0.1:{site.port}: allow it by {host}"),
+                           (private, f"none in {network}"),
+                           (Fetcher(SglangSettings()), "without --allow-image-host: send")):  # fmt: skip
         assert flag in str(await refused(fetching, site.url("/")))
     assert site.requests == []
 

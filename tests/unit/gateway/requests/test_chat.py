@@ -2,7 +2,7 @@
 
 import json
 import re
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vitwire.integrations.vllm.tensors import TorchFile, torch_base64
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import parse
-from vitwire_gateway.gateway_settings import Engine, RouterSettings
+from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.requests.chat import images_of
 from vitwire_gateway.requests.dialects import dialect_of
 from vitwire_gateway.requests.filling import Hole, cut, filled
@@ -197,7 +197,7 @@ def test_options_that_set_the_size_of_images_are_the_encoders(given: Any, option
 
 def test_the_encoder_of_sglang_gets_no_options() -> None:
     """SGLang requests the embeddings, by a protocol that has none."""
-    engines: tuple[Engine, ...] = ("vllm", "sglang")
+    engines: tuple[Literal["vllm", "sglang"], ...] = ("vllm", "sglang")
     assert [dialect_of(RouterSettings(engine=each)).sized for each in engines] == [True, False]
 
 

@@ -80,7 +80,7 @@ def test_paths_of_an_engine(path: str) -> None:
     error = refused_path(path, has_engine=False)
     assert error
     assert (error.status, error.code) == (404, "no_engine")
-    assert error.message.startswith(f"{path} needs an engine, and the router runs with --no-engine")
+    assert error.message.startswith(f"{path} needs an engine, and there is none here, only /v1/embeddings (")
 
 
 @pytest.mark.parametrize("path", ["/", "", "/embeddings", "/v1x", "/v1/../score", "/v1/v1/messages", "/v1/v2/embed"])
@@ -91,10 +91,9 @@ def test_unknown_paths(path: str) -> None:
     assert (beside.status, beside.code) == (alone.status, alone.code) == (404, "unknown_path")
     is_doubled = path.startswith("/v1/v")
     reason = ": the client's base URL has one /v1 too many" if is_doubled else ""
-    assert beside.message == f"the router has no path {path}{reason}"
-    assert alone.message == (
-        f"the router has no path {path}: it has /v1/embeddings (base URL with /v1) and /v2/embed (base URL without /v1)"
-    )
+    assert beside.message == f"there is no path {path}{reason}"
+    routes = "/v1/embeddings (base URL with /v1), /v2/embed (base URL without /v1) and /v1/models"
+    assert alone.message == f"there is no path {path}, only {routes}"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +112,7 @@ def test_messages_and_responses_are_for_the_engine(path: str, has_engine: bool) 
 def test_misspelt_paths_of_embeddings(path: str) -> None:
     error = refused_path(path, has_engine=False)
     assert error
-    assert (error.code, "it has /v1/embeddings (base URL with /v1)" in error.message) == ("unknown_path", True)
+    assert (error.code, "only /v1/embeddings (base URL with /v1)" in error.message) == ("unknown_path", True)
     assert refused_path(path, has_engine=True) is None
 
 
@@ -128,7 +127,6 @@ def test_misspelt_paths_of_embeddings(path: str) -> None:
         ({"engine_url": "http://:8000"}, "--engine-url"),
         ({"engine_health_path": "health"}, "--engine-health-path"),
         ({"engine_health_path": "/a b"}, "--engine-health-path"),
-        ({"cert": Path("c")}, "--cert"),
         ({"max_image_bytes": 2 << 30}, "--max-image-bytes"),
         ({"no_engine": True, "mode": "inline"}, "--mode needs an engine"),
         ({"no_engine": True, "engine_api_key_file": Path("k")}, "--engine-api-key-file needs an engine"),

@@ -11,6 +11,7 @@ import torch
 from tools.tables import flags_table
 
 from vitwire_flags.options import options_of
+from vitwire_flags.variables import with_variables
 from vitwire_server.assembling.device_share import outbox_bytes, torch_bytes, with_room_for_graphs
 from vitwire_server.config import resolving
 from vitwire_server.config.resolving import resolve, warnings
@@ -51,10 +52,11 @@ def test_a_ladder_that_learns_has_no_sizes_of_its_own(tmp_path: Path) -> None:
         (["--devices", "cpu,cpu", "--port", "65535"], "--devices: .* end at 65536"),
         (
             ["--devices", "cpu,cpu", "--port", "9463"],
-            r"port 9464 is needed twice \(9463 to 9464 for gRPC and 9464 to 9465 for metrics\)",
+            "port 9464 is needed twice: --port 9463 to 9464, --metrics-port 9464 to 9465",
         ),
-        (["--port", "9464", "--host", "0.0.0.0"], r"port 9464 is needed twice \(9464 for gRPC"),
-        (["--http-port", "9464"], r"^--metrics-port and --http-port: port 9464 .* and 9464 for HTTP\)$"),
+        (["--port", "9464", "--host", "0.0.0.0"], "port 9464 is needed twice: --port 9464, "),
+        (["--http-port", "9464"], "^port 9464 .*: --metrics-port 9464, --http-port 9464$"),
+        (["--http-host", "127.0.0.2"], "^--http-host needs --http-port$"),
         (["--http-port", "65535", "--devices", "cpu,cpu"], "--devices: .* end at 65536"),
         (["--budgets", "64,many"], "--budgets: .*auto.*'64,many'"),
         (["--budgets", "nofile.json"], r"^--budgets: expected auto, .*'nofile\.json'"),
@@ -95,6 +97,16 @@ def test_a_ladder_that_learns_has_no_sizes_of_its_own(tmp_path: Path) -> None:
 def test_a_wrong_setting_is_named(flags: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         resolve(["--model", "m", *flags])
+
+
+def test_the_variable_behind_a_flag_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is not read."""
+    monkeypatch.setenv("VITWIRE_BUDGETS", "9999")
+    with pytest.raises(UsageError, match=r"^--budgets \(VITWIRE_BUDGETS\): 9999 is more than --max-budget-tokens "):
+        resolve(["--model", "m"])
+    monkeypatch.setenv("PORT", "1")
+    monkeypatch.setenv("VITWIRE_PORT", "tcp://10.0.0.1:50051")
+    assert [with_variables("--port 1 is taken", each) for each in ("", "VITWIRE_")] == ["--port 1 is taken"] * 2
 
 
 def test_a_model_is_needed() -> None:
@@ -294,7 +306,7 @@ def test_rpc_processes_are_auto_or_a_number(monkeypatch: pytest.MonkeyPatch, tmp
         assert resolve(["--config", str(file)]).rpc_process_count == 4
     for wrong in ("0", "65", "-1", "two", "1.5"):
         with pytest.raises(
-            UsageError, match=f"^--rpc-processes: expected auto or a number from 1 to 64 .got '{wrong}'"
+            UsageError, match=f"^--rpc-processes .*: expected auto or a number from 1 to 64 .got '{wrong}'"
         ):
             resolve(["--model", "m", f"--rpc-processes={wrong}"])
 

@@ -14,6 +14,7 @@ import pytest
 from vitwire_children import heartbeat
 from vitwire_children.confine import PARENT
 from vitwire_children.restarts import Restarts
+from vitwire_server.config.settings import ServeSettings
 from vitwire_server.process.children import ChildProcess, Launch, labelled
 
 ECHO = "import os, socket; link = socket.socket(fileno=int(os.environ['LINK'])); link.send(link.recv(9))\n"
@@ -47,7 +48,7 @@ class Linked:
 
 
 def kept(launch: Callable[[], Launch]) -> ChildProcess:
-    return ChildProcess("rpc-0", launch, unresponsive_seconds=60, json_lines=False)
+    return ChildProcess("rpc-0", launch, ServeSettings(model="m"))
 
 
 async def test_each_start_has_its_own_link(monkeypatch: pytest.MonkeyPatch) -> None:
