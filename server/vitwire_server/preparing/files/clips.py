@@ -32,6 +32,7 @@ _MARKS = (
 _CODECS = ("av1", "h264", "hevc", "mjpeg", "mpeg2video", "mpeg4", "vp8", "vp9")
 """FFmpeg's decoders that clips are made for today."""
 _MAX_FRAMES = 1 << 20
+_LAYERS_AT = 21
 _FRAMES_OF_COST = 10
 """Frames that a decoder passes in the time that an image of their size takes."""
 av.logging.set_level(None)  # files are untrusted: their oddities are not news
@@ -161,7 +162,18 @@ def _shown(data: bytes, container: InputContainer, stream: VideoStream) -> _Show
         return _Shown(sum(time is not None and time >= first for time in times), [])
     known = {time for time in times if time is not None}
     is_ordered = len(known) == len(times) > 0 and times[0] == min(known)  # else others than the first may not be shown
-    return _Shown(len(times), sorted(known) if is_ordered else [])
+    return _Shown(len(times), sorted(known) if is_ordered and _marks_references(stream) else [])
+
+
+def _marks_references(stream: VideoStream) -> bool:
+    """Whether no frame refers to one that says so. With several temporal layers in HEVC, frames of a higher one may.
+
+    Their number is in the 22nd byte of an MP4's configuration (ISO/IEC 14496-15, 8.3.3.1).
+    """
+    if stream.codec_context.codec.canonical_name != "hevc":
+        return True
+    settings = stream.codec_context.extradata or b""
+    return settings[:1] == b"\x01" and len(settings) > _LAYERS_AT and settings[_LAYERS_AT] >> 3 & 7 == 1
 
 
 def _first_shown(data: bytes) -> int:
