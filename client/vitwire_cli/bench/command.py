@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import typer
 from rich.console import Console
 
-from vitwire import Client, Item, Model
+from vitwire import Client, Model
 from vitwire_cli.bench import report
 from vitwire_cli.bench.capacity import Finding, Verdict, find_capacity
 from vitwire_cli.bench.load import Load, Pace
@@ -31,7 +31,7 @@ def bench(*, options: Options = _OPTIONS, connection: PatientConnection = _CONNE
     """
     with reported():
         sizes, pace = options.sizes, options.pace()
-        clip = Item.from_file(options.clip, modality="video") if options.clip else None
+        clip = options.clip_item()
     with replace(connection, connections=options.connections).client() as client:
         if options.plot:
             report.check_plot(options.plot)
@@ -54,7 +54,7 @@ def bench(*, options: Options = _OPTIONS, connection: PatientConnection = _CONNE
         "items_per_request": options.items,
         "frames": options.frames,
         "clip": str(options.clip) if options.clip else None,
-        "as": options.form,
+        "as": "file" if options.clip else options.form,
         "concurrency": pace.concurrency,
         "connections": options.connections,
         "arrivals": options.chosen_arrivals,

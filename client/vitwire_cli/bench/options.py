@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 import typer
 
+from vitwire import Item
 from vitwire._transport.connections import CONNECTIONS
 from vitwire_cli.bench.load import Pace
 from vitwire_cli.bench.workload import Form, ImageSize
@@ -89,6 +90,13 @@ class Options:
             return tuple(map(ImageSize.parse, self.size or ("448x448",)))
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--size") from error
+
+    def clip_item(self) -> Item | None:
+        """The clip, if it is one that is sent. Raises BadParameter and OSError."""
+        item = Item.from_file(self.clip) if self.clip else None
+        if item and item.modality != "video":
+            raise typer.BadParameter(f"{self.clip} is no MP4, WebM, AVI or MPEG-TS file", param_hint="--clip")
+        return item
 
     @property
     def chosen_arrivals(self) -> Arrivals | None:
