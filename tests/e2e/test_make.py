@@ -38,7 +38,7 @@ def test_a_target_installs_what_it_needs(target: str, extras: list[str], clone: 
 
 def test_the_demo_needs_a_part_of_what_the_tests_need() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert extras["demo"] == ["vitwire[cli,server,videos]", "scikit-image"]
+    assert extras["demo"] == ["vitwire[cli,router,server,videos]", "scikit-image"]
     assert "demo" in extras["dev"][0]
 
 
