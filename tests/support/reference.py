@@ -1,7 +1,7 @@
 """Plain transformers, which every embedding is compared with."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -114,13 +114,15 @@ class Kimi(SquarePatches):
         return rows
 
 
-class KimiVL(Kimi):
-    """transformers has no classes for Kimi-VL: Kimi K2.5 with the same weights, under its own names."""
+def renamed(reference: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A reference for a layout that transformers has no classes for: of the same weights, under transformers' names."""
 
-    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+    def make(_: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
         with TemporaryDirectory() as folder:
-            random_model("kimi_vl").save_pretrained(folder)
-            super().__init__(Path(folder), dtype, device)
+            random_model(name).save_pretrained(folder)
+            return reference(Path(folder), dtype, device)
+
+    return make
 
 
 def _has_tower(model: Any) -> bool:

@@ -11,14 +11,14 @@ from ovis_reference import OriginalOvis
 from plain_reference import PLAIN, PlainReference
 from published_reference import PUBLISHED
 from raster_reference import RASTER
-from reference import Kimi, KimiVL, Reference, SquarePatches, VideoLlama3
+from reference import Kimi, Reference, SquarePatches, VideoLlama3, renamed
 from tile_reference import TileReference
 from videollama_reference import OriginalVideoLlama3
 from vitwire_server.towers.registry import FAMILIES
 
 _OWN: Mapping[str, Callable[..., Any]] = {
     "kimi_k25": Kimi,
-    "kimi_vl": KimiVL,
+    "kimi_vl": renamed(Kimi, "kimi_vl"),
     "ovis": OriginalOvis,
     "paddleocr_vl": SquarePatches,
     "video_llama_3": VideoLlama3,
@@ -27,6 +27,7 @@ _OWN: Mapping[str, Callable[..., Any]] = {
     **ASSEMBLED,
     **PUBLISHED,
     **RASTER,
+    "deepseek_vl_v2-deeplip_b_l": renamed(TileReference, "deepseek_vl_v2-deeplip_b_l"),
 }
 """Models that are asked in another way than others of their layout."""
 

@@ -128,6 +128,7 @@ _LARGER = {"image_size": 112}
 _SIGLIP = {"model_type": "siglip_vision_model"}
 _SAM: Json = {"hidden_size": 32, "mlp_dim": 48, "num_attention_heads": 2, "image_size": 128}
 _WINDOWED_SAM: Json = {**_SAM, "patch_size": 16, "window_size": 3}
+_PUBLISHED_SAM: Json = {**_SAM, "patch_size": 16, "mlp_dim": 128, "image_size": 256, "output_channels": 256}
 _OCR_IMAGE: Json = {**_square(128), "tile_size": 96}
 _GEMMA4 = {"standardize": True}
 _WINDOWS: Json = {"num_hidden_layers": 4, "layer_types": ["window_attention", "full_attention"] * 2}
@@ -203,6 +204,12 @@ _WRITTEN: Mapping[str, DemoModel] = {
         files=_DEEPSEEK_FILES,
         build=published.DEEPSEEK,
         save=published.save_deepseek,
+    ),
+    "deepseek_vl_v2-deeplip_b_l": _demo(
+        {"sam_config": _PUBLISHED_SAM, "encoder_config": {"intermediate_size": 256}},
+        base="unlimited_ocr",
+        files={"preprocessor_config.json": {**HALF, **_square(256), "tile_size": 128}},
+        save=saving.save_deepseek_ocr,
     ),
     "deit": _demo(image=IMAGENET),
     "diffusion_gemma": _demo(

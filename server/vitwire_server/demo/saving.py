@@ -67,7 +67,7 @@ def _renamed(weights: Mapping[str, Tensor], names: Names) -> dict[str, Tensor]:
     for name, tensor in weights.items():
         for pattern, replacement in names:
             name = re.sub(pattern, replacement, name)  # noqa: PLW2901 - renamed step by step
-        renamed[name] = tensor[None] if name.endswith("pos_embed") else tensor
+        renamed[name] = tensor[None] if name.endswith("pos_embed") and tensor.ndim == 2 else tensor
     return renamed
 
 
@@ -183,6 +183,23 @@ def save_step3(model_type: str) -> Save:
         return {**whole, "model_type": model_type, "vision_config": {**vision, "model_type": "perception_encoder"}}
 
     return save_published(settings)
+
+
+def _deepseek_ocr(whole: Json) -> Json:
+    sam, clip = (whole["vision_config"][f"{part}_config"] for part in ("sam", "encoder"))
+    same = "hidden_size:width num_attention_heads:heads num_hidden_layers:layers"
+    clip = taken(clip, f"{same} image_size patch_size")
+    layers = {"clip-l-14-224": clip, "sam_vit_b": taken(sam, f"{same} downsample_channels global_attn_indexes")}
+    return {
+        "architectures": ["DeepseekOCRForCausalLM"],
+        "language_config": whole["text_config"],
+        "model_type": "deepseek_vl_v2",
+        "projector_config": {"n_embed": whole["text_config"]["hidden_size"], "projector_type": "linear"},
+        "vision_config": {"image_size": sam["image_size"], "model_name": "deeplip_b_l", "width": layers},
+    }
+
+
+save_deepseek_ocr = save_published(_deepseek_ocr)
 
 
 _KIMI_NAMES = (

@@ -63,6 +63,6 @@ def family_of(settings: Mapping[str, Any]) -> Family | None:
     if not model_type:
         named = (row for row in FAMILIES.values() if row.original and [row.original] == settings.get("architectures"))
         return next(named, None)
-    tower_type = vision.get("model_type") if isinstance(vision, dict) else None
-    rows = (row for row in FAMILIES.values() if (row.model_type, row.tower_type) == (model_type, tower_type))
+    kinds = [vision.get(field) for field in ("model_type", "model_name")] if isinstance(vision, dict) else []
+    rows = (row for row in FAMILIES.values() if row.model_type == model_type and row.tower_type in kinds)
     return next(rows, None) or FAMILIES.get(str(model_type))
