@@ -13,6 +13,7 @@ import torch
 from vitwire_server.towers.checkpoints.checkpoint import open_checkpoint
 
 _SO400M = {"hidden_size": 1152, "intermediate_size": 4304, "num_attention_heads": 16, "num_hidden_layers": 27}
+_SAM_B = {"heads": 12, "layers": 12, "width": 768}
 _MINICPM = {
     "query_num": 64,
     "drop_vision_last_layer": False,
@@ -82,13 +83,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "model_type": "vision",
             "width": {
                 "clip-l-14-224": {"heads": 16, "image_size": 224, "layers": 24, "patch_size": 14, "width": 1024},
-                "sam_vit_b": {
-                    "downsample_channels": [512, 1024],
-                    "global_attn_indexes": [2, 5, 8, 11],
-                    "heads": 12,
-                    "layers": 12,
-                    "width": 768,
-                },
+                "sam_vit_b": {**_SAM_B, "downsample_channels": [512, 1024], "global_attn_indexes": [2, 5, 8, 11]},
             },
         },
     },

@@ -32,6 +32,17 @@ class Published(Alone):
         weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
         return functional.layer_norm(states, states.shape[-1:], weight, bias, epsilon)
 
+    def rms(self, states: Tensor, name: str, epsilon: float) -> Tensor:
+        """The RMS norm of this name."""
+        wide = states.float()
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+        return self._weights[f"{name}.weight"] * scaled.to(states.dtype)
+
+    def embedded(self, tile: Tensor, name: str) -> Tensor:
+        """The patches of a tile `(C, H, W)` through the convolution of this name, `(patches, C)`."""
+        kernel = self._weights[f"{name}.weight"]
+        return functional.conv2d(tile, kernel, self._weights.get(f"{name}.bias"), stride=kernel.shape[-1]).flatten(1).T
+
     def siglip(self, states: Tensor, name: str, vision: dict[str, Any]) -> Tensor:
         """The layers and the last norm of a SigLIP tower, from embedded patches `(patches, C)`."""
         for layer in range(vision["num_hidden_layers"]):
@@ -113,22 +124,55 @@ class PublishedTiles(Published):
         raise NotImplementedError
 
 
-class Eagle(PublishedTiles):
-    """github.com/NVlabs/Eagle, Eagle2_5/eaglevl/model/eagle2_5/modeling_eagle2_5_vl.py: `extract_feature`."""
+class InternVL(PublishedTiles):
+    """The vision side of OpenGVLab's model, written down from its description.
+
+    The same of NVLM-D (huggingface.co/nvidia/NVLM-D-72B, modeling_nvlm_d.py), whose projector has no biases, of
+    H2OVL (huggingface.co/h2oai/h2ovl-mississippi-2b, modeling_h2ovl_chat.py) and of Skywork-R1V
+    (huggingface.co/Skywork/Skywork-R1V-38B, modeling_skywork_chat.py).
+    """
 
     def _rows(self, tile: Tensor) -> Tensor:
-        vision, name = self.settings["vision_config"], "vision_model.vision_model"
-        kernel, bias = (self.weight(f"{name}.embeddings.patch_embedding.{part}") for part in ("weight", "bias"))
-        patches = functional.conv2d(tile[None], kernel, bias, stride=vision["patch_size"])
-        _, columns, side, _ = patches.shape
-        states = patches[0].flatten(1).T + self.weight(f"{name}.embeddings.position_embedding.weight")
-        states = self.siglip(states, name, vision)
-        scale = self.settings["downsample_ratio"]
+        return self._shuffled(self.states(tile)[1:])
+
+    def states(self, tile: Tensor) -> Tensor:
+        """The last layer's, the class token's first."""
+        vision, prefix = self.settings["vision_config"], "vision_model.embeddings"
+        patches = self.embedded(tile, f"{prefix}.patch_embedding")
+        states = torch.cat([self.weight(f"{prefix}.class_embedding")[0], patches])
+        states = states + self.weight(f"{prefix}.position_embedding")[0]
+        epsilon = vision["layer_norm_eps"]
+        norm = self.rms if vision["norm_type"] == "rms_norm" else self.norm
+        for layer in range(vision["num_hidden_layers"]):
+            own = f"vision_model.encoder.layers.{layer}"
+            q, k, v = self.linear(norm(states, f"{own}.norm1", epsilon), f"{own}.attn.qkv").chunk(3, dim=-1)
+            if vision["qk_normalization"]:
+                q, k = (self.rms(each, f"{own}.attn.{name}_norm", epsilon) for name, each in (("q", q), ("k", k)))
+            mixed = self.linear(attention(q, k, v, vision["num_attention_heads"]), f"{own}.attn.proj")
+            states = states + mixed * self.weight(f"{own}.ls1")
+            hidden = functional.gelu(self.linear(norm(states, f"{own}.norm2", epsilon), f"{own}.mlp.fc1"))
+            states = states + self.linear(hidden, f"{own}.mlp.fc2") * self.weight(f"{own}.ls2")
+        return states
+
+    def _shuffled(self, states: Tensor) -> Tensor:
+        """Pixels shuffled, then projected."""
+        (count, columns), scale = states.shape, self.settings["downsample_ratio"]
+        side = round(count**0.5)
         short = int(side * scale)
         x = states.view(1, side, short, int(columns / scale)).permute(0, 2, 1, 3).contiguous()
         x = x.view(1, short, short, int(columns / scale**2)).permute(0, 2, 1, 3).reshape(short * short, -1)
         hidden = self.linear(self.norm(x, "mlp1.0", 1e-5), "mlp1.1")
         return self.linear(functional.gelu(hidden), "mlp1.3")
+
+
+class Eagle(InternVL):
+    """github.com/NVlabs/Eagle, Eagle2_5/eaglevl/model/eagle2_5/modeling_eagle2_5_vl.py: `extract_feature`."""
+
+    def _rows(self, tile: Tensor) -> Tensor:
+        name = "vision_model.vision_model"
+        patches = self.embedded(tile, f"{name}.embeddings.patch_embedding")
+        states = patches + self.weight(f"{name}.embeddings.position_embedding.weight")
+        return self._shuffled(self.siglip(states, name, self.settings["vision_config"]))
 
 
 class DeepseekVL2(PublishedTiles):
@@ -139,9 +183,7 @@ class DeepseekVL2(PublishedTiles):
 
     def _rows(self, tile: Tensor) -> Tensor:
         vision = self.settings["vision_config"]
-        kernel, bias = (self.weight(f"vision.patch_embed.proj.{name}") for name in ("weight", "bias"))
-        patches = functional.conv2d(tile[None], kernel, bias, stride=vision["patch_size"])
-        states = patches[0].flatten(1).T + self.weight("vision.pos_embed")[0]
+        states = self.embedded(tile, "vision.patch_embed.proj") + self.weight("vision.pos_embed")[0]
         for block in range(vision["layers"]):
             own = f"vision.blocks.{block}"
             q, k, v = self.linear(self.norm(states, f"{own}.norm1"), f"{own}.attn.qkv").chunk(3, dim=-1)
@@ -167,9 +209,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     return rows
 
 
-PUBLISHED: dict[str, type[MiniCPMV | DeepseekVL2 | Eagle]] = {
-    "minicpmv": MiniCPMV,
-    "minicpmo": MiniCPMV,
+PUBLISHED: dict[str, type[MiniCPMV | PublishedTiles]] = {
+    **dict.fromkeys(("minicpmv", "minicpmo"), MiniCPMV),
+    **dict.fromkeys(("internvl_chat", "NVLM_D", "h2ovl_chat", "skywork_chat"), InternVL),
     "deepseek_vl_v2": DeepseekVL2,
     "eagle_2_5_vl": Eagle,
 }

@@ -11,14 +11,16 @@ from ovis_reference import OriginalOvis
 from plain_reference import PLAIN, PlainReference
 from published_reference import PUBLISHED
 from raster_reference import RASTER
-from reference import Kimi, Reference, SquarePatches, VideoLlama3, renamed
+from reference import Kimi, KimiK3, Loaded, Reference, SquarePatches, VideoLlama3, renamed
 from tile_reference import TileReference
 from videollama_reference import OriginalVideoLlama3
 from vitwire_server.towers.registry import FAMILIES
 
 _OWN: Mapping[str, Callable[..., Any]] = {
     "kimi_k25": Kimi,
+    "kimi_k3": KimiK3,
     "kimi_vl": renamed(Kimi, "kimi_vl"),
+    "llava_onevision2": Loaded,
     "ovis": OriginalOvis,
     "paddleocr_vl": SquarePatches,
     "video_llama_3": VideoLlama3,

@@ -29,6 +29,8 @@ class DemoModel:
     """`model_type` of the model that is built, if it is not the checkpoint's own."""
     build: published.Build | None = None
     """Makes the whole model of its configuration, if it is not the first automatic class that can."""
+    published: Json | None = None
+    """Its config.json, if transformers has no class that writes one like it."""
     save: saving.Save = saving.save_plain
     """Writes weights and config.json in the layout that the model's authors publish."""
 
@@ -43,6 +45,13 @@ def _demo(
     parts = {"vision_config": vision, "text_config": text}
     config = {name: part for name, part in parts.items() if part} | (fields or {})
     return DemoModel(config=config, **others)
+
+
+def _authors(name: str, settings: Json, names: saving.Names, others: DemoModel, fused: str = "") -> DemoModel:
+    """A demo model of a row whose config.json and names of weights are the authors' alone; `others` has its files."""
+    row, settings = FAMILIES[name], {"model_type": FAMILIES[name].model_type, **settings}
+    save = saving.save_published(lambda _: settings, names, fused=fused)
+    return replace(others, published=settings, build=published.of_row(row), save=save)
 
 
 def _file(**settings: object) -> Mapping[str, Json]:
@@ -97,17 +106,6 @@ _DEEPSEEK_FILES = {
         "patch_size": 14,
         "processor_class": "DeepseekVLV2Processor",
     }
-}
-_DEEPSEEK_FIELDS: Json = {
-    "processor": _RESOLUTIONS,
-    "projector": {
-        "depth": 2,
-        "downsample_ratio": 2,
-        "input_dim": 64,
-        "mlp_ratio": 1,
-        "n_embed": 64,
-        "projector_type": "downsample_mlp_gelu",
-    },
 }
 _LFM2_IMAGE: Json = {
     **HALF,
@@ -166,14 +164,15 @@ _INTERNVL = {**IMAGENET, **_TILED}
 _CHAT = _demo(
     {"image_size": [112, 112], "norm_type": "rms_norm", "use_qk_norm": True}, base="internvl", files=_INTERNVL_FILES
 )
-_MINICPMV = _demo(
-    {"image_size": 224},
-    {"hidden_size": 256},
-    fields={"query_num": 16},
-    base="deepseek_vl",
-    files=_MINICPM_FILES,
-    build=published.MINICPM,
-)
+_USUAL: Json = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 3}
+_WIDE_HEADS: Json = {"intermediate_size": 128, "num_attention_heads": 2}
+_MINICPMV: Json = {
+    "drop_vision_last_layer": False,
+    "hidden_size": 256,
+    "query_num": 16,
+    "version": 2.6,
+    "vision_config": {**_USUAL, "image_size": 224, "model_type": "siglip", "patch_size": 14},
+}
 _WRITTEN: Mapping[str, DemoModel] = {
     "NVLM_D": replace(_CHAT, build=published.nvlm, save=saving.save_internvl("NVLM_D", "NVLM_D_Model")),
     "aria": _demo(
@@ -197,13 +196,24 @@ _WRITTEN: Mapping[str, DemoModel] = {
         fields={"high_res_vision_config": _WINDOWED_SAM},
         image={**_square(128, "high_res_size"), **{f"high_res_{name}": value for name, value in IMAGENET.items()}},
     ),
-    "deepseek_vl_v2": _demo(
-        {"image_size": 76},
-        fields=_DEEPSEEK_FIELDS,
-        base="deepseek_vl",
-        files=_DEEPSEEK_FILES,
-        build=published.DEEPSEEK,
-        save=published.save_deepseek,
+    "deepseek_vl_v2": _authors(
+        "deepseek_vl_v2",
+        {
+            **_RESOLUTIONS,
+            "projector_config": {"downsample_ratio": 2, "input_dim": 64, "model_type": "mlp_projector", "n_embed": 64},
+            "vision_config": {
+                "heads": 4,
+                "image_size": 76,
+                "layers": 3,
+                "patch_size": 14,
+                "width": 64,
+                "model_name": "siglip_so400m_patch14_384",
+                "model_type": "vision",
+            },
+        },
+        saving.TIMM_NAMES,
+        _demo(files=_DEEPSEEK_FILES),
+        fused=saving.FUSED,
     ),
     "deepseek_vl_v2-deeplip_b_l": _demo(
         {"sam_config": _PUBLISHED_SAM, "encoder_config": {"intermediate_size": 256}},
@@ -225,13 +235,16 @@ _WRITTEN: Mapping[str, DemoModel] = {
         fields={"image_size": 70, "num_register_tokens": 4, "use_gated_mlp": True},
         image={**IMAGENET, **_square(56), "resample": 2},
     ),
-    "eagle_2_5_vl": _demo(
-        _LARGER,
-        fields={"downsample_ratio": 0.5, "projector_hidden_act": "gelu"},
-        base="deepseek_vl",
-        files=_EAGLE_FILES,
-        build=published.EAGLE,
-        save=published.save_eagle,
+    "eagle_2_5_vl": _authors(
+        "eagle_2_5_vl",
+        {
+            "downsample_ratio": 0.5,
+            "select_layer": -1,
+            "text_config": {"hidden_size": 64, "model_type": "qwen2"},
+            "vision_config": {**_USUAL, **_LARGER, **_SIGLIP, "patch_size": 14},
+        },
+        saving.EAGLE_NAMES,
+        _demo(files=_EAGLE_FILES),
     ),
     "embedding_gemma2": _demo(_GEMMA4, image=_GEMMA4_IMAGE, save=saving.save_gemma4),
     "ernie4_5_vl_moe": _demo(text={"rope_parameters": {**MROPE, "mrope_section": [3, 3, 2]}}),
@@ -276,6 +289,23 @@ _WRITTEN: Mapping[str, DemoModel] = {
         image=HALF,
     ),
     "kimi_k25": _demo(image=HALF, save=saving.save_kimi),
+    "kimi_k3": _authors(
+        "kimi_k3",
+        {
+            "text_config": {"hidden_size": 64},
+            "vision_config": {
+                **{f"vt_{name}": value for name, value in _USUAL.items()},
+                "init_pos_emb_height": 8,
+                "init_pos_emb_width": 8,
+                "merge_kernel_size": [2, 2],
+                "patch_size": 14,
+                "qkv_hidden_size": 96,
+            },
+        },
+        saving.KIMI_K3_NAMES,
+        _demo(image=HALF, processor="kimi_k25"),
+        fused=".wqkv.",
+    ),
     "kimi_vl": _demo({"pos_emb_time": 1}, base="kimi_k25", image=HALF, save=saving.save_kimi_vl),
     "lfm2_vl": _demo(image=_LFM2_IMAGE),
     "lfm3_vl": _demo({"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}, image=HALF),
@@ -292,6 +322,15 @@ _WRITTEN: Mapping[str, DemoModel] = {
         processor="mistral3",
     ),
     "llava-siglip": _demo(_SIGLIP, fields=_ALL_ROWS, base="llava", processor="siglip"),
+    "llava_onevision2": _authors(
+        "llava_onevision2",
+        {
+            "text_config": {"hidden_size": 64},
+            "vision_config": {**_USUAL, **_WIDE_HEADS, "patch_size": 14, "spatial_merge_size": 2},
+        },
+        saving.ONEVISION_NAMES,
+        _demo(image=CLIP, processor="qwen2_vl"),
+    ),
     "llava_next-siglip": _demo(
         _SIGLIP,
         fields={"vision_feature_layer": [-3, -2, 0, -1], "vision_feature_select_strategy": "full"},
@@ -302,8 +341,8 @@ _WRITTEN: Mapping[str, DemoModel] = {
         fields={"image_grid_pinpoints": PINPOINTS[1:]}, image={"image_grid_pinpoints": PINPOINTS[1:]}
     ),
     "minicpm_ocr": replace(_MINICPM, image={**_MINICPM.image, **HALF, "patch_size": 14}),
-    "minicpmo": replace(_MINICPMV, save=published.save_minicpm("minicpmo", "MiniCPMO")),
-    "minicpmv": replace(_MINICPMV, save=published.save_minicpm("minicpmv", "MiniCPMV")),
+    "minicpmo": _authors("minicpmo", _MINICPMV, ((r"^tower\.", "vpm."),), _demo(files=_MINICPM_FILES)),
+    "minicpmv": _authors("minicpmv", _MINICPMV, ((r"^tower\.", "vpm."),), _demo(files=_MINICPM_FILES)),
     "minicpmv4_6": _MINICPM,
     "minicpmv4_7": _MINICPM,
     "minimax_m3_vl": _demo(image=CLIP),

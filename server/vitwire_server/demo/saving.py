@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from vitwire_server.demo.shrinking import Json
 
+FUSED = ".attn.qkv."
 SHARD = "180KB"
 """Largest shard, so that tiny checkpoints have several too."""
 Save = Callable[[PreTrainedModel, Path], None]
@@ -32,17 +33,17 @@ def save_plain(model: PreTrainedModel, out: Path) -> None:
     model.save_pretrained(out, max_shard_size=SHARD)
 
 
-def save_published(settings: Callable[[Json], Json], names: Names = (), *, fused: bool = False) -> Save:
+def save_published(settings: Callable[[Json], Json], names: Names = (), *, fused: str = "") -> Save:
     """Another config.json, made of the whole configuration, and other names.
 
-    If `fused`, each attention module of the tower has one projection for query, key and value.
+    `fused` names the one projection for query, key and value that each attention module of the tower has.
     """
 
     def save(model: PreTrainedModel, out: Path) -> None:
         weights = _renamed(_weights(model, out), names)
         ordered = sorted(weights, key=lambda name: name.startswith(("llm.", "language")))
         weights = {name: weights[name].contiguous() for name in ordered}
-        save_torch_state_dict(_fused(weights) if fused else weights, out, max_shard_size=SHARD)
+        save_torch_state_dict(_fused(weights, fused) if fused else weights, out, max_shard_size=SHARD)
         whole = json.loads(json.dumps(model.config.to_dict(), default=str))
         write_json(out / "config.json", {"torch_dtype": "bfloat16", **settings(whole)})
 
@@ -71,11 +72,11 @@ def _renamed(weights: Mapping[str, Tensor], names: Names) -> dict[str, Tensor]:
     return renamed
 
 
-def _fused(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _fused(weights: Mapping[str, Tensor], fused: str) -> dict[str, Tensor]:
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights.items():
         if found := _QKV.search(name):
-            parts.setdefault(name.replace(found[0], ".attn.qkv."), {})[found[1]] = tensor
+            parts.setdefault(name.replace(found[0], fused), {})[found[1]] = tensor
     whole = {name: torch.cat([own[part] for part in "qkv"]) for name, own in parts.items()}
     return {name: tensor for name, tensor in weights.items() if not _QKV.search(name)} | whole
 
@@ -142,7 +143,7 @@ def _intern_vit(vision: Json) -> Json:
     return {"architectures": ["InternVisionModel"], "model_type": "intern_vit_6b", **taken(vision, same), **sides}
 
 
-save_intern_vit = save_published(_intern_vit, _INTERN_NAMES, fused=True)
+save_intern_vit = save_published(_intern_vit, _INTERN_NAMES, fused=FUSED)
 
 
 def save_internvl(
@@ -170,7 +171,7 @@ def save_internvl(
             **fields,
         }
 
-    return save_published(settings, _INTERN_NAMES, fused=True)
+    return save_published(settings, _INTERN_NAMES, fused=FUSED)
 
 
 def save_step3(model_type: str) -> Save:
@@ -212,6 +213,20 @@ _KIMI_VL_NAMES = (
     (r"^mm_projector\.proj\.0\.", "multi_modal_projector.linear_1."),
     (r"^mm_projector\.proj\.2\.", "multi_modal_projector.linear_2."),
     (r"^mm_projector\.", "multi_modal_projector."),
+)
+KIMI_K3_NAMES = (
+    (r"^tower\.(patch_embed\.pos_emb)\.position_embeddings", r"vision_tower.\1.weight"),
+    (r"^tower\.patch_embed\.", "vision_tower.patch_embed."),
+    (r"^tower\.layers\.", "vision_tower.encoder.blocks."),
+    (r"^tower\.", "vision_tower.encoder."),
+    (r"\.norm1\.", ".norm0."),
+    (r"\.norm2\.", ".norm1."),
+    (r"\.fc1\.", ".fc0."),
+    (r"\.fc2\.", ".fc1."),
+    (r"\.attn\.proj\.", ".wo."),
+    (r"^projector\.1\.", "mm_projector.proj.0."),
+    (r"^projector\.3\.", "mm_projector.proj.2."),
+    (r"^projector\.4\.", "mm_projector.post_norm."),
 )
 
 
@@ -264,7 +279,7 @@ _OVIS_NAMES = (
     (r"\.ffn\.down_proj\.", ".mlp.fc2."),
     (r"\.ffn\.up_proj\.", ".mlp.fc3."),
 )
-save_ovis = save_published(_ovis, _OVIS_NAMES, fused=True)
+save_ovis = save_published(_ovis, _OVIS_NAMES, fused=FUSED)
 
 
 def _phi4mm(whole: Json) -> Json:
@@ -316,3 +331,26 @@ _VIDEO_LLAMA_NAMES = (
     (r"^model\.language_model\.", "model."),
 )
 save_videollama3 = save_published(_videollama3, _VIDEO_LLAMA_NAMES)
+TIMM_NAMES = (
+    (r"^tower\.embeddings\.patch_embedding\.", "vision.patch_embed.proj."),
+    (r"^tower\.embeddings\.position_embedding\.weight$", "vision.pos_embed"),
+    (r"^tower\.post_layernorm\.", "vision.norm."),
+    (r"^tower\.encoder\.layers\.", "vision.blocks."),
+    (r"\.layer_norm([12])\.", r".norm\1."),
+    (r"\.self_attn\.out_proj\.", ".attn.proj."),
+    (r"\.self_attn\.", ".attn."),
+)
+EAGLE_NAMES = (
+    (r"^tower\.", "vision_model.vision_model."),
+    (r"^projector\.layer_norm\.", "mlp1.0."),
+    (r"^projector\.linear_1\.", "mlp1.1."),
+    (r"^projector\.linear_2\.", "mlp1.3."),
+)
+ONEVISION_NAMES = (
+    (r"^tower\.patch_embed\.1\.", "model.visual.embeddings.patch_embedding."),
+    (r"^tower\.patch_embed\.3\.", "model.visual.layernorm_pre."),
+    (r"^tower\.blocks\.(\d+)\.(norm\d)", r"model.visual.encoder.layers.\1.layer_\2"),
+    (r"^tower\.blocks\.", "model.visual.encoder.layers."),
+    (r"^tower\.", "model.visual."),
+    (r"\.attn\.", ".self_attn."),
+)
