@@ -67,7 +67,7 @@ def demo_config(model_type: str) -> PreTrainedConfig:
     """The configuration of the model that is built for a demo checkpoint of this type."""
     demo = DEMO_MODELS[model_type]
     if demo.published:
-        return FAMILIES[model_type].read_config(Path(), demo.published)  # type: ignore[return-value]
+        return FAMILIES[model_type].configuration(Path(), demo.published)  # type: ignore[return-value]
     kind = CONFIG_MAPPING[demo.base or model_type]
     return kind(**shrunk(kind, deepcopy(demo.config)))
 

@@ -161,11 +161,28 @@ _PHI: DemoModel = _demo(
 _GEMMA3 = _demo(_LARGER)
 _BERT = {"pixel_shuffle_factor": 2}
 _INTERNVL = {**IMAGENET, **_TILED}
-_CHAT = _demo(
-    {"image_size": [112, 112], "norm_type": "rms_norm", "use_qk_norm": True}, base="internvl", files=_INTERNVL_FILES
-)
 _USUAL: Json = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 3}
 _WIDE_HEADS: Json = {"intermediate_size": 128, "num_attention_heads": 2}
+_INTERN: Json = {
+    **_USUAL,
+    "image_size": 112,
+    "layer_norm_eps": 1e-6,
+    "norm_type": "rms_norm",
+    "patch_size": 14,
+    "qk_normalization": True,
+    "qkv_bias": False,
+}
+_CHAT: Json = {
+    "downsample_ratio": 0.5,
+    "dynamic_image_size": True,
+    "force_image_size": 112,
+    "llm_config": {"hidden_size": 64, "intermediate_size": 96},
+    "max_dynamic_patch": 6,
+    "min_dynamic_patch": 1,
+    "select_layer": -1,
+    "use_thumbnail": True,
+    "vision_config": _INTERN,
+}
 _MINICPMV: Json = {
     "drop_vision_last_layer": False,
     "hidden_size": 256,
@@ -173,8 +190,15 @@ _MINICPMV: Json = {
     "version": 2.6,
     "vision_config": {**_USUAL, "image_size": 224, "model_type": "siglip", "patch_size": 14},
 }
+
+
+def _chat(name: str, **fields: object) -> DemoModel:
+    """A demo model of InternVL's kin."""
+    return _authors(name, {**_CHAT, **fields}, saving.INTERN_NAMES, _demo(files=_INTERNVL_FILES), fused=saving.FUSED)
+
+
 _WRITTEN: Mapping[str, DemoModel] = {
-    "NVLM_D": replace(_CHAT, build=published.nvlm, save=saving.save_internvl("NVLM_D", "NVLM_D_Model")),
+    "NVLM_D": _chat("NVLM_D"),
     "aria": _demo(
         {"image_size": 490, "patch_size": 49},
         fields={"projector_patch_to_query_dict": {"25": 4, "100": 8}},
@@ -267,22 +291,23 @@ _WRITTEN: Mapping[str, DemoModel] = {
     "glm_ocr": _demo(processor="glm46v"),
     "got_ocr2": _demo(_WINDOWED_SAM),
     "granite_docling": _demo(_LARGER, fields={"density_router_hidden_size": 16}, image={"max_patches": 20}),
-    "h2ovl_chat": replace(_CHAT, save=saving.save_internvl("h2ovl_chat", "H2OVLChatModel", use_msac=True)),
+    "h2ovl_chat": _chat("h2ovl_chat", use_msac=True),
     "hunyuan_vl": _demo(
         text={"head_dim": 16, "rope_parameters": {"mrope_section": [2, 2, 2, 2]}},
         image={"resample": 1, "size": {"shortest_edge": 56**2, "longest_edge": 448**2}},
     ),
     "idefics2": _demo(_LARGER, image={"size": {"longest_edge": 224, "shortest_edge": 56}}),
-    "intern_vit_6b": _demo(
-        fields={"attention_bias": True, "use_qk_norm": True},
-        base="internvl_vision",
-        files=_INTERN_VIT_FILES,
-        save=saving.save_intern_vit,
+    "intern_vit_6b": _authors(
+        "intern_vit_6b",
+        {**_INTERN, "image_size": 56, "norm_type": "layer_norm", "qkv_bias": True},
+        ((r"^tower\.", ""), *saving.INTERN_NAMES),
+        _demo(files=_INTERN_VIT_FILES),
+        fused=saving.FUSED,
     ),
     "internvl": _demo(
         {"image_size": [112, 112], "attention_bias": True}, fields={"image_seq_length": 16}, image=_INTERNVL
     ),
-    "internvl_chat": replace(_CHAT, save=saving.save_internvl()),
+    "internvl_chat": _chat("internvl_chat"),
     "janus": _demo(
         {"image_size": 128, "patch_size": 16, "projection_dim": 64},
         fields={"vq_config": {"channel_multiplier": [1, 1]}},
@@ -393,7 +418,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
     "siglip": _demo({"vision_use_head": True}),
     "siglip2": _demo({"vision_use_head": True}),
     "siglip_vision_model": _demo(fields={"vision_use_head": True}),
-    "skywork_chat": replace(_CHAT, save=saving.save_internvl("skywork_chat", "SkyworkR1VChatModel")),
+    "skywork_chat": _chat("skywork_chat"),
     "smolvlm": _demo(
         {"image_size": 60}, image={"video_sampling": {"fps": 1, "max_frames": 64, "video_size": {"longest_edge": 60}}}
     ),

@@ -120,11 +120,15 @@ def save_typed(model_type: str, vision_type: str = "") -> Save:
 
 
 _MLP = "hidden_size intermediate_size num_hidden_layers num_attention_heads"
-_INTERN_NAMES = (
-    (r"^(?:model\.)?multi_modal_projector\.layer_norm\.", "mlp1.0."),
-    (r"^(?:model\.)?multi_modal_projector\.linear_1\.", "mlp1.1."),
-    (r"^(?:model\.)?multi_modal_projector\.linear_2\.", "mlp1.3."),
-    (r"^(?:model\.)?vision_tower\.", "vision_model."),
+_MLP1 = (
+    (r"^projector\.layer_norm\.", "mlp1.0."),
+    (r"^projector\.linear_1\.", "mlp1.1."),
+    (r"^projector\.linear_2\.", "mlp1.3."),
+)
+EAGLE_NAMES = ((r"^tower\.", "vision_model.vision_model."), *_MLP1)
+INTERN_NAMES = (
+    *_MLP1,
+    (r"^tower\.", "vision_model."),
     (r"encoder\.layer\.", "encoder.layers."),
     (r"\.lambda_([12])$", r".ls\1"),
     (r"\.attention\.projection_layer\.", ".attn.proj."),
@@ -135,43 +139,6 @@ _INTERN_NAMES = (
     (r"\.position_embeddings$", ".position_embedding"),
     (r"\.patch_embeddings\.projection\.", ".patch_embedding."),
 )
-
-
-def _intern_vit(vision: Json) -> Json:
-    same = f"{_MLP} hidden_act layer_norm_eps norm_type use_qk_norm:qk_normalization attention_bias:qkv_bias"
-    sides = {"image_size": vision["image_size"][0], "patch_size": vision["patch_size"][0]}
-    return {"architectures": ["InternVisionModel"], "model_type": "intern_vit_6b", **taken(vision, same), **sides}
-
-
-save_intern_vit = save_published(_intern_vit, _INTERN_NAMES, fused=FUSED)
-
-
-def save_internvl(
-    model_type: str = "internvl_chat",
-    architecture: str = "InternVLChatModel",
-    **fields: object,
-) -> Save:
-    """As OpenGVLab writes it, with other fields of its kin."""
-
-    def settings(whole: Json) -> Json:
-        vision = _intern_vit(whole["vision_config"])
-        return {
-            "architectures": [architecture],
-            "model_type": model_type,
-            "downsample_ratio": 0.5,
-            "dynamic_image_size": True,
-            "force_image_size": vision["image_size"],
-            "max_dynamic_patch": 6,
-            "min_dynamic_patch": 1,
-            "ps_version": "v2",
-            "select_layer": -1,
-            "use_thumbnail": True,
-            "llm_config": {**whole["text_config"], "architectures": ["Qwen2ForCausalLM"]},
-            "vision_config": vision,
-            **fields,
-        }
-
-    return save_published(settings, _INTERN_NAMES, fused=FUSED)
 
 
 def save_step3(model_type: str) -> Save:
@@ -339,12 +306,6 @@ TIMM_NAMES = (
     (r"\.layer_norm([12])\.", r".norm\1."),
     (r"\.self_attn\.out_proj\.", ".attn.proj."),
     (r"\.self_attn\.", ".attn."),
-)
-EAGLE_NAMES = (
-    (r"^tower\.", "vision_model.vision_model."),
-    (r"^projector\.layer_norm\.", "mlp1.0."),
-    (r"^projector\.linear_1\.", "mlp1.1."),
-    (r"^projector\.linear_2\.", "mlp1.3."),
 )
 ONEVISION_NAMES = (
     (r"^tower\.patch_embed\.1\.", "model.visual.embeddings.patch_embedding."),
