@@ -29,6 +29,8 @@ _SAME = (
     "merge_kernel_size",
 )
 """Fields that Kimi-VL's tower has by the same names, and Kimi K3's behind `vt_` in part."""
+_EPSILON = torch.finfo(torch.float32).eps
+"""What torch adds by default, whatever the dtype of rows; layers are fused if it is given."""
 _K3: dict[str, object] = {
     **dict.fromkeys(("attn_bias", "linear_bias", "patch_embed_proj_bias"), False),
     "activation_func": "gelu_pytorch_tanh",
@@ -102,10 +104,10 @@ class KimiK3Vision(Kimi_K25VisionModel):
         super().__init__(config)  # type: ignore[arg-type]
         width, inner = config.hidden_size, config.head_dim * config.num_attention_heads
         self.patch_embed.proj.bias, self.patch_embed.pos_emb.interpolation_mode = None, "bilinear"
-        self.final_layernorm: Any = nn.RMSNorm(width)
+        self.final_layernorm: Any = nn.RMSNorm(width, eps=_EPSILON)
         layers: Any = self.layers
         for layer in layers:
-            layer.norm1, layer.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+            layer.norm1, layer.norm2 = nn.RMSNorm(width, eps=_EPSILON), nn.RMSNorm(width, eps=_EPSILON)
             layer.mlp.fc1.bias = layer.mlp.fc2.bias = None
             own = layer.attn
             own.head_dim, own.scaling = config.head_dim, config.head_dim**-0.5
