@@ -67,6 +67,12 @@ def onevision2(item: dict[str, Any], settings: dict[str, Any], weights: Weights)
     vision = SimpleNamespace(**settings["vision_config"])
     tower = llava_onevision2.LlavaOnevision2VisionTower(vision, settings["text_config"]["hidden_size"])
     _, rows, columns = item["grid"]
+    info = object.__new__(llava_onevision2.LlavaOnevision2ProcessingInfo)
+    info.get_hf_config = lambda: SimpleNamespace(vision_config=vision)
+    processor = SimpleNamespace(min_pixels=28 * 28, max_pixels=1 << 20)
+    assert len(item["rows"]) == info.get_num_image_tokens(
+        image_width=columns * 14, image_height=rows * 14, image_processor=processor
+    )
     numbers = torch.arange(rows * columns).view(rows // 2, 2, columns // 2, 2).transpose(1, 2).flatten()
     places = torch.stack([torch.zeros_like(numbers), numbers // columns, numbers % columns], dim=1)
     return weights.fill(tower, "model.visual.")(item["pixels"], torch.tensor([item["grid"]]), places)
