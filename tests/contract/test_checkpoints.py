@@ -124,6 +124,8 @@ def test_what_is_broken_is_named(harm: Break, message: str, copied: Checkpoints)
             "high_res_vision_config.num_hidden_layers is 9999, .* weights of 3 layers",
         ),
         ("kimi_k25", config(vision_config__num_attention_heads=0), "num_attention_heads is 0, but must be"),
+        ("kimi_k3", config(vision_config__norm_type="layernorm"), "vision_config.norm_type is 'layernorm'"),
+        ("llava_onevision2", config(vision_config__num_attention_heads=3), "hidden_size is 64, but must be heads of"),
         ("videollama3_qwen2", config(mm_projector_type="linear"), "mm_projector_type is 'linear', but must"),
         (
             "videollama3_qwen2",

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import CONFIG_MAPPING, AutoModel
 
 from reference import Alone, Array, stored
 from vitwire_server.demo.checkpoint import random_model
@@ -32,6 +33,17 @@ class Published(Alone):
         """The layer norm of this name."""
         weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
         return functional.layer_norm(states, states.shape[-1:], weight, bias, epsilon)
+
+    def rms(self, states: Tensor, name: str, epsilon: float) -> Tensor:
+        """The RMS norm of this name."""
+        wide = states.float()
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+        return self._weights[f"{name}.weight"] * scaled.to(states.dtype)
+
+    def embedded(self, tile: Tensor, name: str) -> Tensor:
+        """The patches of a tile `(C, H, W)` through the convolution of this name, `(patches, C)`."""
+        kernel = self._weights[f"{name}.weight"]
+        return functional.conv2d(tile, kernel, self._weights.get(f"{name}.bias"), stride=kernel.shape[-1]).flatten(1).T
 
     def siglip(self, states: Tensor, name: str, vision: dict[str, Any]) -> Tensor:
         """The layers and the last norm of a SigLIP tower, from embedded patches `(patches, C)`."""
@@ -114,22 +126,55 @@ class PublishedTiles(Published):
         raise NotImplementedError
 
 
-class Eagle(PublishedTiles):
-    """github.com/NVlabs/Eagle, Eagle2_5/eaglevl/model/eagle2_5/modeling_eagle2_5_vl.py: `extract_feature`."""
+class InternVL(PublishedTiles):
+    """The vision side of OpenGVLab's model, written down from its description.
+
+    The same of NVLM-D (huggingface.co/nvidia/NVLM-D-72B, modeling_nvlm_d.py), whose projector has no biases, of
+    H2OVL (huggingface.co/h2oai/h2ovl-mississippi-2b, modeling_h2ovl_chat.py) and of Skywork-R1V
+    (huggingface.co/Skywork/Skywork-R1V-38B, modeling_skywork_chat.py).
+    """
 
     def _rows(self, tile: Tensor) -> Tensor:
-        vision, name = self.settings["vision_config"], "vision_model.vision_model"
-        kernel, bias = (self.weight(f"{name}.embeddings.patch_embedding.{part}") for part in ("weight", "bias"))
-        patches = functional.conv2d(tile[None], kernel, bias, stride=vision["patch_size"])
-        _, columns, side, _ = patches.shape
-        states = patches[0].flatten(1).T + self.weight(f"{name}.embeddings.position_embedding.weight")
-        states = self.siglip(states, name, vision)
-        scale = self.settings["downsample_ratio"]
+        return self._shuffled(self.states(tile)[1:])
+
+    def states(self, tile: Tensor) -> Tensor:
+        """The last layer's, the class token's first."""
+        vision, prefix = self.settings["vision_config"], "vision_model.embeddings"
+        patches = self.embedded(tile, f"{prefix}.patch_embedding")
+        states = torch.cat([self.weight(f"{prefix}.class_embedding")[0], patches])
+        states = states + self.weight(f"{prefix}.position_embedding")[0]
+        epsilon = vision["layer_norm_eps"]
+        norm = self.rms if vision["norm_type"] == "rms_norm" else self.norm
+        for layer in range(vision["num_hidden_layers"]):
+            own = f"vision_model.encoder.layers.{layer}"
+            q, k, v = self.linear(norm(states, f"{own}.norm1", epsilon), f"{own}.attn.qkv").chunk(3, dim=-1)
+            if vision["qk_normalization"]:
+                q, k = (self.rms(each, f"{own}.attn.{name}_norm", epsilon) for name, each in (("q", q), ("k", k)))
+            mixed = self.linear(attention(q, k, v, vision["num_attention_heads"]), f"{own}.attn.proj")
+            states = states + mixed * self.weight(f"{own}.ls1")
+            hidden = functional.gelu(self.linear(norm(states, f"{own}.norm2", epsilon), f"{own}.mlp.fc1"))
+            states = states + self.linear(hidden, f"{own}.mlp.fc2") * self.weight(f"{own}.ls2")
+        return states
+
+    def _shuffled(self, states: Tensor) -> Tensor:
+        """Pixels shuffled, then projected."""
+        (count, columns), scale = states.shape, self.settings["downsample_ratio"]
+        side = round(count**0.5)
         short = int(side * scale)
         x = states.view(1, side, short, int(columns / scale)).permute(0, 2, 1, 3).contiguous()
         x = x.view(1, short, short, int(columns / scale**2)).permute(0, 2, 1, 3).reshape(short * short, -1)
         hidden = self.linear(self.norm(x, "mlp1.0", 1e-5), "mlp1.1")
         return self.linear(functional.gelu(hidden), "mlp1.3")
+
+
+class Eagle(InternVL):
+    """github.com/NVlabs/Eagle, Eagle2_5/eaglevl/model/eagle2_5/modeling_eagle2_5_vl.py: `extract_feature`."""
+
+    def _rows(self, tile: Tensor) -> Tensor:
+        name = "vision_model.vision_model"
+        patches = self.embedded(tile, f"{name}.embeddings.patch_embedding")
+        states = patches + self.weight(f"{name}.embeddings.position_embedding.weight")
+        return self._shuffled(self.siglip(states, name, self.settings["vision_config"]))
 
 
 class Nemotron(PublishedTiles):
@@ -140,21 +185,39 @@ class Nemotron(PublishedTiles):
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         super().__init__(checkpoint, dtype, device)
-        model: Any = random_model(self.settings["model_type"])
-        self._tower = model.model.vision_tower.to(device, dtype).eval()
-        self._biased = "mlp1.3.bias" in self._weights
-        if not self._biased:
-            self._tower.make_preprocessor_external()
+        parts: Any = random_model(self.settings["model_type"])
+        self._tower = parts["tower"].to(device, dtype).eval()
 
     def _rows(self, tile: Tensor) -> Tensor:
         patches = self._tower(tile[None]).features[0]
         short = round(len(patches) ** 0.5) // 2
         squares = patches.view(short, 2, short, 2, -1).transpose(1, 2).reshape(short**2, -1)
-        if self._biased:
+        if "mlp1.3.bias" in self._weights:
             return self.linear(functional.gelu(self.linear(self.norm(squares, "mlp1.0", 1e-5), "mlp1.1")), "mlp1.3")
-        normed = functional.rms_norm(squares.float(), squares.shape[-1:], eps=1e-5).to(squares.dtype)
-        hidden = self.linear(normed * self.weight("mlp1.0.weight"), "mlp1.1")
+        hidden = self.linear(self.rms(squares, "mlp1.0", 1e-5), "mlp1.1")
         return self.linear(functional.relu(hidden).square(), "mlp1.3")
+
+
+class Bailing(Published):
+    """github.com/vllm-project/vllm, bailing_moe_v3_vl.py: Qwen3.5's layers, a norm, and two linear layers."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        super().__init__(checkpoint, dtype, device)
+        kind: Any = CONFIG_MAPPING["qwen3_5"]
+        whole = kind(vision_config={**self.settings["vision_config"], "model_type": "qwen3_5_vision"})
+        self._tower: Any = AutoModel.from_config(whole.vision_config, dtype=dtype).eval().to(device)
+        own = {name.partition(".visual.")[2]: own for name, own in self._weights.items() if ".visual." in name}
+        assert not self._tower.load_state_dict(own, strict=False).unexpected_keys
+
+    @torch.inference_mode()
+    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
+        """The embedding of one image."""
+        assert crops is None
+        given = torch.as_tensor(pixels).to(self.device, self.dtype)
+        states = self._tower(given, grid_thw=torch.tensor([grid], device=self.device)).last_hidden_state
+        merged = self._tower.merger.norm(states).reshape(-1, 4 * states.shape[-1])
+        hidden = functional.gelu(self.linear(merged, "model.linear_proj.0"))
+        return self.linear(hidden, "model.linear_proj.2").float().cpu().numpy()
 
 
 class DeepseekVL2(PublishedTiles):
@@ -165,9 +228,7 @@ class DeepseekVL2(PublishedTiles):
 
     def _rows(self, tile: Tensor) -> Tensor:
         vision = self.settings["vision_config"]
-        kernel, bias = (self.weight(f"vision.patch_embed.proj.{name}") for name in ("weight", "bias"))
-        patches = functional.conv2d(tile[None], kernel, bias, stride=vision["patch_size"])
-        states = patches[0].flatten(1).T + self.weight("vision.pos_embed")[0]
+        states = self.embedded(tile, "vision.patch_embed.proj") + self.weight("vision.pos_embed")[0]
         for block in range(vision["layers"]):
             own = f"vision.blocks.{block}"
             q, k, v = self.linear(self.norm(states, f"{own}.norm1"), f"{own}.attn.qkv").chunk(3, dim=-1)
@@ -193,12 +254,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     return rows
 
 
-PUBLISHED: dict[str, type[MiniCPMV | PublishedTiles]] = {
-    "minicpmv": MiniCPMV,
-    "minicpmo": MiniCPMV,
+PUBLISHED: dict[str, type[Bailing | MiniCPMV | PublishedTiles]] = {
+    **dict.fromkeys(("minicpmv", "minicpmo"), MiniCPMV),
+    **dict.fromkeys(("internvl_chat", "NVLM_D", "h2ovl_chat", "skywork_chat"), InternVL),
+    "bailing_moe_v3_vl": Bailing,
     "deepseek_vl_v2": DeepseekVL2,
     "eagle_2_5_vl": Eagle,
-    "Llama_Nemotron_Nano_VL": Nemotron,
-    "NemotronH_Nano_VL_V2": Nemotron,
+    **dict.fromkeys(("Llama_Nemotron_Nano_VL", "NemotronH_Nano_VL_V2"), Nemotron),
 }
 """By `model_type`."""

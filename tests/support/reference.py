@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from packaging.version import Version
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn import functional
-from transformers import CONFIG_MAPPING, AutoModel
 
 from vitwire_server.demo.checkpoint import random_model
+from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 
 Array = NDArray[np.float32]
 TOLERANCE = 1e-5
@@ -116,42 +115,44 @@ class Kimi(SquarePatches):
         return rows
 
 
-def rebuilt(kind: Callable[..., Any]) -> Callable[..., Any]:
-    """The reference of a model that transformers has under other names: its demo's, as transformers writes it."""
+def renamed(reference: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The reference of a model that transformers has under other names: of its demo, as transformers writes it."""
 
-    def reference(checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+    def make(_: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
         with TemporaryDirectory() as folder:
-            settings = json.loads((checkpoint / "config.json").read_text())
-            random_model(settings["model_type"]).save_pretrained(folder)
-            return kind(Path(folder), dtype, device)
+            random_model(name).save_pretrained(folder)
+            return reference(Path(folder), dtype, device)
 
-    return reference
+    return make
 
 
-class Bailing(Alone):
-    """github.com/vllm-project/vllm, bailing_moe_v3_vl.py: Qwen3.5's layers, a norm, and two linear layers."""
+class Loaded(Alone):
+    """Our tower, which lays out each item by itself; vLLM's agrees (tests/engines/vllm/test_published_towers.py)."""
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
-        settings = json.loads((checkpoint / "config.json").read_text())
-        config: Any = CONFIG_MAPPING["qwen3_5"]
-        tower = config(vision_config={**settings["vision_config"], "model_type": "qwen3_5_vision"})
-        weights = {name: tensor.to(device, dtype) for name, tensor in stored(checkpoint).items()}
-        self._tower = AutoModel.from_config(tower.vision_config, dtype=dtype).eval().to(device)
-        own = {name.removeprefix("model.visual."): own for name, own in weights.items() if ".visual." in name}
-        assert not self._tower.load_state_dict(own, strict=False).unexpected_keys
-        self._projector = [weights[f"model.linear_proj.{n}.{part}"] for n in (0, 2) for part in ("weight", "bias")]
-        self.dtype, self.device = dtype, device
+        opened = open_checkpoint(str(checkpoint))
+        loaded = load_tower(opened, dtype=dtype, device=torch.device(device), track=lambda shards, *_: shards)
+        self.parts: Any = loaded.tower.modules
 
     @torch.inference_mode()
     def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
         """The embedding of one image."""
-        assert crops is None
-        given = torch.as_tensor(pixels).to(self.device, self.dtype)
-        states = self._tower(given, grid_thw=torch.tensor([grid], device=self.device)).last_hidden_state
-        merged = self._tower.merger.norm(states).reshape(-1, 4 * states.shape[-1])
-        first, bias, second, other = self._projector
-        hidden = functional.gelu(functional.linear(merged, first, bias))
-        return functional.linear(hidden, second, other).float().cpu().numpy()
+        rows: Array = self.rows(pixels.to(self.parts["tower"].dtype), grid).float().numpy()
+        return rows
+
+    def rows(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        """Its rows."""
+        return self.parts["tower"](pixels, grid_thw=torch.tensor([grid])).pooler_output  # type: ignore[no-any-return]
+
+
+class KimiK3(Loaded):
+    """One that is not asked to pool frames."""
+
+    def rows(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        patches = pixels.view(len(pixels), 3, 14, 14)
+        states = self.parts["tower"](patches, grid_thw=torch.tensor([grid])).last_hidden_state
+        squares = states.view(grid[1] // 2, 2, grid[2] // 2, 2, -1).transpose(1, 2).flatten(0, 1)
+        return self.parts["projector"](squares.flatten(1, 2))  # type: ignore[no-any-return]
 
 
 def _has_tower(model: Any) -> bool:

@@ -11,7 +11,7 @@ from ovis_reference import OriginalOvis
 from plain_reference import PLAIN, PlainReference
 from published_reference import PUBLISHED
 from raster_reference import RASTER
-from reference import Bailing, Kimi, Reference, SquarePatches, VideoLlama3, rebuilt
+from reference import Kimi, KimiK3, Loaded, Reference, SquarePatches, VideoLlama3, renamed
 from tile_reference import TileReference
 from videollama_reference import OriginalVideoLlama3
 from vitwire_server.towers.registry import FAMILIES
@@ -19,18 +19,20 @@ from vitwire_server.towers.registry import FAMILIES
 _RENAMED = ("alpamayo2_super", "intern_s2_preview", "interns1_pro", "interns2_mobius", "opencua")
 _OWN: Mapping[str, Callable[..., Any]] = {
     "kimi_k25": Kimi,
-    "kimi_vl": rebuilt(Kimi),
+    "kimi_k3": KimiK3,
+    "kimi_vl": renamed(Kimi, "kimi_vl"),
+    "llava_onevision2": Loaded,
     "ovis": OriginalOvis,
     "paddleocr_vl": SquarePatches,
     "video_llama_3": VideoLlama3,
     "videollama3_qwen2": OriginalVideoLlama3,
-    **dict.fromkeys(_RENAMED, rebuilt(Reference)),
-    "bailing_moe_v3_vl": Bailing,
-    "interns1": rebuilt(TileReference),
+    **{name: renamed(Reference, name) for name in _RENAMED},
+    "interns1": renamed(TileReference, "interns1"),
     **dict.fromkeys(PLAIN, PlainReference),
     **ASSEMBLED,
     **PUBLISHED,
     **RASTER,
+    "deepseek_vl_v2-deeplip_b_l": renamed(TileReference, "deepseek_vl_v2-deeplip_b_l"),
 }
 """Models that are asked in another way than others of their layout."""
 
