@@ -1,6 +1,7 @@
 """Towers that transformers has no classes for, written down from their authors' modelling code."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,18 @@ class Published(Alone):
         weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
         return functional.layer_norm(states, states.shape[-1:], weight, bias, epsilon)
 
-    def siglip(self, states: Tensor, name: str, vision: dict[str, Any]) -> Tensor:
-        """The layers and the last norm of a SigLIP tower, from embedded patches `(patches, C)`."""
+    def siglip(
+        self, states: Tensor, name: str, vision: dict[str, Any], turned: Callable[[Tensor], Tensor] = torch.clone
+    ) -> Tensor:
+        """The layers and the last norm of a SigLIP tower, from embedded patches `(patches, C)`.
+
+        Queries and keys are `turned` by their places.
+        """
         for layer in range(vision["num_hidden_layers"]):
             own = f"{name}.encoder.layers.{layer}"
             normed = self.norm(states, f"{own}.layer_norm1")
             q, k, v = (self.linear(normed, f"{own}.self_attn.{part}_proj") for part in "qkv")
-            mixed = attention(q, k, v, vision["num_attention_heads"])
+            mixed = attention(turned(q), turned(k), v, vision["num_attention_heads"])
             states = states + self.linear(mixed, f"{own}.self_attn.out_proj")
             hidden = self.linear(self.norm(states, f"{own}.layer_norm2"), f"{own}.mlp.fc1")
             states = states + self.linear(functional.gelu(hidden, approximate="tanh"), f"{own}.mlp.fc2")

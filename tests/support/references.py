@@ -12,6 +12,7 @@ from plain_reference import PLAIN, PlainReference
 from published_reference import PUBLISHED
 from raster_reference import RASTER
 from reference import Kimi, KimiVL, Reference, SquarePatches, VideoLlama3
+from rotary_reference import ROTARY
 from tile_reference import TileReference
 from videollama_reference import OriginalVideoLlama3
 from vitwire_server.towers.registry import FAMILIES
@@ -27,6 +28,7 @@ _OWN: Mapping[str, Callable[..., Any]] = {
     **ASSEMBLED,
     **PUBLISHED,
     **RASTER,
+    **ROTARY,
 }
 """Models that are asked in another way than others of their layout."""
 

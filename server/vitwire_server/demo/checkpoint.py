@@ -3,6 +3,7 @@
 import stat
 from collections.abc import Mapping
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import (
 )
 
 from vitwire_server.demo.models import DEMO_MODELS, DemoModel
+from vitwire_server.demo.published import of_row
 from vitwire_server.demo.saving import write_json
 from vitwire_server.demo.shrinking import Json, image_settings, shrunk, video_settings
 from vitwire_server.towers.family import Accepts
@@ -66,6 +68,8 @@ def _processor_files(model_type: str, demo: DemoModel) -> Mapping[str, Json]:
 def demo_config(model_type: str) -> PreTrainedConfig:
     """The configuration of the model that is built for a demo checkpoint of this type."""
     demo = DEMO_MODELS[model_type]
+    if demo.settings:
+        return FAMILIES[model_type].read_config(Path(), demo.settings)  # type: ignore[return-value]
     kind = CONFIG_MAPPING[demo.base or model_type]
     return kind(**shrunk(kind, deepcopy(demo.config)))
 
@@ -74,7 +78,8 @@ def random_model(model_type: str, seed: int = 0) -> PreTrainedModel:
     """The whole model of a demo checkpoint of this type, in bfloat16."""
     config = demo_config(model_type)
     automatic = (each.from_config for each in _AUTOMATIC if type(config) in each._model_mapping)  # noqa: SLF001
-    build = DEMO_MODELS[model_type].build or next(automatic)
+    demo = DEMO_MODELS[model_type]
+    build = partial(of_row, FAMILIES[model_type]) if demo.settings else demo.build or next(automatic)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # `randomise` adds to what transformers draws
         model: PreTrainedModel = build(config, dtype=torch.bfloat16)

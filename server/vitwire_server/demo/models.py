@@ -27,6 +27,8 @@ class DemoModel:
     """The processors' files in whole, if transformers has no such processor."""
     base: str = ""
     """`model_type` of the model that is built, if it is not the checkpoint's own."""
+    settings: Json = field(default_factory=dict)
+    """config.json in whole, if the model is made of the modules of its entry in the table of models."""
     build: published.Build | None = None
     """Makes the whole model of its configuration, if it is not the first automatic class that can."""
     save: saving.Save = saving.save_plain
@@ -43,6 +45,12 @@ def _demo(
     parts = {"vision_config": vision, "text_config": text}
     config = {name: part for name, part in parts.items() if part} | (fields or {})
     return DemoModel(config=config, **others)
+
+
+def _row(architecture: str, model_type: str, names: saving.Names, processor: str, **fields: object) -> DemoModel:
+    """A demo model of the modules of its entry, whose names in the table become those of the authors."""
+    whole = {"architectures": [architecture], "model_type": model_type, "hidden_size": 48, **fields}
+    return DemoModel(settings=whole, save=saving.save_published(lambda _: whole, names), processor=processor)
 
 
 def _file(**settings: object) -> Mapping[str, Json]:
@@ -173,6 +181,22 @@ _MINICPMV = _demo(
     files=_MINICPM_FILES,
     build=published.MINICPM,
 )
+_VIT: Json = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_channels": 3,
+    "num_hidden_layers": 3,
+    "patch_size": 14,
+}
+_DOTS_NAMES = (
+    (r"^tower\.", "vision_tower."),
+    (r"\.patch_embed\.", ".patch_embed.patchifier."),
+    (r"^vision_tower\.norm\.", "vision_tower.post_trunk_norm."),
+    (r"\.gate_proj\.", ".fc1."),
+    (r"\.down_proj\.", ".fc2."),
+    (r"\.up_proj\.", ".fc3."),
+)
 _WRITTEN: Mapping[str, DemoModel] = {
     "NVLM_D": replace(_CHAT, build=published.nvlm, save=saving.save_internvl("NVLM_D", "NVLM_D_Model")),
     "aria": _demo(
@@ -217,6 +241,13 @@ _WRITTEN: Mapping[str, DemoModel] = {
     "dinov3_vit": _demo(
         fields={"image_size": 70, "num_register_tokens": 4, "use_gated_mlp": True},
         image={**IMAGENET, **_square(56), "resample": 2},
+    ),
+    "dots_ocr": _row(
+        "DotsOCRForCausalLM",
+        "dots_ocr",
+        _DOTS_NAMES,
+        "qwen2_vl",
+        vision_config={**_VIT, "embed_dim": 64, "hidden_size": 48, "model_type": "dots_vit", "spatial_merge_size": 2},
     ),
     "eagle_2_5_vl": _demo(
         _LARGER,

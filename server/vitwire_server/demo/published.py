@@ -13,6 +13,7 @@ from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 from vitwire_server.demo.saving import Save, save_published, taken
 from vitwire_server.demo.shrinking import Json
 from vitwire_server.towers.configs import Config
+from vitwire_server.towers.family import Family
 from vitwire_server.towers.models.deepseek import DownsampleProjector
 from vitwire_server.towers.models.internvl import NvlmProjector
 from vitwire_server.towers.shared.parts import SingleParameter
@@ -38,6 +39,13 @@ def assembled(parts: Callable[[Any], Mapping[str, nn.Module]]) -> Build:
         return whole  # type: ignore[no-any-return]
 
     return build
+
+
+def of_row(row: Family, config: Config, dtype: torch.dtype) -> nn.Module:
+    """The modules of an entry of the table by their names there, and one layer in place of the language model's."""
+    made = {name: module.make(module.configuration(config)) for name, module in row.modules.items()}
+    model: nn.Module = assembled(lambda _: {**made, "llm": nn.Linear(512, 256)})(config, dtype)
+    return model
 
 
 MINICPM = assembled(

@@ -1,0 +1,25 @@
+"""Towers that differ from transformers' in single modules, imported only for their checkpoints."""
+
+from torch import nn
+from transformers.models.dots3_note.configuration_dots3_note import Dots3NoteVisionConfig
+from transformers.models.dots3_note.modeling_dots3_note import Dots3NoteVisionModel
+from transformers.models.paddleocr_vl.configuration_paddleocr_vl import PaddleOCRVisionConfig
+from transformers.models.paddleocr_vl.modeling_paddleocr_vl import PaddleOCRVisionModel
+
+
+class DotsOcr(Dots3NoteVisionModel):
+    """Queries and keys are not normalised."""
+
+    def __init__(self, config: Dots3NoteVisionConfig) -> None:
+        super().__init__(config)
+        for block in self.blocks:
+            block.attn.q_norm = block.attn.k_norm = nn.Identity()
+
+
+class SiglipNavit(PaddleOCRVisionModel):
+    """Ovis 2.5's: learned positions are resampled by a bicubic filter, and rows are not normalised."""
+
+    def __init__(self, config: PaddleOCRVisionConfig) -> None:
+        super().__init__(config)
+        self.vision_model.embeddings.interpolation_mode = "bicubic"
+        self.vision_model.post_layernorm = nn.Identity()
