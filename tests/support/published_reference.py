@@ -11,6 +11,8 @@ from torch.nn import functional
 
 from reference import Alone, Array, stored
 
+Turned = Callable[[Tensor], Tensor]
+
 
 class Published(Alone):
     """A checkpoint's own weights and settings, by their published names."""
@@ -33,13 +35,12 @@ class Published(Alone):
         weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
         return functional.layer_norm(states, states.shape[-1:], weight, bias, epsilon)
 
-    def siglip(
-        self, states: Tensor, name: str, vision: dict[str, Any], turned: Callable[[Tensor], Tensor] = torch.clone
-    ) -> Tensor:
-        """The layers and the last norm of a SigLIP tower, from embedded patches `(patches, C)`.
+    def siglip(self, states: Tensor, name: str, vision: dict[str, Any], turned: Turned = torch.clone) -> Tensor:
+        """The layers and the last norm of a SigLIP tower, from embedded patches `(patches, C)`."""
+        return self.norm(self.siglip_layers(states, name, vision, turned), f"{name}.post_layernorm")
 
-        Queries and keys are `turned` by their places.
-        """
+    def siglip_layers(self, states: Tensor, name: str, vision: dict[str, Any], turned: Turned) -> Tensor:
+        """The layers alone; queries and keys are `turned` by their places."""
         for layer in range(vision["num_hidden_layers"]):
             own = f"{name}.encoder.layers.{layer}"
             normed = self.norm(states, f"{own}.layer_norm1")
@@ -48,7 +49,7 @@ class Published(Alone):
             states = states + self.linear(mixed, f"{own}.self_attn.out_proj")
             hidden = self.linear(self.norm(states, f"{own}.layer_norm2"), f"{own}.mlp.fc1")
             states = states + self.linear(functional.gelu(hidden, approximate="tanh"), f"{own}.mlp.fc2")
-        return self.norm(states, f"{name}.post_layernorm")
+        return states
 
 
 class MiniCPMV(Published):

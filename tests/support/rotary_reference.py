@@ -1,5 +1,7 @@
 """Packed towers with rotary positions that transformers has no classes for, written down from their authors' code."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -60,7 +62,7 @@ class Rotary(Published):
 
 
 class DotsOcr(Rotary):
-    """modeling_dots_vision.py beside the weights of rednote-hilab/dots.ocr, and vllm/model_executor/models/dots_ocr.py."""
+    """modeling_dots_vision.py beside the weights of rednote-hilab/dots.ocr."""
 
     def rows(self, pixels: Tensor, grid: Grid) -> Tensor:
         name, width = "vision_tower", self.vision["embed_dim"]
@@ -84,5 +86,52 @@ class DotsOcr(Rotary):
         )
 
 
-ROTARY = {"dots_ocr": DotsOcr}
+class Keye(Rotary):
+    """vllm/model_executor/models/keye.py; all frames of a clip attend to each other."""
+
+    block = 1
+    per_patch = True
+
+    def item(self, grid: Grid, pixels: Tensor, crops: Tensor | None = None) -> Array:
+        if not self.per_patch:
+            return super().item(grid, pixels, crops)
+        with torch.inference_mode():
+            return self.rows(torch.as_tensor(pixels).to(self.dtype), grid).float().cpu().numpy()
+
+    def rows(self, pixels: Tensor, grid: Grid) -> Tensor:
+        states = self.embedded(pixels, "visual.vision_model.embeddings", grid, "bilinear")
+        states = self.siglip(states, "visual.vision_model", self.vision, partial(self.turned, grid=grid))
+        states = self.norm(states, "mlp_AR.pre_norm", 1e-5) if self.per_patch else states
+        t, h, w = grid
+        squares = states.view(t, h // 2, 2, w // 2, 2, -1).transpose(2, 3).reshape(t * h * w // 4, -1)
+        tokens = squares if self.per_patch else self.norm(squares, "mlp_AR.pre_norm", 1e-5)
+        return self.linear(functional.gelu(self.linear(tokens, "mlp_AR.linear_1")), "mlp_AR.linear_2")
+
+
+class Keye15(Keye):
+    """vllm/model_executor/models/keye_vl1_5.py; each frame alone, and one norm of the four patches of a token."""
+
+    per_patch = False
+
+
+class Ovis25(Rotary):
+    """modeling_ovis2_5.py beside the weights of AIDC-AI/Ovis2.5-*: `_encode` takes the last layer before its norm."""
+
+    vision_key = "vit_config"
+
+    def rows(self, pixels: Tensor, grid: Grid) -> Tensor:
+        name = "visual_tokenizer.vit.vision_model"
+        states = self.embedded(pixels, f"{name}.embeddings", grid, "bicubic")
+        states = self.siglip_layers(states, name, self.vision, partial(self.turned, grid=grid))
+        logits = self.linear(states.reshape(grid[1] * grid[2] // 4, -1), "visual_tokenizer.head.0")
+        chances = self.norm(logits, "visual_tokenizer.head.1", 1e-5).softmax(-1, dtype=torch.float32)
+        return functional.pad(chances.to(states.dtype), (0, 4)) @ self.weight("vte.weight")
+
+
+ROTARY = {
+    "dots_ocr": DotsOcr,
+    "Keye": Keye,
+    "KeyeVL1_5": Keye15,
+    **dict.fromkeys(("ovis2_5", "ovis2_6", "ovis2_6_moe", "ovis2_6_next"), Ovis25),
+}
 """By `model_type`."""

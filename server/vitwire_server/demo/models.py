@@ -197,8 +197,24 @@ _DOTS_NAMES = (
     (r"\.down_proj\.", ".fc2."),
     (r"\.up_proj\.", ".fc3."),
 )
+_NAVIT_NAMES = (
+    (r"^tower\.", "visual_tokenizer.vit."),
+    (r"^projector\.head", "visual_tokenizer.head"),
+    ("^projector.", ""),
+)
+_NAVIT = {**_VIT, "hidden_stride": 2, "image_size": 56, "model_type": "siglip2_navit"}
+_KEYE_NAMES = ((r"^tower\.", "visual."), (r"^projector\.", "mlp_AR."))
+_KEYE_VIT = {**_VIT, "image_size": 56, "spatial_merge_size": 2}
 _WRITTEN: Mapping[str, DemoModel] = {
     "NVLM_D": replace(_CHAT, build=published.nvlm, save=saving.save_internvl("NVLM_D", "NVLM_D_Model")),
+    **{
+        name: _row("Ovis2_5", name, _NAVIT_NAMES, "siglip", vit_config=_NAVIT, visual_vocab_size=68)
+        for name in ("ovis2_5", "ovis2_6", "ovis2_6_moe", "ovis2_6_next")
+    },
+    **{
+        name: _row(f"{name}ForConditionalGeneration", name, _KEYE_NAMES, "paddleocr_vl", vision_config=_KEYE_VIT)
+        for name in ("Keye", "KeyeVL1_5")
+    },
     "aria": _demo(
         {"image_size": 490, "patch_size": 49},
         fields={"projector_patch_to_query_dict": {"25": 4, "100": 8}},
@@ -382,9 +398,11 @@ _WRITTEN: Mapping[str, DemoModel] = {
     "smolvlm": _demo(
         {"image_size": 60}, image={"video_sampling": {"fps": 1, "max_frames": 64, "video_size": {"longest_edge": 60}}}
     ),
-    "step3_vl": replace(_STEP, base="step3p7", save=saving.save_step3("step3_vl")),
     "step3p7": _STEP,
-    "step_robotics": replace(_STEP, base="step3p7", save=saving.save_step3("step_robotics")),
+    **{
+        name: replace(_STEP, base="step3p7", save=saving.save_step3(name))
+        for name in ("step3_vl", "step5_vl", "step_robotics")
+    },
     "t5gemma2": _demo(fields={"encoder": {"vision_config": _LARGER}}),
     "t5gemma2_encoder": _demo(_LARGER, {"dropout_rate": 0.0}),
     "tipsv2": _demo(

@@ -17,9 +17,13 @@ def _dots_config(_: Path, settings: Mapping[str, Any]) -> Config:
     width, biased = own["hidden_size"], own.get("use_bias", False)
     vision = {
         **usual_fields(own, "num_channels", "spatial_merge_size", "rms_norm_eps"),
-        **{"hidden_size": own["embed_dim"], "adapter_in_dim": own["embed_dim"], "adapter_out_dim": width},
+        "hidden_size": own["embed_dim"],
+        "adapter_in_dim": own["embed_dim"],
+        "adapter_out_dim": width,
         "adapter_merge_size": own["spatial_merge_size"],
-        **{"attention_bias": biased, "mlp_bias": biased, "mlp_layer_types": ["dense"] * own["num_hidden_layers"]},
+        "attention_bias": biased,
+        "mlp_bias": biased,
+        "mlp_layer_types": ["dense"] * own["num_hidden_layers"],
     }
     others = {"text_config": {"hidden_size": width}, "audio_config": {"adapter_out_dim": width}}
     return new_config("dots3_note", vision_config=vision, **others, dtype=dtype_of(settings))
