@@ -8,7 +8,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
-from published_reference import Published
+from published_reference import Published, attention
 from reference import Array
 
 _TRUNK, _EMBEDDINGS = "visual_tokenizer.backbone.trunk.", "visual_tokenizer.backbone.preprocessor."
@@ -36,20 +36,15 @@ class OriginalOvis(Published):
         patches = (
             functional.conv2d(pixels, weight, bias, stride=self._backbone["patch_size"]).flatten(2).transpose(1, 2)
         )
-        states = self._norm(patches, f"{_EMBEDDINGS}patchifier.norm.") + self._weights[f"{_EMBEDDINGS}pos_embed"]
+        states = self._norm(patches, f"{_EMBEDDINGS}patchifier.norm") + self._weights[f"{_EMBEDDINGS}pos_embed"]
         for layer in range(self._backbone["num_hidden_layers"]):
-            block = f"{_TRUNK}blocks.{layer}."
-            states = states + self._attention(self._norm(states, f"{block}norm_1."), f"{block}attn.")
-            own = self._norm(states, f"{block}norm_2.")
-            gated = functional.silu(self.linear(own, f"{block}mlp.fc1")) * self.linear(own, f"{block}mlp.fc3")
-            states = states + self.linear(gated, f"{block}mlp.fc2")
-        return self._norm(states, f"{_TRUNK}post_trunk_norm.")
-
-    def _attention(self, states: Tensor, prefix: str) -> Tensor:
-        heads = self._backbone["num_attention_heads"]
-        q, k, v = self.linear(states, f"{prefix}qkv").unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
-        out = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        return self.linear(out, f"{prefix}proj")
+            block = f"{_TRUNK}blocks.{layer}"
+            fused = self.linear(self._norm(states, f"{block}.norm_1"), f"{block}.attn.qkv")
+            heads = self._backbone["num_attention_heads"]
+            mixed = torch.stack([attention(*tile.chunk(3, dim=-1), heads) for tile in fused])
+            states = states + self.linear(mixed, f"{block}.attn.proj")
+            states = states + self.gated(self._norm(states, f"{block}.norm_2"), f"{block}.mlp")
+        return self._norm(states, f"{_TRUNK}post_trunk_norm")
 
     def _merged(self, states: Tensor) -> Tensor:
         side, stride = round(states.shape[1] ** 0.5) // self._stride, self._stride
@@ -63,10 +58,8 @@ class OriginalOvis(Published):
         chances = functional.layer_norm(logits, logits.shape[-1:], weight, bias).softmax(-1)
         return functional.pad(chances, (0, 5))
 
-    def _norm(self, states: Tensor, prefix: str) -> Tensor:
-        wide = states.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._backbone["rms_norm_eps"])
-        return self._weights[f"{prefix}weight"] * scaled.to(states.dtype)
+    def _norm(self, states: Tensor, name: str) -> Tensor:
+        return self.rms(states, name, self._backbone["rms_norm_eps"])
 
 
 def original_tiles(image: Image.Image, side: int, most: int = 9) -> list[np.ndarray]:

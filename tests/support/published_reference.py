@@ -35,6 +35,17 @@ class Published(Alone):
         weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
         return functional.layer_norm(states, states.shape[-1:], weight, bias, epsilon)
 
+    def rms(self, states: Tensor, name: str, epsilon: float) -> Tensor:
+        """The norm of this name without a mean, computed in float32."""
+        wide = states.float()
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+        return self._weights[f"{name}.weight"] * scaled.to(states.dtype)
+
+    def gated(self, states: Tensor, name: str) -> Tensor:
+        """SwiGLU by the names that AIMv2 has."""
+        inner = functional.silu(self.linear(states, f"{name}.fc1")) * self.linear(states, f"{name}.fc3")
+        return self.linear(inner, f"{name}.fc2")
+
     def siglip(self, states: Tensor, name: str, vision: dict[str, Any], turned: Turned = torch.clone) -> Tensor:
         """The layers and the last norm of a SigLIP tower, from embedded patches `(patches, C)`."""
         return self.norm(self.siglip_layers(states, name, vision, turned), f"{name}.post_layernorm")

@@ -1,7 +1,5 @@
 """Packed towers with rotary positions that transformers has no classes for, written down from their authors' code."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -9,121 +7,102 @@ from torch.nn import functional
 from published_reference import Published, attention
 from reference import Array
 
-Grid = tuple[int, int, int]
-
 
 class Rotary(Published):
-    """One image or clip, whose patches lie token by token unless its `block` is 1."""
+    """One item at a time, whose patches lie token by token unless a `block` is one patch."""
 
-    block = 2
-    vision_key = "vision_config"
-
-    @property
-    def vision(self) -> dict[str, int]:
-        own: dict[str, int] = self.settings[self.vision_key]
-        return own
+    block, key, whole_clips = 2, "vision_config", False
 
     @torch.inference_mode()
-    def item(self, grid: Grid, pixels: Tensor, crops: Tensor | None = None) -> Array:
-        """The rows of one item."""
+    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
+        """Rows of an image, or of a clip whose frames are computed alone unless patches see whole clips."""
         assert crops is None
-        frames = [self.rows(own, (1, *grid[1:])) for own in torch.as_tensor(pixels).to(self.dtype).chunk(grid[0])]
-        return torch.cat(frames).float().cpu().numpy()
+        (frames, self.h, self.w), self.vision = grid, self.settings[self.key]
+        parts = torch.as_tensor(pixels).to(self.dtype).chunk(1 if self.whole_clips else frames)
+        return torch.cat([self.rows(part) for part in parts]).float().cpu().numpy()
 
-    def rows(self, pixels: Tensor, grid: Grid) -> Tensor:
+    def rows(self, pixels: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def ordered(self, rows: Tensor, grid: Grid) -> Tensor:
-        """What each patch of a frame `(h, w, ...)` has, `(patches, ...)` for all frames."""
-        h, w, n = grid[1] // self.block, grid[2] // self.block, self.block
-        blocks = rows.unflatten(1, (w, n)).unflatten(0, (h, n)).transpose(1, 2).flatten(0, 3)
-        return blocks.repeat(grid[0], *[1] * (blocks.ndim - 1))
+    def ordered(self, values: Tensor, patches: int) -> Tensor:
+        """What `(h, w, ...)` holds for each of `patches` of equal frames."""
+        squares = values.unflatten(1, (-1, self.block)).unflatten(0, (-1, self.block))
+        frame = squares.transpose(1, 2).flatten(0, 3)
+        return frame.repeat(patches // len(frame), *[1] * (frame.ndim - 1))
 
-    def turned(self, rows: Tensor, grid: Grid) -> Tensor:
-        """Queries or keys `(patches, C)`: a quarter of a head's columns for rows, the next for columns, and again."""
-        heads = rows.unflatten(1, (self.vision["num_attention_heads"], 2, -1)).float()
-        quarter = heads.shape[-1] // 2
-        frequencies = 1.0 / 10000 ** (torch.arange(quarter) / quarter)
-        places = torch.stack(torch.meshgrid(*map(torch.arange, grid[1:]), indexing="ij"), dim=-1)
-        angles = (self.ordered(places, grid)[..., None] * frequencies).flatten(1)[:, None]
-        first, second = heads.unbind(2)
-        halves = (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin())
+    def turned(self, rows: Tensor) -> Tensor:
+        """Queries or keys `(patches, C)`: both halves of a head by row, then by column, of their patch."""
+        first, second = rows.float().unflatten(1, (self.vision["num_attention_heads"], 2, -1)).unbind(2)
+        frequencies = 10000 ** -(torch.arange(0, first.shape[-1], 2) / first.shape[-1])
+        places = torch.cartesian_prod(torch.arange(self.h), torch.arange(self.w)).view(self.h, self.w, 2)
+        angles = (self.ordered(places, len(rows))[..., None] * frequencies).flatten(1)[:, None]
+        cosines, sines = angles.cos(), angles.sin()
+        halves = (first * cosines - second * sines, second * cosines + first * sines)
         return torch.stack(halves, dim=2).flatten(1).to(rows.dtype)
 
-    def embedded(self, pixels: Tensor, name: str, grid: Grid, mode: str) -> Tensor:
-        """Patches, and SigLIP's positions resampled to a frame."""
-        weight, bias = (self.weight(f"{name}.patch_embedding.{part}") for part in ("weight", "bias"))
-        table = self.weight(f"{name}.position_embedding.weight").float()
+    def embedded(self, pixels: Tensor, name: str) -> Tensor:
+        """Patches by the convolution of this name."""
+        weight, bias = (self.weight(f"{name}.{part}") for part in ("weight", "bias"))
+        return functional.linear(pixels.flatten(1), weight.flatten(1), bias)
+
+    def placed(self, pixels: Tensor, name: str, mode: str) -> Tensor:
+        """Patches with SigLIP's positions, which are resampled to a frame."""
+        table = self.weight(f"{name}.embeddings.position_embedding.weight").float()
         side = round(len(table) ** 0.5)
         square = table.T.reshape(1, -1, side, side)
-        resampled = functional.interpolate(square, size=grid[1:], mode=mode, align_corners=False)[0]
-        positions = self.ordered(resampled.permute(1, 2, 0), grid).to(self.dtype)
-        return functional.linear(pixels.flatten(1), weight.flatten(1), bias) + positions
+        resampled = functional.interpolate(square, size=(self.h, self.w), mode=mode, align_corners=False)[0]
+        positions = self.ordered(resampled.permute(1, 2, 0), len(pixels)).to(self.dtype)
+        return self.embedded(pixels, f"{name}.embeddings.patch_embedding") + positions
 
 
 class DotsOcr(Rotary):
     """modeling_dots_vision.py beside the weights of rednote-hilab/dots.ocr."""
 
-    def rows(self, pixels: Tensor, grid: Grid) -> Tensor:
-        name, width = "vision_tower", self.vision["embed_dim"]
-        patchifier = f"{name}.patch_embed.patchifier"
-        weight, bias = (self.weight(f"{patchifier}.proj.{part}") for part in ("weight", "bias"))
-        states = self.rms(functional.linear(pixels.flatten(1), weight.flatten(1), bias), f"{patchifier}.norm")
+    def rows(self, pixels: Tensor) -> Tensor:
+        patchifier = "vision_tower.patch_embed.patchifier"
+        states = self.rms(self.embedded(pixels, f"{patchifier}.proj"), f"{patchifier}.norm", 1e-5)
         for layer in range(self.vision["num_hidden_layers"]):
-            own = f"{name}.blocks.{layer}"
-            q, k, v = self.linear(self.rms(states, f"{own}.norm1"), f"{own}.attn.qkv").chunk(3, dim=-1)
-            mixed = attention(self.turned(q, grid), self.turned(k, grid), v, self.vision["num_attention_heads"])
+            own = f"vision_tower.blocks.{layer}"
+            q, k, v = self.linear(self.rms(states, f"{own}.norm1", 1e-5), f"{own}.attn.qkv").chunk(3, dim=-1)
+            mixed = attention(self.turned(q), self.turned(k), v, self.vision["num_attention_heads"])
             states = states + self.linear(mixed, f"{own}.attn.proj")
-            normed = self.rms(states, f"{own}.norm2")
-            gated = functional.silu(self.linear(normed, f"{own}.mlp.fc1")) * self.linear(normed, f"{own}.mlp.fc3")
-            states = states + self.linear(gated, f"{own}.mlp.fc2")
-        tokens = self.norm(self.rms(states, f"{name}.post_trunk_norm"), f"{name}.merger.ln_q").view(-1, 4 * width)
-        return self.linear(functional.gelu(self.linear(tokens, f"{name}.merger.mlp.0")), f"{name}.merger.mlp.2")
-
-    def rms(self, states: Tensor, name: str) -> Tensor:
-        return functional.rms_norm(states.float(), states.shape[-1:], eps=1e-5).to(states.dtype) * self.weight(
-            f"{name}.weight"
-        )
+            states = states + self.gated(self.rms(states, f"{own}.norm2", 1e-5), f"{own}.mlp")
+        normed = self.norm(self.rms(states, "vision_tower.post_trunk_norm", 1e-5), "vision_tower.merger.ln_q")
+        hidden = self.linear(normed.reshape(len(normed) // 4, -1), "vision_tower.merger.mlp.0")
+        return self.linear(functional.gelu(hidden), "vision_tower.merger.mlp.2")
 
 
 class Keye(Rotary):
-    """vllm/model_executor/models/keye.py; all frames of a clip attend to each other."""
+    """vllm/model_executor/models/keye.py: `Projector` normalises patches."""
 
-    block = 1
-    per_patch = True
+    block, whole_clips = 1, True
 
-    def item(self, grid: Grid, pixels: Tensor, crops: Tensor | None = None) -> Array:
-        if not self.per_patch:
-            return super().item(grid, pixels, crops)
-        with torch.inference_mode():
-            return self.rows(torch.as_tensor(pixels).to(self.dtype), grid).float().cpu().numpy()
-
-    def rows(self, pixels: Tensor, grid: Grid) -> Tensor:
-        states = self.embedded(pixels, "visual.vision_model.embeddings", grid, "bilinear")
-        states = self.siglip(states, "visual.vision_model", self.vision, partial(self.turned, grid=grid))
-        states = self.norm(states, "mlp_AR.pre_norm", 1e-5) if self.per_patch else states
-        t, h, w = grid
-        squares = states.view(t, h // 2, 2, w // 2, 2, -1).transpose(2, 3).reshape(t * h * w // 4, -1)
-        tokens = squares if self.per_patch else self.norm(squares, "mlp_AR.pre_norm", 1e-5)
+    def rows(self, pixels: Tensor) -> Tensor:
+        name = "visual.vision_model"
+        states = self.siglip(self.placed(pixels, name, "bilinear"), name, self.vision, self.turned)
+        states = self.norm(states, "mlp_AR.pre_norm", 1e-5) if self.whole_clips else states
+        tokens = (
+            states.view(-1, self.h // 2, 2, self.w // 2, 2, states.shape[-1]).transpose(2, 3).flatten(3).flatten(0, 2)
+        )
+        tokens = tokens if self.whole_clips else self.norm(tokens, "mlp_AR.pre_norm", 1e-5)
         return self.linear(functional.gelu(self.linear(tokens, "mlp_AR.linear_1")), "mlp_AR.linear_2")
 
 
 class Keye15(Keye):
-    """vllm/model_executor/models/keye_vl1_5.py; each frame alone, and one norm of the four patches of a token."""
+    """vllm/model_executor/models/keye_vl1_5.py: frames alone, and `KeyeVL1_5Projector` normalises tokens."""
 
-    per_patch = False
+    whole_clips = False
 
 
 class Ovis25(Rotary):
     """modeling_ovis2_5.py beside the weights of AIDC-AI/Ovis2.5-*: `_encode` takes the last layer before its norm."""
 
-    vision_key = "vit_config"
+    key = "vit_config"
 
-    def rows(self, pixels: Tensor, grid: Grid) -> Tensor:
+    def rows(self, pixels: Tensor) -> Tensor:
         name = "visual_tokenizer.vit.vision_model"
-        states = self.embedded(pixels, f"{name}.embeddings", grid, "bicubic")
-        states = self.siglip_layers(states, name, self.vision, partial(self.turned, grid=grid))
-        logits = self.linear(states.reshape(grid[1] * grid[2] // 4, -1), "visual_tokenizer.head.0")
+        states = self.siglip_layers(self.placed(pixels, name, "bicubic"), name, self.vision, self.turned)
+        logits = self.linear(states.reshape(len(states) // 4, -1), "visual_tokenizer.head.0")
         chances = self.norm(logits, "visual_tokenizer.head.1", 1e-5).softmax(-1, dtype=torch.float32)
         return functional.pad(chances.to(states.dtype), (0, 4)) @ self.weight("vte.weight")
 

@@ -47,10 +47,13 @@ def _demo(
     return DemoModel(config=config, **others)
 
 
-def _row(architecture: str, model_type: str, names: saving.Names, processor: str, **fields: object) -> DemoModel:
-    """A demo model of the modules of its entry, whose names in the table become those of the authors."""
-    whole = {"architectures": [architecture], "model_type": model_type, "hidden_size": 48, **fields}
-    return DemoModel(settings=whole, save=saving.save_published(lambda _: whole, names), processor=processor)
+def _rows(model_types: str, whole: Json, names: saving.Names, **others: Any) -> dict[str, DemoModel]:  # noqa: ANN401 - as above
+    """Demo models of the modules of their entries, with the authors' config.json, and their names of weights."""
+    of_types = {name: {"hidden_size": 48, "model_type": name, **whole} for name in model_types.split()}
+    return {
+        name: DemoModel(settings=own, save=saving.save_published(lambda _, own=own: own, names, fused=True), **others)
+        for name, own in of_types.items()
+    }
 
 
 def _file(**settings: object) -> Mapping[str, Json]:
@@ -105,17 +108,6 @@ _DEEPSEEK_FILES = {
         "patch_size": 14,
         "processor_class": "DeepseekVLV2Processor",
     }
-}
-_DEEPSEEK_FIELDS: Json = {
-    "processor": _RESOLUTIONS,
-    "projector": {
-        "depth": 2,
-        "downsample_ratio": 2,
-        "input_dim": 64,
-        "mlp_ratio": 1,
-        "n_embed": 64,
-        "projector_type": "downsample_mlp_gelu",
-    },
 }
 _LFM2_IMAGE: Json = {
     **HALF,
@@ -173,14 +165,6 @@ _INTERNVL = {**IMAGENET, **_TILED}
 _CHAT = _demo(
     {"image_size": [112, 112], "norm_type": "rms_norm", "use_qk_norm": True}, base="internvl", files=_INTERNVL_FILES
 )
-_MINICPMV = _demo(
-    {"image_size": 224},
-    {"hidden_size": 256},
-    fields={"query_num": 16},
-    base="deepseek_vl",
-    files=_MINICPM_FILES,
-    build=published.MINICPM,
-)
 _VIT: Json = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -189,32 +173,24 @@ _VIT: Json = {
     "num_hidden_layers": 3,
     "patch_size": 14,
 }
-_DOTS_NAMES = (
-    (r"^tower\.", "vision_tower."),
-    (r"\.patch_embed\.", ".patch_embed.patchifier."),
-    (r"^vision_tower\.norm\.", "vision_tower.post_trunk_norm."),
-    (r"\.gate_proj\.", ".fc1."),
-    (r"\.down_proj\.", ".fc2."),
-    (r"\.up_proj\.", ".fc3."),
-)
-_NAVIT_NAMES = (
-    (r"^tower\.", "visual_tokenizer.vit."),
-    (r"^projector\.head", "visual_tokenizer.head"),
-    ("^projector.", ""),
-)
-_NAVIT = {**_VIT, "hidden_stride": 2, "image_size": 56, "model_type": "siglip2_navit"}
-_KEYE_NAMES = ((r"^tower\.", "visual."), (r"^projector\.", "mlp_AR."))
-_KEYE_VIT = {**_VIT, "image_size": 56, "spatial_merge_size": 2}
 _WRITTEN: Mapping[str, DemoModel] = {
     "NVLM_D": replace(_CHAT, build=published.nvlm, save=saving.save_internvl("NVLM_D", "NVLM_D_Model")),
-    **{
-        name: _row("Ovis2_5", name, _NAVIT_NAMES, "siglip", vit_config=_NAVIT, visual_vocab_size=68)
-        for name in ("ovis2_5", "ovis2_6", "ovis2_6_moe", "ovis2_6_next")
-    },
-    **{
-        name: _row(f"{name}ForConditionalGeneration", name, _KEYE_NAMES, "paddleocr_vl", vision_config=_KEYE_VIT)
-        for name in ("Keye", "KeyeVL1_5")
-    },
+    **_rows(
+        "ovis2_5 ovis2_6 ovis2_6_moe ovis2_6_next",
+        {"visual_vocab_size": 68, "vit_config": {**_VIT, "hidden_stride": 2, "image_size": 56}},
+        (
+            (r"^tower\.", "visual_tokenizer.vit."),
+            (r"^projector\.(head)", r"visual_tokenizer.\1"),
+            (r"^projector\.", ""),
+        ),
+        processor="siglip",
+    ),
+    **_rows(
+        "Keye KeyeVL1_5",
+        {"vision_config": {**_VIT, "image_size": 56, "spatial_merge_size": 2}},
+        ((r"^tower\.", "visual."), (r"^projector\.", "mlp_AR.")),
+        processor="paddleocr_vl",
+    ),
     "aria": _demo(
         {"image_size": 490, "patch_size": 49},
         fields={"projector_patch_to_query_dict": {"25": 4, "100": 8}},
@@ -236,13 +212,24 @@ _WRITTEN: Mapping[str, DemoModel] = {
         fields={"high_res_vision_config": _WINDOWED_SAM},
         image={**_square(128, "high_res_size"), **{f"high_res_{name}": value for name, value in IMAGENET.items()}},
     ),
-    "deepseek_vl_v2": _demo(
-        {"image_size": 76},
-        fields=_DEEPSEEK_FIELDS,
-        base="deepseek_vl",
+    **_rows(
+        "deepseek_vl_v2",
+        {
+            **_RESOLUTIONS,
+            "projector_config": {"downsample_ratio": 2, "input_dim": 64, "mlp_ratio": 1, "n_embed": 64},
+            "vision_config": {
+                "heads": 4,
+                "image_size": 76,
+                "layers": 3,
+                "mlp_ratio": 1.5,
+                "model_name": "siglip_so400m_patch14_384",
+                "model_type": "vision",
+                "patch_size": 14,
+                "width": 64,
+            },
+        },
+        published.TIMM_NAMES,
         files=_DEEPSEEK_FILES,
-        build=published.DEEPSEEK,
-        save=published.save_deepseek,
     ),
     "deit": _demo(image=IMAGENET),
     "diffusion_gemma": _demo(
@@ -258,20 +245,22 @@ _WRITTEN: Mapping[str, DemoModel] = {
         fields={"image_size": 70, "num_register_tokens": 4, "use_gated_mlp": True},
         image={**IMAGENET, **_square(56), "resample": 2},
     ),
-    "dots_ocr": _row(
-        "DotsOCRForCausalLM",
+    **_rows(
         "dots_ocr",
-        _DOTS_NAMES,
-        "qwen2_vl",
-        vision_config={**_VIT, "embed_dim": 64, "hidden_size": 48, "model_type": "dots_vit", "spatial_merge_size": 2},
+        {"vision_config": {**_VIT, "embed_dim": 64, "hidden_size": 48, "spatial_merge_size": 2}},
+        published.DOTS_NAMES,
+        processor="qwen2_vl",
     ),
-    "eagle_2_5_vl": _demo(
-        _LARGER,
-        fields={"downsample_ratio": 0.5, "projector_hidden_act": "gelu"},
-        base="deepseek_vl",
+    **_rows(
+        "eagle_2_5_vl",
+        {
+            "downsample_ratio": 0.5,
+            "select_layer": -1,
+            "text_config": {"architectures": ["Qwen2ForCausalLM"], "hidden_size": 64},
+            "vision_config": {**_VIT, **_LARGER, **_SIGLIP},
+        },
+        published.EAGLE_NAMES,
         files=_EAGLE_FILES,
-        build=published.EAGLE,
-        save=published.save_eagle,
     ),
     "embedding_gemma2": _demo(_GEMMA4, image=_GEMMA4_IMAGE, save=saving.save_gemma4),
     "ernie4_5_vl_moe": _demo(text={"rope_parameters": {**MROPE, "mrope_section": [3, 3, 2]}}),
@@ -342,8 +331,18 @@ _WRITTEN: Mapping[str, DemoModel] = {
         fields={"image_grid_pinpoints": PINPOINTS[1:]}, image={"image_grid_pinpoints": PINPOINTS[1:]}
     ),
     "minicpm_ocr": replace(_MINICPM, image={**_MINICPM.image, **HALF, "patch_size": 14}),
-    "minicpmo": replace(_MINICPMV, save=published.save_minicpm("minicpmo", "MiniCPMO")),
-    "minicpmv": replace(_MINICPMV, save=published.save_minicpm("minicpmv", "MiniCPMV")),
+    **_rows(
+        "minicpmo minicpmv",
+        {
+            "drop_vision_last_layer": False,
+            "hidden_size": 256,
+            "query_num": 16,
+            "version": 2.6,
+            "vision_config": {**_VIT, "image_size": 224, "model_type": "siglip"},
+        },
+        ((r"^tower\.", "vpm."),),
+        files=_MINICPM_FILES,
+    ),
     "minicpmv4_6": _MINICPM,
     "minicpmv4_7": _MINICPM,
     "minimax_m3_vl": _demo(image=CLIP),

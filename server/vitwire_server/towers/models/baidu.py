@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,9 +69,8 @@ class TokenProjector(PatchProjector):
         return rows
 
 
-def _keye_config(_: Path, settings: Mapping[str, Any]) -> Config:
-    """Kuaishou's has the language model's fields beside the tower's."""
-    vision, width = settings["vision_config"], settings["hidden_size"]
+def same_tower(vision: Mapping[str, Any], width: int, settings: Mapping[str, Any]) -> Config:
+    """PaddleOCR-VL's configuration with the tower and the width of another maker's config.json."""
     own = usual_fields(vision, "num_channels", "layer_norm_eps", "spatial_merge_size")
     return new_config("paddleocr_vl", vision_config=own, text_config={"hidden_size": width}, dtype=dtype_of(settings))
 
@@ -105,7 +103,12 @@ PADDLEOCR_VL = PackedFamily(
 )
 
 _KEYE = variant(
-    PADDLEOCR_VL, "Keye", "Keye-VL", configuration=_keye_config, span=AttentionSpan.CLIP, videos=Accepts.PIXELS
+    PADDLEOCR_VL,
+    "Keye",
+    "Keye-VL",
+    configuration=lambda _, settings: same_tower(settings["vision_config"], settings["hidden_size"], settings),
+    span=AttentionSpan.CLIP,
+    videos=Accepts.PIXELS,
 )
 
 ROWS = (

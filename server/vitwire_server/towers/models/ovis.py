@@ -15,7 +15,7 @@ from vitwire_server.towers.configs import Config, changed, dtype_of, new_config,
 from vitwire_server.towers.family import Accepts, in_model, stripped
 from vitwire_server.towers.layouts.heads import Projected
 from vitwire_server.towers.layouts.tiles import TileFamily, side
-from vitwire_server.towers.models.baidu import PADDLEOCR_VL
+from vitwire_server.towers.models.baidu import PADDLEOCR_VL, same_tower
 from vitwire_server.towers.processors.settings import CLIP, images, per_channel, whole
 from vitwire_server.towers.processors.tiles import fits_tower, shade, tiled
 from vitwire_server.towers.shared.fused import position_tables, split_qkv
@@ -96,10 +96,13 @@ class VisualWords(nn.Module):
     The last words mark where images and clips begin and end.
     """
 
-    def __init__(self, columns: int, words: int, width: int) -> None:
+    def __init__(self, config: Config) -> None:
+        """`config` is the whole checkpoint's."""
         super().__init__()
-        self.head = nn.Sequential(nn.Linear(columns, words - _MARKS, bias=False), nn.LayerNorm(words - _MARKS))
-        self.vte = nn.Embedding(words, width)
+        vision, words = config.vision_config, config.visual_vocab_size
+        columns, own = vision.hidden_size * vision.spatial_merge_size**2, words - _MARKS
+        self.head = nn.Sequential(nn.Linear(columns, own, bias=False), nn.LayerNorm(own))
+        self.vte = nn.Embedding(words, config.text_config.hidden_size)
 
     def forward(self, patches: Tensor) -> Tensor:
         """`(patches, C)`, token by token, to `(tokens, width)`."""
@@ -109,17 +112,12 @@ class VisualWords(nn.Module):
 
 def _navit_config(_: Path, settings: Mapping[str, Any]) -> Config:
     """The tower is PaddleOCR-VL's but for the filter of learned positions, the order of patches and the last norm."""
-    own, text = settings["vit_config"], settings.get("llm_config") or {}
+    own = settings["vit_config"]
     fixed = {"fullatt_block_indexes": None, "num_patches": -1, "preserve_original_pe": True, "use_rope": True}
     for name, value in {"model_type": "siglip2_navit", "temporal_patch_size": 1, **fixed}.items():
         require(f"vit_config.{name}", own.get(name, value), value)
-    config = new_config(
-        "paddleocr_vl",
-        vision_config=usual_fields(own, "num_channels", "layer_norm_eps")
-        | {"spatial_merge_size": own["hidden_stride"]},
-        text_config={"hidden_size": settings.get("hidden_size") or text["hidden_size"]},
-        dtype=dtype_of(settings),
-    )
+    width = settings.get("hidden_size") or settings["llm_config"]["hidden_size"]
+    config = same_tower({**own, "spatial_merge_size": own["hidden_stride"]}, width, settings)
     return changed(config, {"visual_vocab_size": settings["visual_vocab_size"]})
 
 
@@ -158,15 +156,7 @@ _OVIS2_5 = variant(
         stripped("visual_tokenizer.vit."),
         ignored=("vision_model.post_layernorm.",),
     ),
-    beside=projector(
-        VisualWords,
-        {"visual_tokenizer.head.": "head.", "vte.": "vte."},
-        arguments=lambda config: (
-            config.vision_config.hidden_size * config.vision_config.spatial_merge_size**2,
-            config.visual_vocab_size,
-            config.text_config.hidden_size,
-        ),
-    ),
+    beside=projector(VisualWords, {"visual_tokenizer.head.": "head.", "vte.": "vte."}),
     head=Projected,
     inputs=replace(PADDLEOCR_VL.inputs, raster=False),
     images=Accepts.PIXELS,

@@ -11,22 +11,19 @@ from vitwire_server.towers.shared.parts import stock
 
 
 def _dots_config(_: Path, settings: Mapping[str, Any]) -> Config:
+    """rednote's calls the tower's columns `embed_dim`, and those of rows `hidden_size`."""
     own = settings["vision_config"]
-    for name, value in {"post_norm": True, "temporal_patch_size": 1, "is_causal": False}.items():
+    for name, value in {"is_causal": False, "post_norm": True, "temporal_patch_size": 1, "use_bias": False}.items():
         require(f"vision_config.{name}", own.get(name, value), value)
-    width, biased = own["hidden_size"], own.get("use_bias", False)
-    vision = {
-        **usual_fields(own, "num_channels", "spatial_merge_size", "rms_norm_eps"),
-        "hidden_size": own["embed_dim"],
-        "adapter_in_dim": own["embed_dim"],
-        "adapter_out_dim": width,
-        "adapter_merge_size": own["spatial_merge_size"],
-        "attention_bias": biased,
-        "mlp_bias": biased,
-        "mlp_layer_types": ["dense"] * own["num_hidden_layers"],
-    }
-    others = {"text_config": {"hidden_size": width}, "audio_config": {"adapter_out_dim": width}}
-    return new_config("dots3_note", vision_config=vision, **others, dtype=dtype_of(settings))
+    sides = {"hidden_size": own["embed_dim"], "adapter_in_dim": own["embed_dim"], "adapter_out_dim": own["hidden_size"]}
+    vision = usual_fields(own, "num_channels", "spatial_merge_size", "rms_norm_eps") | sides
+    return new_config(
+        "dots3_note",
+        vision_config=vision | {"mlp_layer_types": ["dense"] * own["num_hidden_layers"]},
+        text_config={"hidden_size": own["hidden_size"]},
+        audio_config={"adapter_out_dim": own["hidden_size"]},
+        dtype=dtype_of(settings),
+    )
 
 
 ROWS = (
