@@ -14,7 +14,6 @@ from raster_reference import RASTER
 from reference import Kimi, KimiVL, Reference, SquarePatches, VideoLlama3
 from rotary_reference import ROTARY
 from tile_reference import TileReference
-from videollama_reference import OriginalVideoLlama3
 from vitwire_server.towers.registry import FAMILIES
 
 _OWN: Mapping[str, Callable[..., Any]] = {
@@ -23,7 +22,6 @@ _OWN: Mapping[str, Callable[..., Any]] = {
     "ovis": OriginalOvis,
     "paddleocr_vl": SquarePatches,
     "video_llama_3": VideoLlama3,
-    "videollama3_qwen2": OriginalVideoLlama3,
     **dict.fromkeys(PLAIN, PlainReference),
     **ASSEMBLED,
     **PUBLISHED,

@@ -18,7 +18,7 @@ class Rotary(Published):
         """Rows of an image, or of a clip whose frames are computed alone unless patches see whole clips."""
         assert crops is None
         (frames, self.h, self.w), self.vision = grid, self.settings[self.key]
-        parts = torch.as_tensor(pixels).to(self.dtype).chunk(1 if self.whole_clips else frames)
+        parts = torch.as_tensor(pixels).to(self.device, self.dtype).chunk(1 if self.whole_clips else frames)
         return torch.cat([self.rows(part) for part in parts]).float().cpu().numpy()
 
     def rows(self, pixels: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ class Rotary(Published):
     def ordered(self, values: Tensor, patches: int) -> Tensor:
         """What `(h, w, ...)` holds for each of `patches` of equal frames."""
         squares = values.unflatten(1, (-1, self.block)).unflatten(0, (-1, self.block))
-        frame = squares.transpose(1, 2).flatten(0, 3)
+        frame: Tensor = squares.transpose(1, 2).flatten(0, 3)
         return frame.repeat(patches // len(frame), *[1] * (frame.ndim - 1))
 
     def turned(self, rows: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class Rotary(Published):
         first, second = rows.float().unflatten(1, (self.vision["num_attention_heads"], 2, -1)).unbind(2)
         frequencies = 10000 ** -(torch.arange(0, first.shape[-1], 2) / first.shape[-1])
         places = torch.cartesian_prod(torch.arange(self.h), torch.arange(self.w)).view(self.h, self.w, 2)
-        angles = (self.ordered(places, len(rows))[..., None] * frequencies).flatten(1)[:, None]
+        angles = (self.ordered(places, len(rows))[..., None] * frequencies).flatten(1)[:, None].to(self.device)
         cosines, sines = angles.cos(), angles.sin()
         halves = (first * cosines - second * sines, second * cosines + first * sines)
         return torch.stack(halves, dim=2).flatten(1).to(rows.dtype)
@@ -107,10 +107,31 @@ class Ovis25(Rotary):
         return functional.pad(chances.to(states.dtype), (0, 4)) @ self.weight("vte.weight")
 
 
+class VideoLlama3(Rotary):
+    """modeling_videollama3.py and modeling_videollama3_encoder.py beside the weights of DAMO-NLP-SG/VideoLLaMA3-7B.
+
+    An image's patches are its tokens; a clip's are resized by half, which makes means of four.
+    """
+
+    key = "vision_encoder_config"
+
+    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
+        self.block = 1 if grid[0] == 1 else 2
+        return super().item(grid, pixels, crops)
+
+    def rows(self, pixels: Tensor) -> Tensor:
+        name, readout = "model.vision_encoder", "model.mm_projector.readout"
+        patches = self.embedded(pixels, f"{name}.embeddings.patch_embedding")
+        states = self.siglip(patches, name, self.vision, self.turned)
+        tokens = states.view(-1, self.block**2, states.shape[-1]).mean(1)
+        return self.linear(functional.gelu(self.linear(tokens, f"{readout}.0")), f"{readout}.2")
+
+
 ROTARY = {
     "dots_ocr": DotsOcr,
     "Keye": Keye,
     "KeyeVL1_5": Keye15,
+    "videollama3_qwen2": VideoLlama3,
     **dict.fromkeys(("ovis2_5", "ovis2_6", "ovis2_6_moe", "ovis2_6_next"), Ovis25),
 }
 """By `model_type`."""

@@ -79,7 +79,7 @@ def random_model(model_type: str, seed: int = 0) -> PreTrainedModel:
     config = demo_config(model_type)
     automatic = (each.from_config for each in _AUTOMATIC if type(config) in each._model_mapping)  # noqa: SLF001
     demo = DEMO_MODELS[model_type]
-    build = partial(of_row, FAMILIES[model_type]) if demo.settings else demo.build or next(automatic)
+    build: Any = partial(of_row, FAMILIES[model_type]) if demo.settings else demo.build or next(automatic)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # `randomise` adds to what transformers draws
         model: PreTrainedModel = build(config, dtype=torch.bfloat16)

@@ -47,13 +47,13 @@ def _demo(
     return DemoModel(config=config, **others)
 
 
-def _rows(model_types: str, whole: Json, names: saving.Names, **others: Any) -> dict[str, DemoModel]:  # noqa: ANN401 - as above
+def _rows(model_types: str, whole: Json, names: saving.Names, like: DemoModel) -> dict[str, DemoModel]:
     """Demo models of the modules of their entries, with the authors' config.json, and their names of weights."""
-    of_types = {name: {"hidden_size": 48, "model_type": name, **whole} for name in model_types.split()}
-    return {
-        name: DemoModel(settings=own, save=saving.save_published(lambda _, own=own: own, names, fused=True), **others)
-        for name, own in of_types.items()
-    }
+
+    def row(own: Json) -> DemoModel:
+        return replace(like, settings=own, save=saving.save_published(lambda _: own, names, fused=True))
+
+    return {name: row({"hidden_size": 48, "model_type": name, **whole}) for name in model_types.split()}
 
 
 def _file(**settings: object) -> Mapping[str, Json]:
@@ -183,13 +183,13 @@ _WRITTEN: Mapping[str, DemoModel] = {
             (r"^projector\.(head)", r"visual_tokenizer.\1"),
             (r"^projector\.", ""),
         ),
-        processor="siglip",
+        DemoModel(processor="siglip"),
     ),
     **_rows(
         "Keye KeyeVL1_5",
         {"vision_config": {**_VIT, "image_size": 56, "spatial_merge_size": 2}},
         ((r"^tower\.", "visual."), (r"^projector\.", "mlp_AR.")),
-        processor="paddleocr_vl",
+        DemoModel(processor="paddleocr_vl"),
     ),
     "aria": _demo(
         {"image_size": 490, "patch_size": 49},
@@ -229,7 +229,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
             },
         },
         published.TIMM_NAMES,
-        files=_DEEPSEEK_FILES,
+        DemoModel(files=_DEEPSEEK_FILES),
     ),
     "deit": _demo(image=IMAGENET),
     "diffusion_gemma": _demo(
@@ -249,7 +249,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
         "dots_ocr",
         {"vision_config": {**_VIT, "embed_dim": 64, "hidden_size": 48, "spatial_merge_size": 2}},
         published.DOTS_NAMES,
-        processor="qwen2_vl",
+        DemoModel(processor="qwen2_vl"),
     ),
     **_rows(
         "eagle_2_5_vl",
@@ -260,7 +260,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
             "vision_config": {**_VIT, **_LARGER, **_SIGLIP},
         },
         published.EAGLE_NAMES,
-        files=_EAGLE_FILES,
+        DemoModel(files=_EAGLE_FILES),
     ),
     "embedding_gemma2": _demo(_GEMMA4, image=_GEMMA4_IMAGE, save=saving.save_gemma4),
     "ernie4_5_vl_moe": _demo(text={"rope_parameters": {**MROPE, "mrope_section": [3, 3, 2]}}),
@@ -341,7 +341,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
             "vision_config": {**_VIT, "image_size": 224, "model_type": "siglip"},
         },
         ((r"^tower\.", "vpm."),),
-        files=_MINICPM_FILES,
+        DemoModel(files=_MINICPM_FILES),
     ),
     "minicpmv4_6": _MINICPM,
     "minicpmv4_7": _MINICPM,

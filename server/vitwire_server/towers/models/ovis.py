@@ -91,22 +91,19 @@ class Ovis2(ProjectedTiles):
 
 
 class VisualWords(nn.Module):
-    """Means of the embeddings of visual words, by the probabilities that the tower gives each token.
-
-    The last words mark where images and clips begin and end.
-    """
+    """Means of visual words' embeddings by a token's probabilities; the last words mark where images begin and end."""
 
     def __init__(self, config: Config) -> None:
         """`config` is the whole checkpoint's."""
         super().__init__()
         vision, words = config.vision_config, config.visual_vocab_size
-        columns, own = vision.hidden_size * vision.spatial_merge_size**2, words - _MARKS
-        self.head = nn.Sequential(nn.Linear(columns, own, bias=False), nn.LayerNorm(own))
+        self._columns, own = vision.hidden_size * vision.spatial_merge_size**2, words - _MARKS
+        self.head = nn.Sequential(nn.Linear(self._columns, own, bias=False), nn.LayerNorm(own))
         self.vte = nn.Embedding(words, config.text_config.hidden_size)
 
     def forward(self, patches: Tensor) -> Tensor:
         """`(patches, C)`, token by token, to `(tokens, width)`."""
-        chances = self.head(patches.reshape(-1, self.head[0].in_features)).softmax(-1, dtype=torch.float32)
+        chances: Tensor = self.head(patches.reshape(-1, self._columns)).softmax(-1, dtype=torch.float32)
         return chances.to(patches.dtype) @ self.vte.weight[:-_MARKS]
 
 

@@ -1,5 +1,7 @@
 """Towers that differ from transformers' in single modules, imported only for their checkpoints."""
 
+from typing import Any
+
 from torch import nn
 from transformers.models.dots3_note.configuration_dots3_note import Dots3NoteVisionConfig
 from transformers.models.dots3_note.modeling_dots3_note import Dots3NoteVisionModel
@@ -12,7 +14,8 @@ class DotsOcr(Dots3NoteVisionModel):
 
     def __init__(self, config: Dots3NoteVisionConfig) -> None:
         super().__init__(config)
-        for block in self.blocks:
+        blocks: Any = self.blocks
+        for block in blocks:
             block.attn.q_norm = block.attn.k_norm = nn.Identity()
 
 
@@ -21,5 +24,6 @@ class SiglipNavit(PaddleOCRVisionModel):
 
     def __init__(self, config: PaddleOCRVisionConfig) -> None:
         super().__init__(config)
-        self.vision_model.embeddings.interpolation_mode = "bicubic"
-        self.vision_model.post_layernorm = nn.Identity()
+        inner: Any = self.vision_model
+        inner.embeddings.interpolation_mode = "bicubic"
+        inner.post_layernorm = nn.Identity()
