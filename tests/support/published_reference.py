@@ -35,6 +35,11 @@ class Published(Alone):
         weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
         return functional.layer_norm(states, states.shape[-1:], weight, bias, epsilon)
 
+    def embedded(self, pixels: Tensor, name: str) -> Tensor:
+        """Patches by the convolution of this name, which covers one."""
+        weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
+        return functional.linear(pixels.flatten(1), weight.flatten(1), bias)
+
     def rms(self, states: Tensor, name: str, epsilon: float) -> Tensor:
         """The norm of this name without a mean, computed in float32."""
         wide = states.float()
@@ -79,10 +84,7 @@ class MiniCPMV(Published):
 
     def _tower(self, pixels: Tensor, height: int, width: int) -> Tensor:
         vision = self.settings["vision_config"]
-        embedded = functional.linear(
-            pixels, self.weight("vpm.embeddings.patch_embedding.weight").flatten(1),
-            self.weight("vpm.embeddings.patch_embedding.bias"),
-        )  # fmt: skip
+        embedded = self.embedded(pixels, "vpm.embeddings.patch_embedding")
         states = embedded + self.weight("vpm.embeddings.position_embedding.weight")[self._positions(height, width)]
         return self.siglip(states, "vpm", vision)
 

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from published_reference import Published, attention
+from published_reference import PublishedTiles, attention
 from reference import Array
 
 
-class Rotary(Published):
+class Rotary(PublishedTiles):
     """One item at a time, whose patches lie token by token unless a `block` is one patch."""
 
     block, key, whole_clips = 2, "vision_config", False
@@ -19,10 +19,7 @@ class Rotary(Published):
         assert crops is None
         (frames, self.h, self.w), self.vision = grid, self.settings[self.key]
         parts = torch.as_tensor(pixels).to(self.device, self.dtype).chunk(1 if self.whole_clips else frames)
-        return torch.cat([self.rows(part) for part in parts]).float().cpu().numpy()
-
-    def rows(self, pixels: Tensor) -> Tensor:
-        raise NotImplementedError
+        return torch.cat([self._rows(part) for part in parts]).float().cpu().numpy()
 
     def ordered(self, values: Tensor, patches: int) -> Tensor:
         """What `(h, w, ...)` holds for each of `patches` of equal frames."""
@@ -40,11 +37,6 @@ class Rotary(Published):
         halves = (first * cosines - second * sines, second * cosines + first * sines)
         return torch.stack(halves, dim=2).flatten(1).to(rows.dtype)
 
-    def embedded(self, pixels: Tensor, name: str) -> Tensor:
-        """Patches by the convolution of this name."""
-        weight, bias = (self.weight(f"{name}.{part}") for part in ("weight", "bias"))
-        return functional.linear(pixels.flatten(1), weight.flatten(1), bias)
-
     def placed(self, pixels: Tensor, name: str, mode: str) -> Tensor:
         """Patches with SigLIP's positions, which are resampled to a frame."""
         table = self.weight(f"{name}.embeddings.position_embedding.weight").float()
@@ -58,7 +50,7 @@ class Rotary(Published):
 class DotsOcr(Rotary):
     """modeling_dots_vision.py beside the weights of rednote-hilab/dots.ocr."""
 
-    def rows(self, pixels: Tensor) -> Tensor:
+    def _rows(self, pixels: Tensor) -> Tensor:
         patchifier = "vision_tower.patch_embed.patchifier"
         states = self.rms(self.embedded(pixels, f"{patchifier}.proj"), f"{patchifier}.norm", 1e-5)
         for layer in range(self.vision["num_hidden_layers"]):
@@ -77,7 +69,7 @@ class Keye(Rotary):
 
     block, whole_clips = 1, True
 
-    def rows(self, pixels: Tensor) -> Tensor:
+    def _rows(self, pixels: Tensor) -> Tensor:
         name = "visual.vision_model"
         states = self.siglip(self.placed(pixels, name, "bilinear"), name, self.vision, self.turned)
         states = self.norm(states, "mlp_AR.pre_norm", 1e-5) if self.whole_clips else states
@@ -99,7 +91,7 @@ class Ovis25(Rotary):
 
     key = "vit_config"
 
-    def rows(self, pixels: Tensor) -> Tensor:
+    def _rows(self, pixels: Tensor) -> Tensor:
         name = "visual_tokenizer.vit.vision_model"
         states = self.siglip_layers(self.placed(pixels, name, "bicubic"), name, self.vision, self.turned)
         logits = self.linear(states.reshape(len(states) // 4, -1), "visual_tokenizer.head.0")
@@ -119,7 +111,7 @@ class VideoLlama3(Rotary):
         self.block = 1 if grid[0] == 1 else 2
         return super().item(grid, pixels, crops)
 
-    def rows(self, pixels: Tensor) -> Tensor:
+    def _rows(self, pixels: Tensor) -> Tensor:
         name, readout = "model.vision_encoder", "model.mm_projector.readout"
         patches = self.embedded(pixels, f"{name}.embeddings.patch_embedding")
         states = self.siglip(patches, name, self.vision, self.turned)

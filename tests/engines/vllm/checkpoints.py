@@ -11,7 +11,7 @@ from servers import PYTHON
 MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl")
 _INTERNVL_TOKENS = 16
 """Tokens of one tile of the tiny InternVL."""
-_WRITE = """
+WRITE = """
 import sys
 from pathlib import Path
 from vitwire_server.demo.checkpoint import write_demo_checkpoint
@@ -40,7 +40,7 @@ _TEMPLATE = (
 def write_checkpoints(folder: Path) -> dict[str, Path]:
     """The server's tiny checkpoints, each with a tokenizer of bytes; all by one process of its environment."""
     folders = {name: folder / name for name in MODEL_TYPES}
-    subprocess.run([PYTHON, "-c", _WRITE, str(folder), *MODEL_TYPES], check=True, capture_output=True)
+    subprocess.run([PYTHON, "-c", WRITE, str(folder), *MODEL_TYPES], check=True, capture_output=True)
     for each in folders.values():
         _write_tokenizer(each)
     tokens = {"processor_class": "InternVLProcessor", "image_seq_length": _INTERNVL_TOKENS}
