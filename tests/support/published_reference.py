@@ -37,8 +37,8 @@ class Published(Alone):
 
     def embedded(self, pixels: Tensor, name: str) -> Tensor:
         """Patches by the convolution of this name, which covers one."""
-        weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
-        return functional.linear(pixels.flatten(1), weight.flatten(1), bias)
+        kernel = self.weight(f"{name}.weight").flatten(1)
+        return functional.linear(pixels.flatten(1), kernel, self.weight(f"{name}.bias"))
 
     def rms(self, states: Tensor, name: str, epsilon: float) -> Tensor:
         """The norm of this name without a mean, computed in float32."""

@@ -33,8 +33,7 @@ class Rotary(PublishedTiles):
         frequencies = 10000 ** -(torch.arange(0, first.shape[-1], 2) / first.shape[-1])
         places = torch.cartesian_prod(torch.arange(self.h), torch.arange(self.w)).view(self.h, self.w, 2)
         angles = (self.ordered(places, len(rows))[..., None] * frequencies).flatten(1)[:, None].to(self.device)
-        cosines, sines = angles.cos(), angles.sin()
-        halves = (first * cosines - second * sines, second * cosines + first * sines)
+        halves = (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin())
         return torch.stack(halves, dim=2).flatten(1).to(rows.dtype)
 
     def placed(self, pixels: Tensor, name: str, mode: str) -> Tensor:
@@ -73,9 +72,7 @@ class Keye(Rotary):
         name = "visual.vision_model"
         states = self.siglip(self.placed(pixels, name, "bilinear"), name, self.vision, self.turned)
         states = self.norm(states, "mlp_AR.pre_norm", 1e-5) if self.whole_clips else states
-        tokens = (
-            states.view(-1, self.h // 2, 2, self.w // 2, 2, states.shape[-1]).transpose(2, 3).flatten(3).flatten(0, 2)
-        )
+        tokens = states.unflatten(0, (-1, self.h // 2, 2, self.w // 2, 2)).transpose(2, 3).flatten(3).flatten(0, 2)
         tokens = tokens if self.whole_clips else self.norm(tokens, "mlp_AR.pre_norm", 1e-5)
         return self.linear(functional.gelu(self.linear(tokens, "mlp_AR.linear_1")), "mlp_AR.linear_2")
 
@@ -100,10 +97,7 @@ class Ovis25(Rotary):
 
 
 class VideoLlama3(Rotary):
-    """modeling_videollama3.py and modeling_videollama3_encoder.py beside the weights of DAMO-NLP-SG/VideoLLaMA3-7B.
-
-    An image's patches are its tokens; a clip's are resized by half, which makes means of four.
-    """
+    """modeling_videollama3*.py beside the weights of DAMO-NLP-SG/VideoLLaMA3-7B: a clip's tokens are means of four."""
 
     key = "vision_encoder_config"
 

@@ -47,13 +47,16 @@ def _demo(
     return DemoModel(config=config, **others)
 
 
-def _rows(model_types: str, whole: Json, names: saving.Names, like: DemoModel) -> dict[str, DemoModel]:
-    """Demo models of the modules of their entries, with the authors' config.json, and their names of weights."""
+def _rows(types: str, whole: Json, names: saving.Names, like: DemoModel) -> dict[str, DemoModel]:
+    """Demo models of the modules of entries, `model_type:Class`, with the authors' config.json and names of weights."""
 
     def row(own: Json) -> DemoModel:
         return replace(like, settings=own, save=saving.save_published(lambda _: own, names, fused=True))
 
-    return {name: row({"hidden_size": 48, "model_type": name, **whole}) for name in model_types.split()}
+    named = (each.split(":") for each in types.split())
+    return {
+        name: row({"architectures": [kind], "hidden_size": 48, "model_type": name, **whole}) for name, kind in named
+    }
 
 
 def _file(**settings: object) -> Mapping[str, Json]:
@@ -176,17 +179,13 @@ _VIT: Json = {
 _WRITTEN: Mapping[str, DemoModel] = {
     "NVLM_D": replace(_CHAT, build=published.nvlm, save=saving.save_internvl("NVLM_D", "NVLM_D_Model")),
     **_rows(
-        "ovis2_5 ovis2_6 ovis2_6_moe ovis2_6_next",
+        "ovis2_5:Ovis2_5 ovis2_6:Ovis2_6ForCausalLM ovis2_6_moe:Ovis2_6_MoeForCausalLM ovis2_6_next:Ovis2_6_Next",
         {"visual_vocab_size": 68, "vit_config": {**_VIT, "hidden_stride": 2, "image_size": 56}},
-        (
-            (r"^tower\.", "visual_tokenizer.vit."),
-            (r"^projector\.(head)", r"visual_tokenizer.\1"),
-            (r"^projector\.", ""),
-        ),
+        ((r"^tower", "visual_tokenizer.vit"), (r"^projector\.head", "visual_tokenizer.head"), (r"^projector\.", "")),
         DemoModel(processor="siglip"),
     ),
     **_rows(
-        "Keye KeyeVL1_5",
+        "Keye:KeyeForConditionalGeneration KeyeVL1_5:KeyeVL1_5ForConditionalGeneration",
         {"vision_config": {**_VIT, "image_size": 56, "spatial_merge_size": 2}},
         ((r"^tower\.", "visual."), (r"^projector\.", "mlp_AR.")),
         DemoModel(processor="paddleocr_vl"),
@@ -213,7 +212,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
         image={**_square(128, "high_res_size"), **{f"high_res_{name}": value for name, value in IMAGENET.items()}},
     ),
     **_rows(
-        "deepseek_vl_v2",
+        "deepseek_vl_v2:DeepseekVLV2ForCausalLM",
         {
             **_RESOLUTIONS,
             "projector_config": {"downsample_ratio": 2, "input_dim": 64, "mlp_ratio": 1, "n_embed": 64},
@@ -246,13 +245,13 @@ _WRITTEN: Mapping[str, DemoModel] = {
         image={**IMAGENET, **_square(56), "resample": 2},
     ),
     **_rows(
-        "dots_ocr",
+        "dots_ocr:DotsOCRForCausalLM",
         {"vision_config": {**_VIT, "embed_dim": 64, "hidden_size": 48, "spatial_merge_size": 2}},
         published.DOTS_NAMES,
         DemoModel(processor="qwen2_vl"),
     ),
     **_rows(
-        "eagle_2_5_vl",
+        "eagle_2_5_vl:Eagle2_5_VLForConditionalGeneration",
         {
             "downsample_ratio": 0.5,
             "select_layer": -1,
@@ -332,7 +331,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
     ),
     "minicpm_ocr": replace(_MINICPM, image={**_MINICPM.image, **HALF, "patch_size": 14}),
     **_rows(
-        "minicpmo minicpmv",
+        "minicpmo:MiniCPMO minicpmv:MiniCPMV",
         {
             "drop_vision_last_layer": False,
             "hidden_size": 256,

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from servers import PYTHON
 
-MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl")
+MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl", "dots_ocr")
 _INTERNVL_TOKENS = 16
 """Tokens of one tile of the tiny InternVL."""
 WRITE = """
@@ -43,6 +43,8 @@ def write_checkpoints(folder: Path) -> dict[str, Path]:
     subprocess.run([PYTHON, "-c", WRITE, str(folder), *MODEL_TYPES], check=True, capture_output=True)
     for each in folders.values():
         _write_tokenizer(each)
+    for file in folders["dots_ocr"].glob("tokenizer*"):
+        file.write_text(file.read_text().replace("<|image_pad|>", "<|imgpad|>"))
     tokens = {"processor_class": "InternVLProcessor", "image_seq_length": _INTERNVL_TOKENS}
     (folders["internvl"] / "processor_config.json").write_text(json.dumps(tokens))
     return folders
