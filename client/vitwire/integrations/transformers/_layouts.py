@@ -63,7 +63,6 @@ _SAME = {
     "videollama3_qwen2": "video_llama_3",
     "step3_vl": "step3p7",
     "step_robotics": "step3p7",
-    "step5_vl": "step3p7",
 }
 """Checkpoints of another layout, or with more parts, of the same tower."""
 

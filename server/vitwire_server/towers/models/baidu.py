@@ -69,9 +69,10 @@ class TokenProjector(PatchProjector):
         return rows
 
 
-def same_tower(vision: Mapping[str, Any], width: int, settings: Mapping[str, Any]) -> Config:
-    """PaddleOCR-VL's configuration with the tower and the width of another maker's config.json."""
-    own = usual_fields(vision, "num_channels", "layer_norm_eps", "spatial_merge_size")
+def same_tower(vision: Mapping[str, Any], settings: Mapping[str, Any]) -> Config:
+    """PaddleOCR-VL's configuration with this tower, and rows for the language model of another maker's config.json."""
+    width = (settings.get("text_config") or settings.get("llm_config") or settings)["hidden_size"]
+    own = usual_fields(vision, "hidden_act", "layer_norm_eps", "num_channels", "spatial_merge_size")
     return new_config("paddleocr_vl", vision_config=own, text_config={"hidden_size": width}, dtype=dtype_of(settings))
 
 
@@ -106,7 +107,7 @@ _KEYE = variant(
     PADDLEOCR_VL,
     "Keye",
     "Keye-VL",
-    configuration=lambda _, settings: same_tower(settings["vision_config"], settings["hidden_size"], settings),
+    configuration=lambda _, settings: same_tower(settings["vision_config"], settings),
     span=AttentionSpan.CLIP,
     videos=Accepts.PIXELS,
 )

@@ -113,8 +113,7 @@ def _navit_config(_: Path, settings: Mapping[str, Any]) -> Config:
     fixed = {"fullatt_block_indexes": None, "num_patches": -1, "preserve_original_pe": True, "use_rope": True}
     for name, value in {"model_type": "siglip2_navit", "temporal_patch_size": 1, **fixed}.items():
         require(f"vit_config.{name}", own.get(name, value), value)
-    width = settings.get("hidden_size") or settings["llm_config"]["hidden_size"]
-    config = same_tower({**own, "spatial_merge_size": own["hidden_stride"]}, width, settings)
+    config = same_tower({**own, "spatial_merge_size": own["hidden_stride"]}, settings)
     return changed(config, {"visual_vocab_size": settings["visual_vocab_size"]})
 
 
