@@ -84,6 +84,12 @@ def test_what_is_broken_is_named(harm: Break, message: str, copied: Checkpoints)
             "vision_config.temporal_merge_size is 3, but must be 2",
         ),
         ("qwen3_vl", config(vision_config__depth=100_000_000), "depth is 100000000, but must be at most"),
+        ("dots_ocr", config(vision_config__post_norm=False), "vision_config.post_norm is False, but must be True"),
+        (
+            "ovis2_5",
+            config(vit_config__fullatt_block_indexes="1|2"),
+            "fullatt_block_indexes is '1|2', but must be None",
+        ),
         (
             "qwen3_omni_moe",
             config(code2wav_config__num_hidden_layers=100_000_000),

@@ -1,6 +1,7 @@
 """Towers that transformers has no classes for, written down from their authors' modelling code."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from transformers import CONFIG_MAPPING, AutoModel
 
 from reference import Alone, Array, stored
 from vitwire_server.demo.checkpoint import random_model
+
+Turned = Callable[[Tensor], Tensor]
 
 
 class Published(Alone):
@@ -40,22 +43,33 @@ class Published(Alone):
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
         return self._weights[f"{name}.weight"] * scaled.to(states.dtype)
 
-    def embedded(self, tile: Tensor, name: str) -> Tensor:
-        """The patches of a tile `(C, H, W)` through the convolution of this name, `(patches, C)`."""
+    def embedded(self, pixels: Tensor, name: str) -> Tensor:
+        """A tile `(C, H, W)`, or patches of as many values as the convolution of this name covers: `(patches, C)`."""
         kernel = self._weights[f"{name}.weight"]
-        return functional.conv2d(tile, kernel, self._weights.get(f"{name}.bias"), stride=kernel.shape[-1]).flatten(1).T
+        size = kernel.shape[-2:]
+        patches = functional.unfold(pixels, size, stride=size).T if pixels.ndim == 3 else pixels
+        return functional.linear(patches, kernel.flatten(1), self._weights.get(f"{name}.bias"))
 
-    def siglip(self, states: Tensor, name: str, vision: dict[str, Any]) -> Tensor:
+    def gated(self, states: Tensor, name: str) -> Tensor:
+        """SwiGLU by the names that AIMv2 has."""
+        inner = functional.silu(self.linear(states, f"{name}.fc1")) * self.linear(states, f"{name}.fc3")
+        return self.linear(inner, f"{name}.fc2")
+
+    def siglip(self, states: Tensor, name: str, vision: dict[str, Any], turned: Turned = torch.clone) -> Tensor:
         """The layers and the last norm of a SigLIP tower, from embedded patches `(patches, C)`."""
+        return self.norm(self.siglip_layers(states, name, vision, turned), f"{name}.post_layernorm")
+
+    def siglip_layers(self, states: Tensor, name: str, vision: dict[str, Any], turned: Turned) -> Tensor:
+        """The layers alone; queries and keys are `turned` by their places."""
         for layer in range(vision["num_hidden_layers"]):
             own = f"{name}.encoder.layers.{layer}"
             normed = self.norm(states, f"{own}.layer_norm1")
             q, k, v = (self.linear(normed, f"{own}.self_attn.{part}_proj") for part in "qkv")
-            mixed = attention(q, k, v, vision["num_attention_heads"])
+            mixed = attention(turned(q), turned(k), v, vision["num_attention_heads"])
             states = states + self.linear(mixed, f"{own}.self_attn.out_proj")
             hidden = self.linear(self.norm(states, f"{own}.layer_norm2"), f"{own}.mlp.fc1")
             states = states + self.linear(functional.gelu(hidden, approximate="tanh"), f"{own}.mlp.fc2")
-        return self.norm(states, f"{name}.post_layernorm")
+        return states
 
 
 class MiniCPMV(Published):
@@ -74,10 +88,7 @@ class MiniCPMV(Published):
 
     def _tower(self, pixels: Tensor, height: int, width: int) -> Tensor:
         vision = self.settings["vision_config"]
-        embedded = functional.linear(
-            pixels, self.weight("vpm.embeddings.patch_embedding.weight").flatten(1),
-            self.weight("vpm.embeddings.patch_embedding.bias"),
-        )  # fmt: skip
+        embedded = self.embedded(pixels, "vpm.embeddings.patch_embedding")
         states = embedded + self.weight("vpm.embeddings.position_embedding.weight")[self._positions(height, width)]
         return self.siglip(states, "vpm", vision)
 

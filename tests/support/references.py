@@ -12,8 +12,8 @@ from plain_reference import PLAIN, PlainReference
 from published_reference import PUBLISHED
 from raster_reference import RASTER
 from reference import Kimi, KimiK3, Loaded, Reference, SquarePatches, VideoLlama3, renamed
+from rotary_reference import ROTARY
 from tile_reference import TileReference
-from videollama_reference import OriginalVideoLlama3
 from vitwire_server.towers.registry import FAMILIES
 
 _RENAMED = ("alpamayo2_super", "intern_s2_preview", "interns1_pro", "interns2_mobius", "opencua")
@@ -25,7 +25,6 @@ _OWN: Mapping[str, Callable[..., Any]] = {
     "ovis": OriginalOvis,
     "paddleocr_vl": SquarePatches,
     "video_llama_3": VideoLlama3,
-    "videollama3_qwen2": OriginalVideoLlama3,
     **{name: renamed(Reference, name) for name in _RENAMED},
     "interns1": renamed(TileReference, "interns1"),
     **dict.fromkeys(PLAIN, PlainReference),
@@ -33,6 +32,7 @@ _OWN: Mapping[str, Callable[..., Any]] = {
     **PUBLISHED,
     **RASTER,
     "deepseek_vl_v2-deeplip_b_l": renamed(TileReference, "deepseek_vl_v2-deeplip_b_l"),
+    **ROTARY,
 }
 """Models that are asked in another way than others of their layout."""
 

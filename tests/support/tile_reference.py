@@ -145,5 +145,5 @@ _FEATURES: dict[str, Callable[[Any, Tensor, Tensor | None], Tensor]] = {
 }
 
 
-_SAME = {"step3_vl": "step3p7", "step_robotics": "step3p7"}
+_SAME = {"step3_vl": "step3p7", "step_robotics": "step3p7", "step5_vl": "step3p7"}
 """Models that transformers has under another name only."""

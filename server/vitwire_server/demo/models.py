@@ -166,13 +166,13 @@ _INTERNVL: DemoModel = _demo(
     image={**IMAGENET, **_TILED},
 )
 _USUAL: Json = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 3}
+_VIT: Json = {**_USUAL, "num_channels": 3, "patch_size": 14}
 _WIDE_HEADS: Json = {"intermediate_size": 128, "num_attention_heads": 2}
 _INTERN: Json = {
-    **_USUAL,
+    **_VIT,
     "image_size": 112,
     "layer_norm_eps": 1e-6,
     "norm_type": "rms_norm",
-    "patch_size": 14,
     "qk_normalization": True,
     "qkv_bias": False,
 }
@@ -192,7 +192,7 @@ _MINICPMV: Json = {
     "hidden_size": 256,
     "query_num": 16,
     "version": 2.6,
-    "vision_config": {**_USUAL, "image_size": 224, "model_type": "siglip", "patch_size": 14},
+    "vision_config": {**_VIT, "image_size": 224, "model_type": "siglip"},
 }
 
 
@@ -212,6 +212,15 @@ def _nemotron(name: str, columns: int, **image: object) -> DemoModel:
 
 
 _WRITTEN: Mapping[str, DemoModel] = {
+    **{
+        name: _authors(
+            name,
+            {"hidden_size": 48, "vision_config": {**_VIT, "image_size": 56, "spatial_merge_size": 2}},
+            ((r"^tower\.", "visual."), (r"^projector\.", "mlp_AR.")),
+            _demo(processor="paddleocr_vl"),
+        )
+        for name in ("Keye", "KeyeVL1_5")
+    },
     "Llama_Nemotron_Nano_VL": _nemotron("Llama_Nemotron_Nano_VL", 64, do_normalize=False),
     "NVLM_D": _chat("NVLM_D"),
     "NemotronH_Nano_VL_V2": _nemotron("NemotronH_Nano_VL_V2", 96),
@@ -293,13 +302,23 @@ _WRITTEN: Mapping[str, DemoModel] = {
         fields={"image_size": 70, "num_register_tokens": 4, "use_gated_mlp": True},
         image={**IMAGENET, **_square(56), "resample": 2},
     ),
+    "dots_ocr": _authors(
+        "dots_ocr",
+        {
+            "architectures": ["DotsOCRForCausalLM"],
+            "hidden_size": 48,
+            "vision_config": {**_VIT, "embed_dim": 64, "hidden_size": 48, "spatial_merge_size": 2},
+        },
+        saving.DOTS_NAMES,
+        _demo(processor="qwen2_vl"),
+    ),
     "eagle_2_5_vl": _authors(
         "eagle_2_5_vl",
         {
             "downsample_ratio": 0.5,
             "select_layer": -1,
             "text_config": {"hidden_size": 64, "model_type": "qwen2"},
-            "vision_config": {**_USUAL, **_LARGER, **_SIGLIP, "patch_size": 14},
+            "vision_config": {**_VIT, **_LARGER, **_SIGLIP},
         },
         saving.EAGLE_NAMES,
         _demo(files=_EAGLE_FILES),
@@ -385,7 +404,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
         "llava_onevision2",
         {
             "text_config": {"hidden_size": 64},
-            "vision_config": {**_USUAL, **_WIDE_HEADS, "patch_size": 14, "spatial_merge_size": 2},
+            "vision_config": {**_VIT, **_WIDE_HEADS, "spatial_merge_size": 2},
         },
         saving.ONEVISION_NAMES,
         _demo(image=CLIP, processor="qwen2_vl"),
@@ -400,8 +419,10 @@ _WRITTEN: Mapping[str, DemoModel] = {
         fields={"image_grid_pinpoints": PINPOINTS[1:]}, image={"image_grid_pinpoints": PINPOINTS[1:]}
     ),
     "minicpm_ocr": replace(_MINICPM, image={**_MINICPM.image, **HALF, "patch_size": 14}),
-    "minicpmo": _authors("minicpmo", _MINICPMV, ((r"^tower\.", "vpm."),), _demo(files=_MINICPM_FILES)),
-    "minicpmv": _authors("minicpmv", _MINICPMV, ((r"^tower\.", "vpm."),), _demo(files=_MINICPM_FILES)),
+    **{
+        name: _authors(name, _MINICPMV, ((r"^tower\.", "vpm."),), _demo(files=_MINICPM_FILES))
+        for name in ("minicpmo", "minicpmv")
+    },
     **dict.fromkeys(("minicpmv4_6", "minicpmv4_7"), _MINICPM),
     "minimax_m3_vl": _demo(image=CLIP),
     "mistral3": _demo(_PIXTRAL, image=_PIXTRAL_IMAGE),
@@ -421,6 +442,19 @@ _WRITTEN: Mapping[str, DemoModel] = {
     "opencua": _demo(base="qwen2_5_vl", save=saving.save_opencua),
     "ovis": replace(_OVIS, base="ovis2", files=_OVIS_FILES, save=saving.save_ovis),
     "ovis2": _OVIS,
+    **{
+        name: _authors(
+            name,
+            {
+                "hidden_size": 48,
+                "visual_vocab_size": 68,
+                "vit_config": {**_VIT, "hidden_stride": 2, "image_size": 56},
+            },
+            saving.OVIS2_5_NAMES,
+            _demo(processor="siglip"),
+        )
+        for name in ("ovis2_5", "ovis2_6", "ovis2_6_moe", "ovis2_6_next")
+    },
     "paligemma": _demo(fields={"projection_dim": 64}),
     "paddleocr_vl": _demo(text={"rope_parameters": MROPE}),
     "phi4_multimodal": _PHI,
@@ -452,9 +486,11 @@ _WRITTEN: Mapping[str, DemoModel] = {
     "smolvlm": _demo(
         {"image_size": 60}, image={"video_sampling": {"fps": 1, "max_frames": 64, "video_size": {"longest_edge": 60}}}
     ),
-    "step3_vl": replace(_STEP, base="step3p7", save=saving.save_step3("step3_vl")),
     "step3p7": _STEP,
-    "step_robotics": replace(_STEP, base="step3p7", save=saving.save_step3("step_robotics")),
+    **{
+        name: replace(_STEP, base="step3p7", save=saving.save_step3(name))
+        for name in ("step3_vl", "step5_vl", "step_robotics")
+    },
     "t5gemma2": _demo(fields={"encoder": {"vision_config": _LARGER}}),
     "t5gemma2_encoder": _demo(_LARGER, {"dropout_rate": 0.0}),
     "tipsv2": _demo(

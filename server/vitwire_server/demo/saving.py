@@ -267,6 +267,11 @@ _OVIS_NAMES = (
     (r"\.ffn\.up_proj\.", ".mlp.fc3."),
 )
 save_ovis = save_published(_ovis, _OVIS_NAMES, fused=FUSED)
+OVIS2_5_NAMES = (
+    (r"^tower\.", "visual_tokenizer.vit."),
+    (r"^projector\.head\.", "visual_tokenizer.head."),
+    (r"^projector\.", ""),
+)
 
 
 def _phi4mm(whole: Json) -> Json:
@@ -318,6 +323,14 @@ _VIDEO_LLAMA_NAMES = (
     (r"^model\.language_model\.", "model."),
 )
 save_videollama3 = save_published(_videollama3, _VIDEO_LLAMA_NAMES)
+DOTS_NAMES = (
+    (r"^tower\.norm\.", "tower.post_trunk_norm."),
+    (r"^tower\.", "vision_tower."),
+    (r"\.patch_embed\.", ".patch_embed.patchifier."),
+    (r"\.gate_proj\.", ".fc1."),
+    (r"\.down_proj\.", ".fc2."),
+    (r"\.up_proj\.", ".fc3."),
+)
 TIMM_NAMES = (
     (r"^tower\.embeddings\.patch_embedding\.", "vision.patch_embed.proj."),
     (r"^tower\.embeddings\.position_embedding\.weight$", "vision.pos_embed"),

@@ -39,6 +39,7 @@ _MAKERS = (
     "vit",
     "nvidia",
     "hunyuan",
+    "rednote",
 )
 """Modules of `models`, each with its `ROWS`, in the order of the tables of models."""
 
