@@ -5,7 +5,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
-from published_reference import PublishedTiles, attention
+from published_reference import PublishedTiles, attention, squares
 
 _TRUNK, _EMBEDDINGS = "visual_tokenizer.backbone.trunk", "visual_tokenizer.backbone.preprocessor"
 
@@ -25,9 +25,8 @@ class OriginalOvis(PublishedTiles):
             mixed = attention(q, k, v, backbone["num_attention_heads"])
             states = states + self.linear(mixed, f"{block}.attn.proj")
             states = states + self.gated(self.rms(states, f"{block}.norm_2", eps), f"{block}.mlp")
-        side = tile.shape[-1] // backbone["patch_size"] // stride
-        squares = self.rms(states, f"{_TRUNK}.post_trunk_norm", eps).view(side, stride, side, stride, -1)
-        logits = self.linear(squares.transpose(1, 2).flatten(2).flatten(0, 1), "visual_tokenizer.head.0")
+        merged = squares(self.rms(states, f"{_TRUNK}.post_trunk_norm", eps), stride)
+        logits = self.linear(merged, "visual_tokenizer.head.0")
         chances = self.norm(logits, "visual_tokenizer.head.1", 1e-5).softmax(-1)
         return functional.pad(chances, (0, 5)) @ self.weight("vte.weight")
 

@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModel
 
 from reference import Alone, Array, stored
 from vitwire_server.demo.checkpoint import random_model
+from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 
 Turned = Callable[[Tensor], Tensor]
 
@@ -23,6 +24,17 @@ class Published(Alone):
         self.settings = json.loads((checkpoint / "config.json").read_text())
         self.dtype, self.device = dtype, device
         self._weights = {name: tensor.to(device, dtype) for name, tensor in stored(checkpoint).items()}
+
+    @torch.inference_mode()
+    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
+        """The embedding of one item, which has no crops."""
+        assert crops is None
+        rows = self.embedding(torch.as_tensor(pixels).to(self.device, self.dtype), grid)
+        return rows.float().cpu().numpy()
+
+    def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        """The embedding of one item, from its pixels on the device."""
+        raise NotImplementedError
 
     def weight(self, name: str) -> Tensor:
         """A weight."""
@@ -78,13 +90,10 @@ class MiniCPMV(Published):
     4.0 and 4.5 compute single images in the same way (4.5 adds positions in time for groups of frames).
     """
 
-    @torch.inference_mode()
-    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
+    def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
         """The embedding of one slice."""
-        assert crops is None
         assert grid[0] == 1
-        states = self._tower(torch.as_tensor(pixels).to(self.device, self.dtype), *grid[1:])
-        return self._resampled(states, *grid[1:]).float().cpu().numpy()
+        return self._resampled(self._tower(pixels, *grid[1:]), *grid[1:])
 
     def _tower(self, pixels: Tensor, height: int, width: int) -> Tensor:
         vision = self.settings["vision_config"]
@@ -125,13 +134,10 @@ class MiniCPMV(Published):
 class PublishedTiles(Published):
     """One that computes each tile `(C, H, W)` alone."""
 
-    @torch.inference_mode()
-    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
+    def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
         """The rows of one image's tiles `(tiles, C, H, W)`."""
         del grid
-        assert crops is None
-        tiles = [self._rows(tile) for tile in pixels.to(self.device, self.dtype)]
-        return torch.cat(tiles).float().cpu().numpy()
+        return torch.cat([self._rows(tile) for tile in pixels])
 
     def _rows(self, tile: Tensor) -> Tensor:
         raise NotImplementedError
@@ -169,12 +175,8 @@ class InternVL(PublishedTiles):
 
     def _shuffled(self, states: Tensor) -> Tensor:
         """Pixels shuffled, then projected."""
-        (count, columns), scale = states.shape, self.settings["downsample_ratio"]
-        side = round(count**0.5)
-        short = int(side * scale)
-        x = states.view(1, side, short, int(columns / scale)).permute(0, 2, 1, 3).contiguous()
-        x = x.view(1, short, short, int(columns / scale**2)).permute(0, 2, 1, 3).reshape(short * short, -1)
-        hidden = self.linear(self.norm(x, "mlp1.0", 1e-5), "mlp1.1")
+        shuffled = squares(states, round(1 / self.settings["downsample_ratio"]))
+        hidden = self.linear(self.norm(shuffled, "mlp1.0", 1e-5), "mlp1.1")
         return self.linear(functional.gelu(hidden), "mlp1.3")
 
 
@@ -188,7 +190,7 @@ class Eagle(InternVL):
         return self._shuffled(self.siglip(states, name, self.settings["vision_config"]))
 
 
-class Nemotron(PublishedTiles):
+class Nemotron(InternVL):
     """github.com/vllm-project/vllm, nemotron_vl.py and nano_nemotron_vl.py, around transformers' C-RADIO.
 
     The projector without biases is Nano 2's, whose processor normalises pixels.
@@ -201,11 +203,9 @@ class Nemotron(PublishedTiles):
 
     def _rows(self, tile: Tensor) -> Tensor:
         patches = self._tower(tile[None]).features[0]
-        short = round(len(patches) ** 0.5) // 2
-        squares = patches.view(short, 2, short, 2, -1).transpose(1, 2).reshape(short**2, -1)
         if "mlp1.3.bias" in self._weights:
-            return self.linear(functional.gelu(self.linear(self.norm(squares, "mlp1.0", 1e-5), "mlp1.1")), "mlp1.3")
-        hidden = self.linear(self.rms(squares, "mlp1.0", 1e-5), "mlp1.1")
+            return self._shuffled(patches)
+        hidden = self.linear(self.rms(squares(patches, 2), "mlp1.0", 1e-5), "mlp1.1")
         return self.linear(functional.relu(hidden).square(), "mlp1.3")
 
 
@@ -220,15 +220,35 @@ class Bailing(Published):
         own = {name.partition(".visual.")[2]: own for name, own in self._weights.items() if ".visual." in name}
         assert not self._tower.load_state_dict(own, strict=False).unexpected_keys
 
-    @torch.inference_mode()
-    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
+    def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
         """The embedding of one image."""
-        assert crops is None
-        given = torch.as_tensor(pixels).to(self.device, self.dtype)
-        states = self._tower(given, grid_thw=torch.tensor([grid], device=self.device)).last_hidden_state
+        states = self._tower(pixels, grid_thw=torch.tensor([grid], device=self.device)).last_hidden_state
         merged = self._tower.merger.norm(states).reshape(-1, 4 * states.shape[-1])
-        hidden = functional.gelu(self.linear(merged, "model.linear_proj.0"))
-        return self.linear(hidden, "model.linear_proj.2").float().cpu().numpy()
+        return self.linear(functional.gelu(self.linear(merged, "model.linear_proj.0")), "model.linear_proj.2")
+
+
+class Loaded(Published):
+    """Our tower, which lays out each item by itself; vLLM's agrees (tests/engines/vllm/test_published_towers.py)."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        super().__init__(checkpoint, dtype, device)
+        opened = open_checkpoint(str(checkpoint))
+        loaded = load_tower(opened, dtype=dtype, device=torch.device(device), track=lambda shards, *_: shards)
+        self.parts: Any = loaded.tower.modules
+
+    def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        """The rows of one image."""
+        return self.parts["tower"](pixels, grid_thw=torch.tensor([grid])).pooler_output  # type: ignore[no-any-return]
+
+
+class KimiK3(Loaded):
+    """One that is not asked to pool frames."""
+
+    def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        patches = pixels.view(len(pixels), 3, 14, 14)
+        states = self.parts["tower"](patches, grid_thw=torch.tensor([grid])).last_hidden_state
+        merged = states.view(grid[1] // 2, 2, grid[2] // 2, 2, -1).transpose(1, 2).flatten(0, 1)
+        return self.parts["projector"](merged.flatten(1, 2))  # type: ignore[no-any-return]
 
 
 class DeepseekVL2(PublishedTiles):
@@ -257,6 +277,12 @@ class DeepseekVL2(PublishedTiles):
         return self.linear(functional.gelu(self.linear(squares, "projector.layers.0")), "projector.layers.2")
 
 
+def squares(states: Tensor, side: int) -> Tensor:
+    """A square of patches `(patches, C)` as `(patches / side², side² C)`: those of a token side by side."""
+    tokens = round(len(states) ** 0.5) // side
+    return states.view(tokens, side, tokens, side, -1).transpose(1, 2).reshape(tokens**2, -1)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     """Full attention of rows `(rows, columns)`, its softmax in float32."""
     query, key, value = (x.unflatten(-1, (heads, -1)).transpose(0, 1) for x in (q, k, v))
@@ -265,12 +291,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     return rows
 
 
-PUBLISHED: dict[str, type[Bailing | MiniCPMV | PublishedTiles]] = {
+PUBLISHED: dict[str, type[Published]] = {
     **dict.fromkeys(("minicpmv", "minicpmo"), MiniCPMV),
     **dict.fromkeys(("internvl_chat", "NVLM_D", "h2ovl_chat", "skywork_chat"), InternVL),
     "bailing_moe_v3_vl": Bailing,
     "deepseek_vl_v2": DeepseekVL2,
     "eagle_2_5_vl": Eagle,
+    "kimi_k3": KimiK3,
+    "llava_onevision2": Loaded,
     **dict.fromkeys(("Llama_Nemotron_Nano_VL", "NemotronH_Nano_VL_V2"), Nemotron),
 }
 """By `model_type`."""

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vitwire_server.demo.checkpoint import random_model
-from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 
 Array = NDArray[np.float32]
 TOLERANCE = 1e-5
@@ -124,35 +123,6 @@ def renamed(reference: Callable[..., Any], name: str) -> Callable[..., Any]:
             return reference(Path(folder), dtype, device)
 
     return make
-
-
-class Loaded(Alone):
-    """Our tower, which lays out each item by itself; vLLM's agrees (tests/engines/vllm/test_published_towers.py)."""
-
-    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
-        opened = open_checkpoint(str(checkpoint))
-        loaded = load_tower(opened, dtype=dtype, device=torch.device(device), track=lambda shards, *_: shards)
-        self.parts: Any = loaded.tower.modules
-
-    @torch.inference_mode()
-    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
-        """The embedding of one image."""
-        rows: Array = self.rows(pixels.to(self.parts["tower"].dtype), grid).float().numpy()
-        return rows
-
-    def rows(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
-        """Its rows."""
-        return self.parts["tower"](pixels, grid_thw=torch.tensor([grid])).pooler_output  # type: ignore[no-any-return]
-
-
-class KimiK3(Loaded):
-    """One that is not asked to pool frames."""
-
-    def rows(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
-        patches = pixels.view(len(pixels), 3, 14, 14)
-        states = self.parts["tower"](patches, grid_thw=torch.tensor([grid])).last_hidden_state
-        squares = states.view(grid[1] // 2, 2, grid[2] // 2, 2, -1).transpose(1, 2).flatten(0, 1)
-        return self.parts["projector"](squares.flatten(1, 2))  # type: ignore[no-any-return]
 
 
 def _has_tower(model: Any) -> bool:

@@ -11,27 +11,27 @@ from ovis_reference import OriginalOvis
 from plain_reference import PLAIN, PlainReference
 from published_reference import PUBLISHED
 from raster_reference import RASTER
-from reference import Kimi, KimiK3, Loaded, Reference, SquarePatches, VideoLlama3, renamed
+from reference import Kimi, Reference, SquarePatches, VideoLlama3, renamed
 from rotary_reference import ROTARY
 from tile_reference import TileReference
 from vitwire_server.towers.registry import FAMILIES
 
-_RENAMED = ("alpamayo2_super", "intern_s2_preview", "interns1_pro", "interns2_mobius", "opencua")
+_RENAMED: Mapping[Callable[..., Any], tuple[str, ...]] = {
+    Kimi: ("kimi_vl",),
+    Reference: ("alpamayo2_super", "intern_s2_preview", "interns1_pro", "interns2_mobius", "opencua"),
+    TileReference: ("deepseek_vl_v2-deeplip_b_l", "interns1"),
+}
+"""Models that transformers has under other names."""
 _OWN: Mapping[str, Callable[..., Any]] = {
     "kimi_k25": Kimi,
-    "kimi_k3": KimiK3,
-    "kimi_vl": renamed(Kimi, "kimi_vl"),
-    "llava_onevision2": Loaded,
     "ovis": OriginalOvis,
     "paddleocr_vl": SquarePatches,
     "video_llama_3": VideoLlama3,
-    **{name: renamed(Reference, name) for name in _RENAMED},
-    "interns1": renamed(TileReference, "interns1"),
+    **{name: renamed(kind, name) for kind, names in _RENAMED.items() for name in names},
     **dict.fromkeys(PLAIN, PlainReference),
     **ASSEMBLED,
     **PUBLISHED,
     **RASTER,
-    "deepseek_vl_v2-deeplip_b_l": renamed(TileReference, "deepseek_vl_v2-deeplip_b_l"),
     **ROTARY,
 }
 """Models that are asked in another way than others of their layout."""

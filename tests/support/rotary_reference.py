@@ -5,7 +5,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from published_reference import PublishedTiles, attention
-from reference import Array
 
 
 class Rotary(PublishedTiles):
@@ -13,13 +12,10 @@ class Rotary(PublishedTiles):
 
     block, key, whole_clips = 2, "vision_config", False
 
-    @torch.inference_mode()
-    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
+    def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
         """Rows of an image, or of a clip whose frames are computed alone unless patches see whole clips."""
-        assert crops is None
         (frames, self.h, self.w), self.vision = grid, self.settings[self.key]
-        parts = torch.as_tensor(pixels).to(self.device, self.dtype).chunk(1 if self.whole_clips else frames)
-        return torch.cat([self._rows(part) for part in parts]).float().cpu().numpy()
+        return torch.cat([self._rows(part) for part in pixels.chunk(1 if self.whole_clips else frames)])
 
     def ordered(self, values: Tensor, patches: int) -> Tensor:
         """What `(h, w, ...)` holds for each of `patches` of equal frames."""
@@ -101,9 +97,9 @@ class VideoLlama3(Rotary):
 
     key = "vision_encoder_config"
 
-    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
+    def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
         self.block = 1 if grid[0] == 1 else 2
-        return super().item(grid, pixels, crops)
+        return super().embedding(pixels, grid)
 
     def _rows(self, pixels: Tensor) -> Tensor:
         name, readout = "model.vision_encoder", "model.mm_projector.readout"

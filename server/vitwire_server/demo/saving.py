@@ -143,8 +143,6 @@ INTERN_NAMES = (
     (r"\.position_embeddings$", ".position_embedding"),
     (r"\.patch_embeddings\.projection\.", ".patch_embedding."),
 )
-
-
 RADIO_NAMES = (
     *_MLP1,
     (r"^tower\.", "vision_model.radio_model."),
