@@ -84,6 +84,12 @@ def test_what_is_broken_is_named(harm: Break, message: str, copied: Checkpoints)
             "vision_config.temporal_merge_size is 3, but must be 2",
         ),
         ("qwen3_vl", config(vision_config__depth=100_000_000), "depth is 100000000, but must be at most"),
+        ("dots_ocr", config(vision_config__post_norm=False), "vision_config.post_norm is False, but must be True"),
+        (
+            "ovis2_5",
+            config(vit_config__fullatt_block_indexes="1|2"),
+            "fullatt_block_indexes is '1|2', but must be None",
+        ),
         (
             "qwen3_omni_moe",
             config(code2wav_config__num_hidden_layers=100_000_000),
@@ -124,6 +130,8 @@ def test_what_is_broken_is_named(harm: Break, message: str, copied: Checkpoints)
             "high_res_vision_config.num_hidden_layers is 9999, .* weights of 3 layers",
         ),
         ("kimi_k25", config(vision_config__num_attention_heads=0), "num_attention_heads is 0, but must be"),
+        ("kimi_k3", config(vision_config__norm_type="layernorm"), "vision_config.norm_type is 'layernorm'"),
+        ("llava_onevision2", config(vision_config__num_attention_heads=3), "hidden_size is 64, but must be heads of"),
         ("videollama3_qwen2", config(mm_projector_type="linear"), "mm_projector_type is 'linear', but must"),
         (
             "videollama3_qwen2",

@@ -13,6 +13,7 @@ import torch
 from vitwire_server.towers.checkpoints.checkpoint import open_checkpoint
 
 _SO400M = {"hidden_size": 1152, "intermediate_size": 4304, "num_attention_heads": 16, "num_hidden_layers": 27}
+_SAM_B = {"heads": 12, "layers": 12, "width": 768}
 _MINICPM = {
     "query_num": 64,
     "drop_vision_last_layer": False,
@@ -71,6 +72,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "width": 1152,
         },
     },
+    "deepseek-ai/DeepSeek-OCR": {
+        "model_type": "deepseek_vl_v2",
+        "projector_config": {"input_dim": 2048, "n_embed": 1280, "projector_type": "linear"},
+        "torch_dtype": "bfloat16",
+        "vision_config": {
+            "image_size": 1024,
+            "mlp_ratio": 3.7362,
+            "model_name": "deeplip_b_l",
+            "model_type": "vision",
+            "width": {
+                "clip-l-14-224": {"heads": 16, "image_size": 224, "layers": 24, "patch_size": 14, "width": 1024},
+                "sam_vit_b": {**_SAM_B, "downsample_channels": [512, 1024], "global_attn_indexes": [2, 5, 8, 11]},
+            },
+        },
+    },
     "nvidia/Eagle2.5-8B": {
         "model_type": "eagle_2_5_vl",
         "downsample_ratio": 0.5,
@@ -121,12 +137,18 @@ WEIGHTS = {
         "tower embeddings.position_embedding.weight": (729, 1152),
         "tower encoder.layers.26.mlp.fc1.weight": (4304, 1152),
     },
+    "deepseek-ai/DeepSeek-OCR": {
+        "projector weight": (1280, 2048),
+        "tower sam_encoder.neck.conv1.weight": (256, 768, 1, 1),
+        "tower vision_encoder.encoder.layers.23.mlp.fc1.weight": (4096, 1024),
+    },
     "nvidia/Eagle2.5-8B": {
         "projector linear_1.weight": (3584, 4608),
         "tower embeddings.position_embedding.weight": (1024, 1152),
     },
 }
 TOKENS = {"nvidia/NVLM-D-72B": 256, "deepseek-ai/deepseek-vl2-tiny": 196, "nvidia/Eagle2.5-8B": 256}
+TOKENS |= {"deepseek-ai/DeepSeek-OCR": 257}
 """Of a tile."""
 
 

@@ -148,7 +148,8 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ("minicpmv", config(query_num=0), "query_num is 0, but must be from 1 to 4095"),
         ("minicpmv", config(query_num=64), "do not fit the vision resampler"),
         ("minicpmv", config(drop_vision_last_layer=True), "unexpected keys"),
-        ("deepseek_vl_v2", config(vision_config__model_name="deeplip_b_l"), "model_name is 'deeplip_b_l'"),
+        ("deepseek_vl_v2", config(vision_config__model_name="deepencoderv2"), "model_name is 'deepencoderv2'"),
+        ("deepseek_vl_v2", config(vision_config__model_name="deeplip_b_l"), "not a DeepSeek-OCR .*projector_type is"),
         ("deepseek_vl_v2", config(projector_config__projector_type="linear"), "projector_type is 'linear'"),
         (
             "deepseek_vl_v2",

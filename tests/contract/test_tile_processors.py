@@ -127,7 +127,10 @@ STOCK: dict[str, Stock] = {
     **dict.fromkeys(("gemma3", "shieldgemma2", "t5gemma2"), tiles(Gemma3ImageProcessorPil)),
     "deepseek_vl": tiles(DeepseekVLImageProcessorPil),
     "deepseek_vl_hybrid": tiles(DeepseekVLHybridImageProcessorPil, "high_res_pixel_values"),
-    **dict.fromkeys(("deepseek_ocr2", "unlimited_ocr"), tiles(DeepseekOcr2ImageProcessorPil, "pixel_values_local")),
+    **dict.fromkeys(
+        ("deepseek_ocr2", "unlimited_ocr", "deepseek_vl_v2-deeplip_b_l"),
+        tiles(DeepseekOcr2ImageProcessorPil, "pixel_values_local"),
+    ),
     "granite_docling": tiles(GraniteDoclingImageProcessorPil, first=True),
     **dict.fromkeys(("idefics3", "modernvbert"), tiles(Idefics3ImageProcessorPil, first=True)),
     "smolvlm": tiles(SmolVLMImageProcessorPil, first=True),

@@ -49,6 +49,7 @@ FUSED = (
     "minicpmv",
     "mistral3",
     "kimi_k25",
+    "kimi_k3",
     "muse_glimmer",
     "mllama",
     "qwen2_5_omni",

@@ -1,72 +1,34 @@
 """Ovis 2 as its authors publish it: modeling_aimv2.py and modeling_ovis.py beside the weights of AIDC-AI/Ovis2-*."""
 
-from pathlib import Path
-
 import numpy as np
-import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
-from published_reference import Published
-from reference import Array
+from published_reference import PublishedTiles, attention, squares
 
-_TRUNK, _EMBEDDINGS = "visual_tokenizer.backbone.trunk.", "visual_tokenizer.backbone.preprocessor."
+_TRUNK, _EMBEDDINGS = "visual_tokenizer.backbone.trunk", "visual_tokenizer.backbone.preprocessor"
 
 
-class OriginalOvis(Published):
+class OriginalOvis(PublishedTiles):
     """Their formula, on their names of the weights."""
 
-    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
-        super().__init__(checkpoint, dtype, device)
+    def _rows(self, tile: Tensor) -> Tensor:
         own = self.settings["visual_tokenizer_config"]
-        self._backbone, self._stride = own["backbone_config"], own["hidden_stride"]
-
-    @torch.inference_mode()
-    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
-        """The embedding of one image's tiles."""
-        assert crops is None
-        tokens = self._tokens(self._merged(self._encoded(pixels.to(self.device, self.dtype))))
-        rows = tokens @ self._weights["vte.weight"]
-        assert grid[0] == len(rows)
-        return rows.flatten(0, 1).float().cpu().numpy()
-
-    def _encoded(self, pixels: Tensor) -> Tensor:
-        weight, bias = (self._weights[f"{_EMBEDDINGS}patchifier.proj.{name}"] for name in ("weight", "bias"))
-        patches = (
-            functional.conv2d(pixels, weight, bias, stride=self._backbone["patch_size"]).flatten(2).transpose(1, 2)
-        )
-        states = self._norm(patches, f"{_EMBEDDINGS}patchifier.norm.") + self._weights[f"{_EMBEDDINGS}pos_embed"]
-        for layer in range(self._backbone["num_hidden_layers"]):
-            block = f"{_TRUNK}blocks.{layer}."
-            states = states + self._attention(self._norm(states, f"{block}norm_1."), f"{block}attn.")
-            own = self._norm(states, f"{block}norm_2.")
-            gated = functional.silu(self.linear(own, f"{block}mlp.fc1")) * self.linear(own, f"{block}mlp.fc3")
-            states = states + self.linear(gated, f"{block}mlp.fc2")
-        return self._norm(states, f"{_TRUNK}post_trunk_norm.")
-
-    def _attention(self, states: Tensor, prefix: str) -> Tensor:
-        heads = self._backbone["num_attention_heads"]
-        q, k, v = self.linear(states, f"{prefix}qkv").unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
-        out = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        return self.linear(out, f"{prefix}proj")
-
-    def _merged(self, states: Tensor) -> Tensor:
-        side, stride = round(states.shape[1] ** 0.5) // self._stride, self._stride
-        squares = states.unflatten(1, (side, stride, side, stride)).permute(0, 1, 3, 2, 4, 5)
-        merged: Tensor = squares.flatten(3).flatten(1, 2)
-        return merged
-
-    def _tokens(self, states: Tensor) -> Tensor:
-        logits = self.linear(states, "visual_tokenizer.head.0")
-        weight, bias = (self._weights[f"visual_tokenizer.head.1.{name}"] for name in ("weight", "bias"))
-        chances = functional.layer_norm(logits, logits.shape[-1:], weight, bias).softmax(-1)
-        return functional.pad(chances, (0, 5))
-
-    def _norm(self, states: Tensor, prefix: str) -> Tensor:
-        wide = states.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._backbone["rms_norm_eps"])
-        return self._weights[f"{prefix}weight"] * scaled.to(states.dtype)
+        backbone, stride, eps = own["backbone_config"], own["hidden_stride"], own["backbone_config"]["rms_norm_eps"]
+        patches = self.embedded(tile, f"{_EMBEDDINGS}.patchifier.proj")
+        normed = self.rms(patches, f"{_EMBEDDINGS}.patchifier.norm", eps)
+        states = normed + self.weight(f"{_EMBEDDINGS}.pos_embed")[0]
+        for layer in range(backbone["num_hidden_layers"]):
+            block = f"{_TRUNK}.blocks.{layer}"
+            q, k, v = self.linear(self.rms(states, f"{block}.norm_1", eps), f"{block}.attn.qkv").chunk(3, dim=-1)
+            mixed = attention(q, k, v, backbone["num_attention_heads"])
+            states = states + self.linear(mixed, f"{block}.attn.proj")
+            states = states + self.gated(self.rms(states, f"{block}.norm_2", eps), f"{block}.mlp")
+        merged = squares(self.rms(states, f"{_TRUNK}.post_trunk_norm", eps), stride)
+        logits = self.linear(merged, "visual_tokenizer.head.0")
+        chances = self.norm(logits, "visual_tokenizer.head.1", 1e-5).softmax(-1)
+        return functional.pad(chances, (0, 5)) @ self.weight("vte.weight")
 
 
 def original_tiles(image: Image.Image, side: int, most: int = 9) -> list[np.ndarray]:

@@ -9,8 +9,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from published_reference import InternVL
 from reference import Array
-from tile_reference import OriginalInternVL
 from vitwire_server.core.pooling import Pooling
 
 PLAIN = {
@@ -85,15 +85,15 @@ class Unmasked:
         return self._encoder(pixel_values, noise=noise)
 
 
-class OriginalInternViT(OriginalInternVL):
+class OriginalInternViT(InternVL):
     """OpenGVLab's tower alone, whose weights have no prefix."""
 
     def __init__(self, checkpoint: Path, settings: dict[str, Any], dtype: torch.dtype, device: str) -> None:
-        super().__init__(checkpoint, {"vision_config": settings, "downsample_ratio": 1.0}, dtype, device)
+        super().__init__(checkpoint, dtype, device)
+        self.settings = {"vision_config": settings}
         self._weights = {f"vision_model.{name}": weight for name, weight in self._weights.items()}
 
-    def __call__(self, pixel_values: Tensor, crops: Tensor | None = None) -> Any:
+    def __call__(self, pixel_values: Tensor) -> Any:
         """What the original returns: the class token is the pooled output."""
-        assert crops is None
-        states = self._layers(pixel_values)
+        states = torch.stack([self.states(tile) for tile in pixel_values])
         return SimpleNamespace(last_hidden_state=states, pooler_output=states[:, 0])

@@ -1,15 +1,20 @@
 """Towers that transformers has no classes for, written down from their authors' modelling code."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import CONFIG_MAPPING, AutoModel
 
 from reference import Alone, Array, stored
 from vitwire_server.demo.checkpoint import random_model
+from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
+
+Turned = Callable[[Tensor], Tensor]
 
 
 class Published(Alone):
@@ -19,6 +24,17 @@ class Published(Alone):
         self.settings = json.loads((checkpoint / "config.json").read_text())
         self.dtype, self.device = dtype, device
         self._weights = {name: tensor.to(device, dtype) for name, tensor in stored(checkpoint).items()}
+
+    @torch.inference_mode()
+    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
+        """The embedding of one item, which has no crops."""
+        assert crops is None
+        rows = self.embedding(torch.as_tensor(pixels).to(self.device, self.dtype), grid)
+        return rows.float().cpu().numpy()
+
+    def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        """The embedding of one item, from its pixels on the device."""
+        raise NotImplementedError
 
     def weight(self, name: str) -> Tensor:
         """A weight."""
@@ -33,17 +49,39 @@ class Published(Alone):
         weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
         return functional.layer_norm(states, states.shape[-1:], weight, bias, epsilon)
 
-    def siglip(self, states: Tensor, name: str, vision: dict[str, Any]) -> Tensor:
+    def rms(self, states: Tensor, name: str, epsilon: float) -> Tensor:
+        """The RMS norm of this name."""
+        wide = states.float()
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+        return self._weights[f"{name}.weight"] * scaled.to(states.dtype)
+
+    def embedded(self, pixels: Tensor, name: str) -> Tensor:
+        """A tile `(C, H, W)`, or patches of as many values as the convolution of this name covers: `(patches, C)`."""
+        kernel = self._weights[f"{name}.weight"]
+        size = kernel.shape[-2:]
+        patches = functional.unfold(pixels, size, stride=size).T if pixels.ndim == 3 else pixels
+        return functional.linear(patches, kernel.flatten(1), self._weights.get(f"{name}.bias"))
+
+    def gated(self, states: Tensor, name: str) -> Tensor:
+        """SwiGLU by the names that AIMv2 has."""
+        inner = functional.silu(self.linear(states, f"{name}.fc1")) * self.linear(states, f"{name}.fc3")
+        return self.linear(inner, f"{name}.fc2")
+
+    def siglip(self, states: Tensor, name: str, vision: dict[str, Any], turned: Turned = torch.clone) -> Tensor:
         """The layers and the last norm of a SigLIP tower, from embedded patches `(patches, C)`."""
+        return self.norm(self.siglip_layers(states, name, vision, turned), f"{name}.post_layernorm")
+
+    def siglip_layers(self, states: Tensor, name: str, vision: dict[str, Any], turned: Turned) -> Tensor:
+        """The layers alone; queries and keys are `turned` by their places."""
         for layer in range(vision["num_hidden_layers"]):
             own = f"{name}.encoder.layers.{layer}"
             normed = self.norm(states, f"{own}.layer_norm1")
             q, k, v = (self.linear(normed, f"{own}.self_attn.{part}_proj") for part in "qkv")
-            mixed = attention(q, k, v, vision["num_attention_heads"])
+            mixed = attention(turned(q), turned(k), v, vision["num_attention_heads"])
             states = states + self.linear(mixed, f"{own}.self_attn.out_proj")
             hidden = self.linear(self.norm(states, f"{own}.layer_norm2"), f"{own}.mlp.fc1")
             states = states + self.linear(functional.gelu(hidden, approximate="tanh"), f"{own}.mlp.fc2")
-        return self.norm(states, f"{name}.post_layernorm")
+        return states
 
 
 class MiniCPMV(Published):
@@ -52,20 +90,14 @@ class MiniCPMV(Published):
     4.0 and 4.5 compute single images in the same way (4.5 adds positions in time for groups of frames).
     """
 
-    @torch.inference_mode()
-    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
+    def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
         """The embedding of one slice."""
-        assert crops is None
         assert grid[0] == 1
-        states = self._tower(torch.as_tensor(pixels).to(self.device, self.dtype), *grid[1:])
-        return self._resampled(states, *grid[1:]).float().cpu().numpy()
+        return self._resampled(self._tower(pixels, *grid[1:]), *grid[1:])
 
     def _tower(self, pixels: Tensor, height: int, width: int) -> Tensor:
         vision = self.settings["vision_config"]
-        embedded = functional.linear(
-            pixels, self.weight("vpm.embeddings.patch_embedding.weight").flatten(1),
-            self.weight("vpm.embeddings.patch_embedding.bias"),
-        )  # fmt: skip
+        embedded = self.embedded(pixels, "vpm.embeddings.patch_embedding")
         states = embedded + self.weight("vpm.embeddings.position_embedding.weight")[self._positions(height, width)]
         return self.siglip(states, "vpm", vision)
 
@@ -102,37 +134,63 @@ class MiniCPMV(Published):
 class PublishedTiles(Published):
     """One that computes each tile `(C, H, W)` alone."""
 
-    @torch.inference_mode()
-    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
+    def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
         """The rows of one image's tiles `(tiles, C, H, W)`."""
         del grid
-        assert crops is None
-        tiles = [self._rows(tile) for tile in pixels.to(self.device, self.dtype)]
-        return torch.cat(tiles).float().cpu().numpy()
+        return torch.cat([self._rows(tile) for tile in pixels])
 
     def _rows(self, tile: Tensor) -> Tensor:
         raise NotImplementedError
 
 
-class Eagle(PublishedTiles):
-    """github.com/NVlabs/Eagle, Eagle2_5/eaglevl/model/eagle2_5/modeling_eagle2_5_vl.py: `extract_feature`."""
+class InternVL(PublishedTiles):
+    """The vision side of OpenGVLab's model, written down from its description.
+
+    The same of NVLM-D (huggingface.co/nvidia/NVLM-D-72B, modeling_nvlm_d.py), whose projector has no biases, of
+    H2OVL (huggingface.co/h2oai/h2ovl-mississippi-2b, modeling_h2ovl_chat.py) and of Skywork-R1V
+    (huggingface.co/Skywork/Skywork-R1V-38B, modeling_skywork_chat.py).
+    """
 
     def _rows(self, tile: Tensor) -> Tensor:
-        vision, name = self.settings["vision_config"], "vision_model.vision_model"
-        kernel, bias = (self.weight(f"{name}.embeddings.patch_embedding.{part}") for part in ("weight", "bias"))
-        patches = functional.conv2d(tile[None], kernel, bias, stride=vision["patch_size"])
-        _, columns, side, _ = patches.shape
-        states = patches[0].flatten(1).T + self.weight(f"{name}.embeddings.position_embedding.weight")
-        states = self.siglip(states, name, vision)
-        scale = self.settings["downsample_ratio"]
-        short = int(side * scale)
-        x = states.view(1, side, short, int(columns / scale)).permute(0, 2, 1, 3).contiguous()
-        x = x.view(1, short, short, int(columns / scale**2)).permute(0, 2, 1, 3).reshape(short * short, -1)
-        hidden = self.linear(self.norm(x, "mlp1.0", 1e-5), "mlp1.1")
+        return self._shuffled(self.states(tile)[1:])
+
+    def states(self, tile: Tensor) -> Tensor:
+        """The last layer's, the class token's first."""
+        vision, prefix = self.settings["vision_config"], "vision_model.embeddings"
+        patches = self.embedded(tile, f"{prefix}.patch_embedding")
+        states = torch.cat([self.weight(f"{prefix}.class_embedding")[0], patches])
+        states = states + self.weight(f"{prefix}.position_embedding")[0]
+        epsilon = vision["layer_norm_eps"]
+        norm = self.rms if vision["norm_type"] == "rms_norm" else self.norm
+        for layer in range(vision["num_hidden_layers"]):
+            own = f"vision_model.encoder.layers.{layer}"
+            q, k, v = self.linear(norm(states, f"{own}.norm1", epsilon), f"{own}.attn.qkv").chunk(3, dim=-1)
+            if vision["qk_normalization"]:
+                q, k = (self.rms(each, f"{own}.attn.{name}_norm", epsilon) for name, each in (("q", q), ("k", k)))
+            mixed = self.linear(attention(q, k, v, vision["num_attention_heads"]), f"{own}.attn.proj")
+            states = states + mixed * self.weight(f"{own}.ls1")
+            hidden = functional.gelu(self.linear(norm(states, f"{own}.norm2", epsilon), f"{own}.mlp.fc1"))
+            states = states + self.linear(hidden, f"{own}.mlp.fc2") * self.weight(f"{own}.ls2")
+        return states
+
+    def _shuffled(self, states: Tensor) -> Tensor:
+        """Pixels shuffled, then projected."""
+        shuffled = squares(states, round(1 / self.settings["downsample_ratio"]))
+        hidden = self.linear(self.norm(shuffled, "mlp1.0", 1e-5), "mlp1.1")
         return self.linear(functional.gelu(hidden), "mlp1.3")
 
 
-class Nemotron(PublishedTiles):
+class Eagle(InternVL):
+    """github.com/NVlabs/Eagle, Eagle2_5/eaglevl/model/eagle2_5/modeling_eagle2_5_vl.py: `extract_feature`."""
+
+    def _rows(self, tile: Tensor) -> Tensor:
+        name = "vision_model.vision_model"
+        patches = self.embedded(tile, f"{name}.embeddings.patch_embedding")
+        states = patches + self.weight(f"{name}.embeddings.position_embedding.weight")
+        return self._shuffled(self.siglip(states, name, self.settings["vision_config"]))
+
+
+class Nemotron(InternVL):
     """github.com/vllm-project/vllm, nemotron_vl.py and nano_nemotron_vl.py, around transformers' C-RADIO.
 
     The projector without biases is Nano 2's, whose processor normalises pixels.
@@ -140,21 +198,57 @@ class Nemotron(PublishedTiles):
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         super().__init__(checkpoint, dtype, device)
-        model: Any = random_model(self.settings["model_type"])
-        self._tower = model.model.vision_tower.to(device, dtype).eval()
-        self._biased = "mlp1.3.bias" in self._weights
-        if not self._biased:
-            self._tower.make_preprocessor_external()
+        parts: Any = random_model(self.settings["model_type"])
+        self._tower = parts["tower"].to(device, dtype).eval()
 
     def _rows(self, tile: Tensor) -> Tensor:
         patches = self._tower(tile[None]).features[0]
-        short = round(len(patches) ** 0.5) // 2
-        squares = patches.view(short, 2, short, 2, -1).transpose(1, 2).reshape(short**2, -1)
-        if self._biased:
-            return self.linear(functional.gelu(self.linear(self.norm(squares, "mlp1.0", 1e-5), "mlp1.1")), "mlp1.3")
-        normed = functional.rms_norm(squares.float(), squares.shape[-1:], eps=1e-5).to(squares.dtype)
-        hidden = self.linear(normed * self.weight("mlp1.0.weight"), "mlp1.1")
+        if "mlp1.3.bias" in self._weights:
+            return self._shuffled(patches)
+        hidden = self.linear(self.rms(squares(patches, 2), "mlp1.0", 1e-5), "mlp1.1")
         return self.linear(functional.relu(hidden).square(), "mlp1.3")
+
+
+class Bailing(Published):
+    """github.com/vllm-project/vllm, bailing_moe_v3_vl.py: Qwen3.5's layers, a norm, and two linear layers."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        super().__init__(checkpoint, dtype, device)
+        kind: Any = CONFIG_MAPPING["qwen3_5"]
+        whole = kind(vision_config={**self.settings["vision_config"], "model_type": "qwen3_5_vision"})
+        self._tower: Any = AutoModel.from_config(whole.vision_config, dtype=dtype).eval().to(device)
+        own = {name.partition(".visual.")[2]: own for name, own in self._weights.items() if ".visual." in name}
+        assert not self._tower.load_state_dict(own, strict=False).unexpected_keys
+
+    def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        """The embedding of one image."""
+        states = self._tower(pixels, grid_thw=torch.tensor([grid], device=self.device)).last_hidden_state
+        merged = self._tower.merger.norm(states).reshape(-1, 4 * states.shape[-1])
+        return self.linear(functional.gelu(self.linear(merged, "model.linear_proj.0")), "model.linear_proj.2")
+
+
+class Loaded(Published):
+    """Our tower, which lays out each item by itself; vLLM's agrees (tests/engines/vllm/test_published_towers.py)."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        super().__init__(checkpoint, dtype, device)
+        opened = open_checkpoint(str(checkpoint))
+        loaded = load_tower(opened, dtype=dtype, device=torch.device(device), track=lambda shards, *_: shards)
+        self.parts: Any = loaded.tower.modules
+
+    def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        """The rows of one image."""
+        return self.parts["tower"](pixels, grid_thw=torch.tensor([grid])).pooler_output  # type: ignore[no-any-return]
+
+
+class KimiK3(Loaded):
+    """One that is not asked to pool frames."""
+
+    def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        patches = pixels.view(len(pixels), 3, 14, 14)
+        states = self.parts["tower"](patches, grid_thw=torch.tensor([grid])).last_hidden_state
+        merged = states.view(grid[1] // 2, 2, grid[2] // 2, 2, -1).transpose(1, 2).flatten(0, 1)
+        return self.parts["projector"](merged.flatten(1, 2))  # type: ignore[no-any-return]
 
 
 class DeepseekVL2(PublishedTiles):
@@ -165,9 +259,7 @@ class DeepseekVL2(PublishedTiles):
 
     def _rows(self, tile: Tensor) -> Tensor:
         vision = self.settings["vision_config"]
-        kernel, bias = (self.weight(f"vision.patch_embed.proj.{name}") for name in ("weight", "bias"))
-        patches = functional.conv2d(tile[None], kernel, bias, stride=vision["patch_size"])
-        states = patches[0].flatten(1).T + self.weight("vision.pos_embed")[0]
+        states = self.embedded(tile, "vision.patch_embed.proj") + self.weight("vision.pos_embed")[0]
         for block in range(vision["layers"]):
             own = f"vision.blocks.{block}"
             q, k, v = self.linear(self.norm(states, f"{own}.norm1"), f"{own}.attn.qkv").chunk(3, dim=-1)
@@ -185,6 +277,12 @@ class DeepseekVL2(PublishedTiles):
         return self.linear(functional.gelu(self.linear(squares, "projector.layers.0")), "projector.layers.2")
 
 
+def squares(states: Tensor, side: int) -> Tensor:
+    """A square of patches `(patches, C)` as `(patches / side², side² C)`: those of a token side by side."""
+    tokens = round(len(states) ** 0.5) // side
+    return states.view(tokens, side, tokens, side, -1).transpose(1, 2).reshape(tokens**2, -1)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     """Full attention of rows `(rows, columns)`, its softmax in float32."""
     query, key, value = (x.unflatten(-1, (heads, -1)).transpose(0, 1) for x in (q, k, v))
@@ -193,12 +291,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     return rows
 
 
-PUBLISHED: dict[str, type[MiniCPMV | PublishedTiles]] = {
-    "minicpmv": MiniCPMV,
-    "minicpmo": MiniCPMV,
+PUBLISHED: dict[str, type[Published]] = {
+    **dict.fromkeys(("minicpmv", "minicpmo"), MiniCPMV),
+    **dict.fromkeys(("internvl_chat", "NVLM_D", "h2ovl_chat", "skywork_chat"), InternVL),
+    "bailing_moe_v3_vl": Bailing,
     "deepseek_vl_v2": DeepseekVL2,
     "eagle_2_5_vl": Eagle,
-    "Llama_Nemotron_Nano_VL": Nemotron,
-    "NemotronH_Nano_VL_V2": Nemotron,
+    "kimi_k3": KimiK3,
+    "llava_onevision2": Loaded,
+    **dict.fromkeys(("Llama_Nemotron_Nano_VL", "NemotronH_Nano_VL_V2"), Nemotron),
 }
 """By `model_type`."""

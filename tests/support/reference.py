@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from packaging.version import Version
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn import functional
-from transformers import CONFIG_MAPPING, AutoModel
 
 from vitwire_server.demo.checkpoint import random_model
 
@@ -116,42 +114,15 @@ class Kimi(SquarePatches):
         return rows
 
 
-def rebuilt(kind: Callable[..., Any]) -> Callable[..., Any]:
-    """The reference of a model that transformers has under other names: its demo's, as transformers writes it."""
+def renamed(reference: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The reference of a model that transformers has under other names: of its demo, as transformers writes it."""
 
-    def reference(checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+    def make(_: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
         with TemporaryDirectory() as folder:
-            settings = json.loads((checkpoint / "config.json").read_text())
-            random_model(settings["model_type"]).save_pretrained(folder)
-            return kind(Path(folder), dtype, device)
+            random_model(name).save_pretrained(folder)
+            return reference(Path(folder), dtype, device)
 
-    return reference
-
-
-class Bailing(Alone):
-    """github.com/vllm-project/vllm, bailing_moe_v3_vl.py: Qwen3.5's layers, a norm, and two linear layers."""
-
-    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
-        settings = json.loads((checkpoint / "config.json").read_text())
-        config: Any = CONFIG_MAPPING["qwen3_5"]
-        tower = config(vision_config={**settings["vision_config"], "model_type": "qwen3_5_vision"})
-        weights = {name: tensor.to(device, dtype) for name, tensor in stored(checkpoint).items()}
-        self._tower = AutoModel.from_config(tower.vision_config, dtype=dtype).eval().to(device)
-        own = {name.removeprefix("model.visual."): own for name, own in weights.items() if ".visual." in name}
-        assert not self._tower.load_state_dict(own, strict=False).unexpected_keys
-        self._projector = [weights[f"model.linear_proj.{n}.{part}"] for n in (0, 2) for part in ("weight", "bias")]
-        self.dtype, self.device = dtype, device
-
-    @torch.inference_mode()
-    def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
-        """The embedding of one image."""
-        assert crops is None
-        given = torch.as_tensor(pixels).to(self.device, self.dtype)
-        states = self._tower(given, grid_thw=torch.tensor([grid], device=self.device)).last_hidden_state
-        merged = self._tower.merger.norm(states).reshape(-1, 4 * states.shape[-1])
-        first, bias, second, other = self._projector
-        hidden = functional.gelu(functional.linear(merged, first, bias))
-        return functional.linear(hidden, second, other).float().cpu().numpy()
+    return make
 
 
 def _has_tower(model: Any) -> bool:

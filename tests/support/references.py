@@ -11,26 +11,28 @@ from ovis_reference import OriginalOvis
 from plain_reference import PLAIN, PlainReference
 from published_reference import PUBLISHED
 from raster_reference import RASTER
-from reference import Bailing, Kimi, Reference, SquarePatches, VideoLlama3, rebuilt
+from reference import Kimi, Reference, SquarePatches, VideoLlama3, renamed
+from rotary_reference import ROTARY
 from tile_reference import TileReference
-from videollama_reference import OriginalVideoLlama3
 from vitwire_server.towers.registry import FAMILIES
 
-_RENAMED = ("alpamayo2_super", "intern_s2_preview", "interns1_pro", "interns2_mobius", "opencua")
+_RENAMED: Mapping[Callable[..., Any], tuple[str, ...]] = {
+    Kimi: ("kimi_vl",),
+    Reference: ("alpamayo2_super", "intern_s2_preview", "interns1_pro", "interns2_mobius", "opencua"),
+    TileReference: ("deepseek_vl_v2-deeplip_b_l", "interns1"),
+}
+"""Models that transformers has under other names."""
 _OWN: Mapping[str, Callable[..., Any]] = {
     "kimi_k25": Kimi,
-    "kimi_vl": rebuilt(Kimi),
     "ovis": OriginalOvis,
     "paddleocr_vl": SquarePatches,
     "video_llama_3": VideoLlama3,
-    "videollama3_qwen2": OriginalVideoLlama3,
-    **dict.fromkeys(_RENAMED, rebuilt(Reference)),
-    "bailing_moe_v3_vl": Bailing,
-    "interns1": rebuilt(TileReference),
+    **{name: renamed(kind, name) for kind, names in _RENAMED.items() for name in names},
     **dict.fromkeys(PLAIN, PlainReference),
     **ASSEMBLED,
     **PUBLISHED,
     **RASTER,
+    **ROTARY,
 }
 """Models that are asked in another way than others of their layout."""
 

@@ -1,4 +1,4 @@
-"""What transformers, or the layout's authors, make of tiles."""
+"""What transformers makes of tiles."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -11,10 +11,9 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from torch.nn import functional
 from transformers import CONFIG_MAPPING
 
-from reference import Array, stored
+from reference import Array
 
 
 class TileReference:
@@ -23,17 +22,13 @@ class TileReference:
     def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         settings = json.loads((checkpoint / "config.json").read_text())
         self.dtype, self.device = dtype, device
-        self._features: Callable[[Tensor, Tensor | None], Tensor]
-        if settings["model_type"] in _WRITTEN_DOWN:
-            self._features = _WRITTEN_DOWN[settings["model_type"]](checkpoint, settings, dtype, device)
-        else:
-            model_type = _SAME.get(settings["model_type"], settings["model_type"])
-            config = CONFIG_MAPPING[model_type].from_dict({**settings, "model_type": model_type})
-            auto: Any = getattr(transformers, settings["architectures"][0])
-            model = auto.from_pretrained(checkpoint, config=config, dtype=dtype)
-            model.eval().to(device)
-            own = _FEATURES.get(model_type, _pooled)
-            self._features = lambda pixels, crops: own(model, pixels, crops)
+        model_type = _SAME.get(settings["model_type"], settings["model_type"])
+        config = CONFIG_MAPPING[model_type].from_dict({**settings, "model_type": model_type})
+        auto: Any = getattr(transformers, settings["architectures"][0])
+        model = auto.from_pretrained(checkpoint, config=config, dtype=dtype)
+        model.eval().to(device)
+        own = _FEATURES.get(model_type, _pooled)
+        self._features: Callable[[Tensor, Tensor | None], Tensor] = lambda pixels, crops: own(model, pixels, crops)
 
     @torch.inference_mode()
     def item(self, grid: tuple[int, int, int], pixels: Tensor, crops: Tensor | None = None) -> Array:
@@ -150,93 +145,5 @@ _FEATURES: dict[str, Callable[[Any, Tensor, Tensor | None], Tensor]] = {
 }
 
 
-_SAME = {"step3_vl": "step3p7", "step_robotics": "step3p7"}
+_SAME = {"step3_vl": "step3p7", "step_robotics": "step3p7", "step5_vl": "step3p7"}
 """Models that transformers has under another name only."""
-
-
-class OriginalInternVL:
-    """The vision side of OpenGVLab's model, written down from its description, on its own weight names.
-
-    The same of NVLM-D (huggingface.co/nvidia/NVLM-D-72B, modeling_nvlm_d.py), whose projector has no biases, of
-    H2OVL (huggingface.co/h2oai/h2ovl-mississippi-2b, modeling_h2ovl_chat.py) and of Skywork-R1V
-    (huggingface.co/Skywork/Skywork-R1V-38B, modeling_skywork_chat.py).
-    """
-
-    def __init__(self, checkpoint: Path, settings: dict[str, Any], dtype: torch.dtype, device: str) -> None:
-        self._config = settings["vision_config"]
-        self._ratio = settings["downsample_ratio"]
-        self._weights = {name: tensor.to(device, dtype) for name, tensor in stored(checkpoint).items()}
-
-    def __call__(self, pixels: Tensor, crops: Tensor | None) -> Tensor:
-        assert crops is None
-        return self._projected(self._layers(pixels)[:, 1:])
-
-    def _layers(self, pixels: Tensor) -> Tensor:
-        states = self._embedded(pixels)
-        for layer in range(self._config["num_hidden_layers"]):
-            states = self._layer(states, f"vision_model.encoder.layers.{layer}.")
-        return states
-
-    def _embedded(self, pixels: Tensor) -> Tensor:
-        prefix = "vision_model.embeddings."
-        weight, bias = (self._weights[f"{prefix}patch_embedding.{name}"] for name in ("weight", "bias"))
-        patches = functional.conv2d(pixels, weight, bias, stride=self._config["patch_size"]).flatten(2).transpose(1, 2)
-        first = self._weights[f"{prefix}class_embedding"].expand(len(pixels), 1, -1)
-        return torch.cat([first, patches], dim=1) + self._weights[f"{prefix}position_embedding"]
-
-    def _layer(self, states: Tensor, prefix: str) -> Tensor:
-        attended = self._attention(self._norm(states, f"{prefix}norm1."), f"{prefix}attn.")
-        states = states + attended * self._weights[f"{prefix}ls1"]
-        hidden = functional.gelu(self._linear(self._norm(states, f"{prefix}norm2."), f"{prefix}mlp.fc1."))
-        return states + self._linear(hidden, f"{prefix}mlp.fc2.") * self._weights[f"{prefix}ls2"]
-
-    def _attention(self, states: Tensor, prefix: str) -> Tensor:
-        tiles, length, width = states.shape
-        heads = self._config["num_attention_heads"]
-        qkv = self._linear(states, f"{prefix}qkv.").view(tiles, length, 3, heads, width // heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        if self._config["qk_normalization"]:
-            q, k = (
-                self._rms(x.transpose(1, 2).flatten(2), f"{prefix}{name}_norm.")
-                .view(tiles, length, heads, -1)
-                .transpose(1, 2)
-                for name, x in (("q", q), ("k", k))
-            )
-        out = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(tiles, length, width)
-        return self._linear(out, f"{prefix}proj.")
-
-    def _projected(self, patches: Tensor) -> Tensor:
-        tiles, count, width = patches.shape
-        side = round(count**0.5)
-        short = int(side * self._ratio)
-        x = patches.view(tiles, side, short, int(width / self._ratio)).permute(0, 2, 1, 3).contiguous()
-        x = (
-            x.view(tiles, short, short, int(width / self._ratio**2))
-            .permute(0, 2, 1, 3)
-            .reshape(tiles, short * short, -1)
-        )
-        x = functional.layer_norm(x, x.shape[-1:], self._weights["mlp1.0.weight"], self._weights["mlp1.0.bias"])
-        return self._linear(functional.gelu(self._linear(x, "mlp1.1.")), "mlp1.3.")
-
-    def _norm(self, states: Tensor, prefix: str) -> Tensor:
-        if self._config["norm_type"] == "rms_norm":
-            return self._rms(states, prefix)
-        weight, bias = self._weights[f"{prefix}weight"], self._weights[f"{prefix}bias"]
-        return functional.layer_norm(states, states.shape[-1:], weight, bias, self._config["layer_norm_eps"])
-
-    def _rms(self, states: Tensor, prefix: str) -> Tensor:
-        wide = states.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._config["layer_norm_eps"])
-        return self._weights[f"{prefix}weight"] * scaled.to(states.dtype)
-
-    def _linear(self, states: Tensor, prefix: str) -> Tensor:
-        return functional.linear(states, self._weights[f"{prefix}weight"], self._weights.get(f"{prefix}bias"))
-
-
-_WRITTEN_DOWN: dict[str, Callable[..., Callable[[Tensor, Tensor | None], Tensor]]] = {
-    "internvl_chat": OriginalInternVL,
-    "NVLM_D": OriginalInternVL,
-    "h2ovl_chat": OriginalInternVL,
-    "skywork_chat": OriginalInternVL,
-}
-"""References for layouts without classes in transformers."""

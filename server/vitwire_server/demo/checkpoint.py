@@ -38,8 +38,8 @@ _AUTOMATIC: tuple[Any, ...] = (
 def write_demo_checkpoint(model_type: str, out: Path, *, seed: int = 0) -> None:
     """Write a tiny VLM of this type: sharded safetensors in bfloat16, index, processor settings.
 
-    It has the layout that its authors publish. The same arguments write the same bytes. Files have the mode that
-    the umask gives. Raises ValueError if there is no tiny model of this type.
+    It has the layout that its authors publish; without classes in transformers it has no LLM. The same arguments write
+    the same bytes. Files have the mode that the umask gives. Raises ValueError if there is no tiny model of this type.
     """
     if model_type not in DEMO_MODELS:
         raise ValueError(f"no demo checkpoint of model_type {model_type!r}; choose from {', '.join(DEMO_MODELS)}")
@@ -66,6 +66,8 @@ def _processor_files(model_type: str, demo: DemoModel) -> Mapping[str, Json]:
 def demo_config(model_type: str) -> PreTrainedConfig:
     """The configuration of the model that is built for a demo checkpoint of this type."""
     demo = DEMO_MODELS[model_type]
+    if demo.published:
+        return FAMILIES[model_type].configuration(Path(), demo.published)  # type: ignore[return-value]
     kind = CONFIG_MAPPING[demo.base or model_type]
     return kind(**shrunk(kind, deepcopy(demo.config)))
 

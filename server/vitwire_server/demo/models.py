@@ -30,6 +30,8 @@ class DemoModel:
     """`model_type` of the model that is built, if it is not the checkpoint's own."""
     build: published.Build | None = None
     """Makes the whole model of its configuration, if it is not the first automatic class that can."""
+    published: Json | None = None
+    """Its config.json, if transformers has no class that writes one like it."""
     save: saving.Save = saving.save_plain
     """Writes weights and config.json in the layout that the model's authors publish."""
 
@@ -44,6 +46,13 @@ def _demo(
     parts = {"vision_config": vision, "text_config": text}
     config = {name: part for name, part in parts.items() if part} | (fields or {})
     return DemoModel(config=config, **others)
+
+
+def _authors(name: str, settings: Json, names: saving.Names, others: DemoModel, fused: str = "") -> DemoModel:
+    """A demo model of a row whose config.json and names of weights are the authors' alone; `others` has its files."""
+    row, settings = FAMILIES[name], {"model_type": FAMILIES[name].model_type, **settings}
+    save = saving.save_published(lambda _: settings, names, fused=fused)
+    return replace(others, published=settings, build=published.of_row(row), save=save)
 
 
 def _file(**settings: object) -> Mapping[str, Json]:
@@ -99,17 +108,6 @@ _DEEPSEEK_FILES = {
         "processor_class": "DeepseekVLV2Processor",
     }
 }
-_DEEPSEEK_FIELDS: Json = {
-    "processor": _RESOLUTIONS,
-    "projector": {
-        "depth": 2,
-        "downsample_ratio": 2,
-        "input_dim": 64,
-        "mlp_ratio": 1,
-        "n_embed": 64,
-        "projector_type": "downsample_mlp_gelu",
-    },
-}
 _LFM2_IMAGE: Json = {
     **HALF,
     "do_image_splitting": True,
@@ -129,6 +127,7 @@ _LARGER = {"image_size": 112}
 _SIGLIP = {"model_type": "siglip_vision_model"}
 _SAM: Json = {"hidden_size": 32, "mlp_dim": 48, "num_attention_heads": 2, "image_size": 128}
 _WINDOWED_SAM: Json = {**_SAM, "patch_size": 16, "window_size": 3}
+_PUBLISHED_SAM: Json = {**_SAM, "patch_size": 16, "mlp_dim": 128, "image_size": 256, "output_channels": 256}
 _OCR_IMAGE: Json = {**_square(128), "tile_size": 96}
 _GEMMA4 = {"standardize": True}
 _WINDOWS: Json = {"num_hidden_layers": 4, "layer_types": ["window_attention", "full_attention"] * 2}
@@ -145,21 +144,6 @@ _GEMMA4_IMAGE = {"max_soft_tokens": 70}
 _MUSE_IMAGE: Json = {**HALF, "merge_size": 2, "patch_size": 14, "resample": 1, "temporal_patch_size": 2}
 _MINICPM = _demo(_LARGER, image={"max_slice_nums": 4, "scale_resolution": 112})
 _RADIO: Json = {"summary_idxs": [0, 2]}
-_TINY: Json = {"hidden_size": 192, "mlp_ratio": 4.0, "num_attention_heads": 3, "num_hidden_layers": 12}
-
-
-def _nemotron(name: str, projector: int, **image: object) -> DemoModel:
-    """A C-RADIO of the smallest size that NVIDIA's code names, with as many inner columns of its projector."""
-    return _demo(
-        {**_RADIO, **_TINY, "model_type": "radio"},
-        fields={"downsample_ratio": 0.5, "projector_hidden_size": projector, "vision_feature_layer": -1},
-        base="llava",
-        image=image,
-        build=published.fitted(name, projector="model.multi_modal_projector"),
-        save=saving.save_nemotron(name, projector),
-    )
-
-
 _STEP = _demo(
     {"image_size": 168},
     text={"sliding_window": 512},
@@ -176,26 +160,69 @@ _PHI: DemoModel = _demo(
     build=AutoModelForCausalLM.from_config,
 )
 _BERT = {"pixel_shuffle_factor": 2}
-_INTERNVL = {**IMAGENET, **_TILED}
-_INTERN = _demo({"image_size": [112, 112], "attention_bias": True}, fields={"image_seq_length": 16}, image=_INTERNVL)
-_CHAT = _demo(
-    {"image_size": [112, 112], "norm_type": "rms_norm", "use_qk_norm": True}, base="internvl", files=_INTERNVL_FILES
+_INTERNVL: DemoModel = _demo(
+    {"image_size": [112, 112], "attention_bias": True},
+    fields={"image_seq_length": 16},
+    image={**IMAGENET, **_TILED},
 )
-_MINICPMV = _demo(
-    {"image_size": 224},
-    {"hidden_size": 256},
-    fields={"query_num": 16},
-    base="deepseek_vl",
-    files=_MINICPM_FILES,
-    build=published.fitted("minicpmv", resampler="model.aligner"),
-)
+_USUAL: Json = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 3}
+_VIT: Json = {**_USUAL, "num_channels": 3, "patch_size": 14}
+_WIDE_HEADS: Json = {"intermediate_size": 128, "num_attention_heads": 2}
+_INTERN: Json = {
+    **_VIT,
+    "image_size": 112,
+    "layer_norm_eps": 1e-6,
+    "norm_type": "rms_norm",
+    "qk_normalization": True,
+    "qkv_bias": False,
+}
+_CHAT: Json = {
+    "downsample_ratio": 0.5,
+    "dynamic_image_size": True,
+    "force_image_size": 112,
+    "llm_config": {"hidden_size": 64, "intermediate_size": 96},
+    "max_dynamic_patch": 6,
+    "min_dynamic_patch": 1,
+    "select_layer": -1,
+    "use_thumbnail": True,
+    "vision_config": _INTERN,
+}
+_MINICPMV: Json = {
+    "drop_vision_last_layer": False,
+    "hidden_size": 256,
+    "query_num": 16,
+    "version": 2.6,
+    "vision_config": {**_VIT, "image_size": 224, "model_type": "siglip"},
+}
+
+
+def _chat(name: str, **fields: object) -> DemoModel:
+    """A demo model of InternVL's kin."""
+    return _authors(name, {**_CHAT, **fields}, saving.INTERN_NAMES, _demo(files=_INTERNVL_FILES), fused=saving.FUSED)
+
+
+def _nemotron(name: str, columns: int, **image: object) -> DemoModel:
+    """InternVL's fields around the smallest C-RADIO that NVIDIA's code names; `columns` of its projector's MLP."""
+    teachers = [{"name": "clip"}, {"name": "sam", "use_summary": False}, {"name": "dino"}]
+    args = {"model": "vit_tiny_patch14_224", "cpe_max_size": 112, "register_multiple": 10, "teachers": teachers}
+    tower: Json = {"args": {**args, "cls_token_per_teacher": True}}
+    settings = {**_CHAT, "force_image_size": 56, "projector_hidden_size": columns, "ps_version": "v2"}
+    others = _demo(image=image, processor="llava")
+    return _authors(name, {**settings, "vision_config": tower}, saving.RADIO_NAMES, others, fused=saving.FUSED)
+
+
 _WRITTEN: Mapping[str, DemoModel] = {
+    **{
+        name: _authors(
+            name,
+            {"hidden_size": 48, "vision_config": {**_VIT, "image_size": 56, "spatial_merge_size": 2}},
+            ((r"^tower\.", "visual."), (r"^projector\.", "mlp_AR.")),
+            _demo(processor="paddleocr_vl"),
+        )
+        for name in ("Keye", "KeyeVL1_5")
+    },
     "Llama_Nemotron_Nano_VL": _nemotron("Llama_Nemotron_Nano_VL", 64, do_normalize=False),
-    "NVLM_D": replace(
-        _CHAT,
-        build=published.fitted("NVLM_D", projector="model.multi_modal_projector"),
-        save=saving.save_internvl("NVLM_D", "NVLM_D_Model"),
-    ),
+    "NVLM_D": _chat("NVLM_D"),
     "NemotronH_Nano_VL_V2": _nemotron("NemotronH_Nano_VL_V2", 96),
     "alpamayo2_super": _demo(base="qwen3_vl", save=saving.save_alpamayo),
     "aria": _demo(
@@ -204,8 +231,22 @@ _WRITTEN: Mapping[str, DemoModel] = {
         image={"do_resize": False, "max_image_size": 490, "min_image_size": 168},
     ),
     "aya_vision": _demo(image={**HALF, "crop_to_patches": True}),
-    "bailing_moe_v3_vl": _demo(
-        base="qwen3_5", build=published.fitted("bailing_moe_v3_vl", tower="model.visual"), save=saving.save_bailing
+    "bailing_moe_v3_vl": _authors(
+        "bailing_moe_v3_vl",
+        {
+            "text_config": {"hidden_size": 64},
+            "vision_config": {
+                "depth": 4,
+                "hidden_size": 64,
+                "intermediate_size": 96,
+                "model_type": "qwen3_moe_vit",
+                "num_heads": 4,
+                "num_position_embeddings": 256,
+                "out_hidden_size": 48,
+            },
+        },
+        saving.BAILING_NAMES,
+        _demo(processor="qwen3_5"),
     ),
     "clip_vision_model": _demo(build=CLIPVisionModelWithProjection._from_config),  # noqa: SLF001 - as automatic classes
     "cohere2_vision": _demo(image={**HALF, **_square(56), "max_patches": 6}),
@@ -222,13 +263,30 @@ _WRITTEN: Mapping[str, DemoModel] = {
         fields={"high_res_vision_config": _WINDOWED_SAM},
         image={**_square(128, "high_res_size"), **{f"high_res_{name}": value for name, value in IMAGENET.items()}},
     ),
-    "deepseek_vl_v2": _demo(
-        {"image_size": 76},
-        fields=_DEEPSEEK_FIELDS,
-        base="deepseek_vl",
-        files=_DEEPSEEK_FILES,
-        build=published.fitted("deepseek_vl_v2", projector="model.aligner"),
-        save=published.save_deepseek,
+    "deepseek_vl_v2": _authors(
+        "deepseek_vl_v2",
+        {
+            **_RESOLUTIONS,
+            "projector_config": {"downsample_ratio": 2, "input_dim": 64, "model_type": "mlp_projector", "n_embed": 64},
+            "vision_config": {
+                "heads": 4,
+                "image_size": 76,
+                "layers": 3,
+                "patch_size": 14,
+                "width": 64,
+                "model_name": "siglip_so400m_patch14_384",
+                "model_type": "vision",
+            },
+        },
+        saving.TIMM_NAMES,
+        _demo(files=_DEEPSEEK_FILES),
+        fused=saving.FUSED,
+    ),
+    "deepseek_vl_v2-deeplip_b_l": _demo(
+        {"sam_config": _PUBLISHED_SAM, "encoder_config": {"intermediate_size": 256}},
+        base="unlimited_ocr",
+        files={"preprocessor_config.json": {**HALF, **_square(256), "tile_size": 128}},
+        save=saving.save_deepseek_ocr,
     ),
     "deit": _demo(image=IMAGENET),
     "diffusion_gemma": _demo(
@@ -244,13 +302,26 @@ _WRITTEN: Mapping[str, DemoModel] = {
         fields={"image_size": 70, "num_register_tokens": 4, "use_gated_mlp": True},
         image={**IMAGENET, **_square(56), "resample": 2},
     ),
-    "eagle_2_5_vl": _demo(
-        _LARGER,
-        fields={"downsample_ratio": 0.5, "projector_hidden_act": "gelu"},
-        base="deepseek_vl",
-        files=_EAGLE_FILES,
-        build=published.fitted("eagle_2_5_vl", projector="model.aligner"),
-        save=published.save_eagle,
+    "dots_ocr": _authors(
+        "dots_ocr",
+        {
+            "architectures": ["DotsOCRForCausalLM"],
+            "hidden_size": 48,
+            "vision_config": {**_VIT, "embed_dim": 64, "hidden_size": 48, "spatial_merge_size": 2},
+        },
+        saving.DOTS_NAMES,
+        _demo(processor="qwen2_vl"),
+    ),
+    "eagle_2_5_vl": _authors(
+        "eagle_2_5_vl",
+        {
+            "downsample_ratio": 0.5,
+            "select_layer": -1,
+            "text_config": {"hidden_size": 64, "model_type": "qwen2"},
+            "vision_config": {**_VIT, **_LARGER, **_SIGLIP},
+        },
+        saving.EAGLE_NAMES,
+        _demo(files=_EAGLE_FILES),
     ),
     "embedding_gemma2": _demo(_GEMMA4, image=_GEMMA4_IMAGE, save=saving.save_gemma4),
     "ernie4_5_vl_moe": _demo(text={"rope_parameters": {**MROPE, "mrope_section": [3, 3, 2]}}),
@@ -273,28 +344,46 @@ _WRITTEN: Mapping[str, DemoModel] = {
     "glm_ocr": _demo(processor="glm46v"),
     "got_ocr2": _demo(_WINDOWED_SAM),
     "granite_docling": _demo(_LARGER, fields={"density_router_hidden_size": 16}, image={"max_patches": 20}),
-    "h2ovl_chat": replace(_CHAT, save=saving.save_internvl("h2ovl_chat", "H2OVLChatModel", use_msac=True)),
+    "h2ovl_chat": _chat("h2ovl_chat", use_msac=True),
     "hunyuan_vl": _demo(
         text={"head_dim": 16, "rope_parameters": {"mrope_section": [2, 2, 2, 2]}},
         image={"resample": 1, "size": {"shortest_edge": 56**2, "longest_edge": 448**2}},
     ),
     "idefics2": _demo(_LARGER, image={"size": {"longest_edge": 224, "shortest_edge": 56}}),
-    "intern_vit_6b": _demo(
-        fields={"attention_bias": True, "use_qk_norm": True},
-        base="internvl_vision",
-        files=_INTERN_VIT_FILES,
-        save=saving.save_intern_vit,
+    "intern_vit_6b": _authors(
+        "intern_vit_6b",
+        {**_INTERN, "image_size": 56, "norm_type": "layer_norm", "qkv_bias": True},
+        ((r"^tower\.", ""), *saving.INTERN_NAMES),
+        _demo(files=_INTERN_VIT_FILES),
+        fused=saving.FUSED,
     ),
-    **dict.fromkeys(("internvl", "qianfan_ocr"), _INTERN),
-    "internvl_chat": replace(_CHAT, save=saving.save_internvl()),
+    **dict.fromkeys(("internvl", "qianfan_ocr"), _INTERNVL),
+    "internvl_chat": _chat("internvl_chat"),
     **{name: _demo(base="qwen3_5_moe", save=saving.save_typed(name, name)) for name in INTERN},
-    "interns1": replace(_INTERN, base="internvl", save=saving.save_typed("interns1", "interns1_vision")),
+    "interns1": replace(_INTERNVL, base="internvl", save=saving.save_typed("interns1", "interns1_vision")),
     "janus": _demo(
         {"image_size": 128, "patch_size": 16, "projection_dim": 64},
         fields={"vq_config": {"channel_multiplier": [1, 1]}},
         image=HALF,
     ),
     "kimi_k25": _demo(image=HALF, save=saving.save_kimi),
+    "kimi_k3": _authors(
+        "kimi_k3",
+        {
+            "text_config": {"hidden_size": 64},
+            "vision_config": {
+                **{f"vt_{name}": value for name, value in _USUAL.items()},
+                "init_pos_emb_height": 8,
+                "init_pos_emb_width": 8,
+                "merge_kernel_size": [2, 2],
+                "patch_size": 14,
+                "qkv_hidden_size": 96,
+            },
+        },
+        saving.KIMI_K3_NAMES,
+        _demo(image=HALF, processor="kimi_k25"),
+        fused=".wqkv.",
+    ),
     "kimi_vl": _demo({"pos_emb_time": 1}, base="kimi_k25", image=HALF, save=saving.save_kimi_vl),
     "lfm2_vl": _demo(image=_LFM2_IMAGE),
     "lfm3_vl": _demo({"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}, image=HALF),
@@ -311,6 +400,15 @@ _WRITTEN: Mapping[str, DemoModel] = {
         processor="mistral3",
     ),
     "llava-siglip": _demo(_SIGLIP, fields=_ALL_ROWS, base="llava", processor="siglip"),
+    "llava_onevision2": _authors(
+        "llava_onevision2",
+        {
+            "text_config": {"hidden_size": 64},
+            "vision_config": {**_VIT, **_WIDE_HEADS, "spatial_merge_size": 2},
+        },
+        saving.ONEVISION_NAMES,
+        _demo(image=CLIP, processor="qwen2_vl"),
+    ),
     "llava_next-siglip": _demo(
         _SIGLIP,
         fields={"vision_feature_layer": [-3, -2, 0, -1], "vision_feature_select_strategy": "full"},
@@ -321,8 +419,10 @@ _WRITTEN: Mapping[str, DemoModel] = {
         fields={"image_grid_pinpoints": PINPOINTS[1:]}, image={"image_grid_pinpoints": PINPOINTS[1:]}
     ),
     "minicpm_ocr": replace(_MINICPM, image={**_MINICPM.image, **HALF, "patch_size": 14}),
-    "minicpmo": replace(_MINICPMV, save=published.save_minicpm("minicpmo", "MiniCPMO")),
-    "minicpmv": replace(_MINICPMV, save=published.save_minicpm("minicpmv", "MiniCPMV")),
+    **{
+        name: _authors(name, _MINICPMV, ((r"^tower\.", "vpm."),), _demo(files=_MINICPM_FILES))
+        for name in ("minicpmo", "minicpmv")
+    },
     **dict.fromkeys(("minicpmv4_6", "minicpmv4_7"), _MINICPM),
     "minimax_m3_vl": _demo(image=CLIP),
     "mistral3": _demo(_PIXTRAL, image=_PIXTRAL_IMAGE),
@@ -342,6 +442,19 @@ _WRITTEN: Mapping[str, DemoModel] = {
     "opencua": _demo(base="qwen2_5_vl", save=saving.save_opencua),
     "ovis": replace(_OVIS, base="ovis2", files=_OVIS_FILES, save=saving.save_ovis),
     "ovis2": _OVIS,
+    **{
+        name: _authors(
+            name,
+            {
+                "hidden_size": 48,
+                "visual_vocab_size": 68,
+                "vit_config": {**_VIT, "hidden_stride": 2, "image_size": 56},
+            },
+            saving.OVIS2_5_NAMES,
+            _demo(processor="siglip"),
+        )
+        for name in ("ovis2_5", "ovis2_6", "ovis2_6_moe", "ovis2_6_next")
+    },
     "paligemma": _demo(fields={"projection_dim": 64}),
     "paddleocr_vl": _demo(text={"rope_parameters": MROPE}),
     "phi4_multimodal": _PHI,
@@ -369,13 +482,15 @@ _WRITTEN: Mapping[str, DemoModel] = {
     "shieldgemma2": _demo(_LARGER, build=AutoModelForImageClassification.from_config),
     **dict.fromkeys(("siglip", "siglip2"), _demo({"vision_use_head": True})),
     "siglip_vision_model": _demo(fields={"vision_use_head": True}),
-    "skywork_chat": replace(_CHAT, save=saving.save_internvl("skywork_chat", "SkyworkR1VChatModel")),
+    "skywork_chat": _chat("skywork_chat"),
     "smolvlm": _demo(
         {"image_size": 60}, image={"video_sampling": {"fps": 1, "max_frames": 64, "video_size": {"longest_edge": 60}}}
     ),
-    "step3_vl": replace(_STEP, base="step3p7", save=saving.save_step3("step3_vl")),
     "step3p7": _STEP,
-    "step_robotics": replace(_STEP, base="step3p7", save=saving.save_step3("step_robotics")),
+    **{
+        name: replace(_STEP, base="step3p7", save=saving.save_step3(name))
+        for name in ("step3_vl", "step5_vl", "step_robotics")
+    },
     "t5gemma2": _demo(fields={"encoder": {"vision_config": _LARGER}}),
     "t5gemma2_encoder": _demo(_LARGER, {"dropout_rate": 0.0}),
     "tipsv2": _demo(

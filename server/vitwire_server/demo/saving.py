@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from vitwire_server.demo.shrinking import Json
 
+FUSED = ".attn.qkv."
 SHARD = "180KB"
 """Largest shard, so that tiny checkpoints have several too."""
 Save = Callable[[PreTrainedModel, Path], None]
@@ -32,17 +33,17 @@ def save_plain(model: PreTrainedModel, out: Path) -> None:
     model.save_pretrained(out, max_shard_size=SHARD)
 
 
-def save_published(settings: Callable[[Json], Json], names: Names = (), *, fused: bool = False) -> Save:
+def save_published(settings: Callable[[Json], Json], names: Names = (), *, fused: str = "") -> Save:
     """Another config.json, made of the whole configuration, and other names.
 
-    If `fused`, each attention module of the tower has one projection for query, key and value.
+    `fused` names the one projection for query, key and value that each attention module of the tower has.
     """
 
     def save(model: PreTrainedModel, out: Path) -> None:
         weights = _renamed(_weights(model, out), names)
         ordered = sorted(weights, key=lambda name: name.startswith(("llm.", "language")))
         weights = {name: weights[name].contiguous() for name in ordered}
-        save_torch_state_dict(_fused(weights) if fused else weights, out, max_shard_size=SHARD)
+        save_torch_state_dict(_fused(weights, fused) if fused else weights, out, max_shard_size=SHARD)
         whole = json.loads(json.dumps(model.config.to_dict(), default=str))
         write_json(out / "config.json", {"torch_dtype": "bfloat16", **settings(whole)})
 
@@ -50,7 +51,9 @@ def save_published(settings: Callable[[Json], Json], names: Names = (), *, fused
 
 
 def _weights(model: PreTrainedModel, out: Path) -> dict[str, Tensor]:
-    """By the names that transformers writes."""
+    """By the names that transformers writes, if it has a class for the model."""
+    if not isinstance(model, PreTrainedModel):
+        return model.state_dict()
     save_plain(model, out)
     weights: dict[str, Tensor] = {}
     for shard in sorted(out.glob("*.safetensors")):
@@ -69,11 +72,11 @@ def _renamed(weights: Mapping[str, Tensor], names: Names) -> dict[str, Tensor]:
     return renamed
 
 
-def _fused(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _fused(weights: Mapping[str, Tensor], fused: str) -> dict[str, Tensor]:
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights.items():
         if found := _QKV.search(name):
-            parts.setdefault(name.replace(found[0], ".attn.qkv."), {})[found[1]] = tensor
+            parts.setdefault(name.replace(found[0], fused), {})[found[1]] = tensor
     whole = {name: torch.cat([own[part] for part in "qkv"]) for name, own in parts.items()}
     return {name: tensor for name, tensor in weights.items() if not _QKV.search(name)} | whole
 
@@ -116,18 +119,20 @@ def save_typed(model_type: str, vision_type: str = "", names: Names = ()) -> Sav
     return save_published(settings, names)
 
 
-_BAILING = ((r"visual\.merger\.linear_fc1", "linear_proj.0"), (r"visual\.merger\.linear_fc2", "linear_proj.2"))
-save_bailing = save_typed("bailing_moe_v3_vl", "qwen3_moe_vit", _BAILING)
 save_opencua = save_typed("opencua", "qwen2_5_vl", ((r"^visual\.", "vision_tower."),))
 save_alpamayo = save_published(lambda whole: {"model_type": "alpamayo2_super", "vlm_config": whole}, ((r"^", "vlm."),))
 
 
 _MLP = "hidden_size intermediate_size num_hidden_layers num_attention_heads"
-_INTERN_NAMES = (
-    (r"^(?:model\.)?multi_modal_projector\.layer_norm\.", "mlp1.0."),
-    (r"^(?:model\.)?multi_modal_projector\.linear_1\.", "mlp1.1."),
-    (r"^(?:model\.)?multi_modal_projector\.linear_2\.", "mlp1.3."),
-    (r"^(?:model\.)?vision_tower\.", "vision_model."),
+_MLP1 = (
+    (r"^projector\.layer_norm\.", "mlp1.0."),
+    (r"^projector\.linear_1\.", "mlp1.1."),
+    (r"^projector\.linear_2\.", "mlp1.3."),
+)
+EAGLE_NAMES = ((r"^tower\.", "vision_model.vision_model."), *_MLP1)
+INTERN_NAMES = (
+    *_MLP1,
+    (r"^tower\.", "vision_model."),
     (r"encoder\.layer\.", "encoder.layers."),
     (r"\.lambda_([12])$", r".ls\1"),
     (r"\.attention\.projection_layer\.", ".attn.proj."),
@@ -138,51 +143,20 @@ _INTERN_NAMES = (
     (r"\.position_embeddings$", ".position_embedding"),
     (r"\.patch_embeddings\.projection\.", ".patch_embedding."),
 )
-
-
-def _intern_vit(vision: Json) -> Json:
-    same = f"{_MLP} hidden_act layer_norm_eps norm_type use_qk_norm:qk_normalization attention_bias:qkv_bias"
-    sides = {"image_size": vision["image_size"][0], "patch_size": vision["patch_size"][0]}
-    return {"architectures": ["InternVisionModel"], "model_type": "intern_vit_6b", **taken(vision, same), **sides}
-
-
-save_intern_vit = save_published(_intern_vit, _INTERN_NAMES, fused=True)
-
-
-def save_internvl(
-    model_type: str = "internvl_chat",
-    architecture: str = "InternVLChatModel",
-    **fields: object,
-) -> Save:
-    """As OpenGVLab writes it, with other fields of its kin."""
-
-    def settings(whole: Json) -> Json:
-        vision = _intern_vit(whole["vision_config"]) if "vision_config" not in fields else {"image_size": 56}
-        return {
-            "architectures": [architecture],
-            "model_type": model_type,
-            "downsample_ratio": 0.5,
-            "dynamic_image_size": True,
-            "force_image_size": vision["image_size"],
-            "max_dynamic_patch": 6,
-            "min_dynamic_patch": 1,
-            "ps_version": "v2",
-            "select_layer": -1,
-            "use_thumbnail": True,
-            "llm_config": {**whole["text_config"], "architectures": ["Qwen2ForCausalLM"]},
-            "vision_config": vision,
-            **fields,
-        }
-
-    return save_published(settings, _INTERN_NAMES, fused=True)
-
-
-def save_nemotron(name: str, projector: int) -> Save:
-    """InternVL's layout with the arguments of NVIDIA's code for a C-RADIO."""
-    teachers = [{"name": "clip"}, {"name": "sam", "use_summary": False}, {"name": "dino"}]
-    args = {"model": "vit_tiny_patch14_224", "cpe_max_size": 112, "register_multiple": 10, "teachers": teachers}
-    tower = {"args": {**args, "cls_token_per_teacher": True}}
-    return save_internvl(name, name, vision_config=tower, projector_hidden_size=projector)
+RADIO_NAMES = (
+    *_MLP1,
+    (r"^tower\.", "vision_model.radio_model."),
+    (r"\.embeddings\.patch_projection\.", ".model.patch_generator.embedder."),
+    (r"\.embeddings\.position_embedding$", ".model.patch_generator.pos_embed"),
+    (r"\.embeddings\.cls_register_token$", ".model.patch_generator.cls_token.token"),
+    (r"\.encoder\.layer\.", ".model.blocks."),
+    (r"\.attention\.o_proj\.", ".attn.proj."),
+)
+BAILING_NAMES = (
+    (r"^tower\.merger\.linear_fc1\.", "model.linear_proj.0."),
+    (r"^tower\.merger\.linear_fc2\.", "model.linear_proj.2."),
+    (r"^tower\.", "model.visual."),
+)
 
 
 def save_step3(model_type: str) -> Save:
@@ -197,6 +171,23 @@ def save_step3(model_type: str) -> Save:
     return save_published(settings)
 
 
+def _deepseek_ocr(whole: Json) -> Json:
+    sam, clip = (whole["vision_config"][f"{part}_config"] for part in ("sam", "encoder"))
+    same = "hidden_size:width num_attention_heads:heads num_hidden_layers:layers"
+    clip = taken(clip, f"{same} image_size patch_size")
+    layers = {"clip-l-14-224": clip, "sam_vit_b": taken(sam, f"{same} downsample_channels global_attn_indexes")}
+    return {
+        "architectures": ["DeepseekOCRForCausalLM"],
+        "language_config": whole["text_config"],
+        "model_type": "deepseek_vl_v2",
+        "projector_config": {"n_embed": whole["text_config"]["hidden_size"], "projector_type": "linear"},
+        "vision_config": {"image_size": sam["image_size"], "model_name": "deeplip_b_l", "width": layers},
+    }
+
+
+save_deepseek_ocr = save_published(_deepseek_ocr)
+
+
 _KIMI_NAMES = (
     (r"^model\.mm_projector\.", "mm_projector."),
     (r"^language_model\.model\.blocks\.", "language_model.model.layers."),
@@ -207,6 +198,20 @@ _KIMI_VL_NAMES = (
     (r"^mm_projector\.proj\.0\.", "multi_modal_projector.linear_1."),
     (r"^mm_projector\.proj\.2\.", "multi_modal_projector.linear_2."),
     (r"^mm_projector\.", "multi_modal_projector."),
+)
+KIMI_K3_NAMES = (
+    (r"^tower\.(patch_embed\.pos_emb)\.position_embeddings", r"vision_tower.\1.weight"),
+    (r"^tower\.patch_embed\.", "vision_tower.patch_embed."),
+    (r"^tower\.layers\.", "vision_tower.encoder.blocks."),
+    (r"^tower\.", "vision_tower.encoder."),
+    (r"\.norm1\.", ".norm0."),
+    (r"\.norm2\.", ".norm1."),
+    (r"\.fc1\.", ".fc0."),
+    (r"\.fc2\.", ".fc1."),
+    (r"\.attn\.proj\.", ".wo."),
+    (r"^projector\.1\.", "mm_projector.proj.0."),
+    (r"^projector\.3\.", "mm_projector.proj.2."),
+    (r"^projector\.4\.", "mm_projector.post_norm."),
 )
 
 
@@ -259,7 +264,12 @@ _OVIS_NAMES = (
     (r"\.ffn\.down_proj\.", ".mlp.fc2."),
     (r"\.ffn\.up_proj\.", ".mlp.fc3."),
 )
-save_ovis = save_published(_ovis, _OVIS_NAMES, fused=True)
+save_ovis = save_published(_ovis, _OVIS_NAMES, fused=FUSED)
+OVIS2_5_NAMES = (
+    (r"^tower\.", "visual_tokenizer.vit."),
+    (r"^projector\.head\.", "visual_tokenizer.head."),
+    (r"^projector\.", ""),
+)
 
 
 def _phi4mm(whole: Json) -> Json:
@@ -311,3 +321,28 @@ _VIDEO_LLAMA_NAMES = (
     (r"^model\.language_model\.", "model."),
 )
 save_videollama3 = save_published(_videollama3, _VIDEO_LLAMA_NAMES)
+DOTS_NAMES = (
+    (r"^tower\.norm\.", "tower.post_trunk_norm."),
+    (r"^tower\.", "vision_tower."),
+    (r"\.patch_embed\.", ".patch_embed.patchifier."),
+    (r"\.gate_proj\.", ".fc1."),
+    (r"\.down_proj\.", ".fc2."),
+    (r"\.up_proj\.", ".fc3."),
+)
+TIMM_NAMES = (
+    (r"^tower\.embeddings\.patch_embedding\.", "vision.patch_embed.proj."),
+    (r"^tower\.embeddings\.position_embedding\.weight$", "vision.pos_embed"),
+    (r"^tower\.post_layernorm\.", "vision.norm."),
+    (r"^tower\.encoder\.layers\.", "vision.blocks."),
+    (r"\.layer_norm([12])\.", r".norm\1."),
+    (r"\.self_attn\.out_proj\.", ".attn.proj."),
+    (r"\.self_attn\.", ".attn."),
+)
+ONEVISION_NAMES = (
+    (r"^tower\.patch_embed\.1\.", "model.visual.embeddings.patch_embedding."),
+    (r"^tower\.patch_embed\.3\.", "model.visual.layernorm_pre."),
+    (r"^tower\.blocks\.(\d+)\.(norm\d)", r"model.visual.encoder.layers.\1.layer_\2"),
+    (r"^tower\.blocks\.", "model.visual.encoder.layers."),
+    (r"^tower\.", "model.visual."),
+    (r"\.attn\.", ".self_attn."),
+)

@@ -178,7 +178,7 @@ class Family(ABC):
     title: str = field(kw_only=False)
     """The models' published name."""
     tower_type: str = ""
-    """`vision_config.model_type` of its checkpoints, if another entry of this `model_type` has all other towers."""
+    """`vision_config.model_type` or `model_name`, if another entry of this `model_type` has all other towers."""
     original: str = ""
     """Class of the makers' code, by which `architectures` names checkpoints that have no `model_type`."""
     tower: Module

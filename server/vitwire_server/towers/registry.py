@@ -39,6 +39,7 @@ _MAKERS = (
     "vit",
     "nvidia",
     "hunyuan",
+    "rednote",
 )
 """Modules of `models`, each with its `ROWS`, in the order of the tables of models."""
 
@@ -60,7 +61,9 @@ def unsupported(model_type: object) -> str:
 def family_of(settings: Mapping[str, Any]) -> Family | None:
     """The entry of a checkpoint by its config.json; None if its `model_type` is not in the table."""
     model_type, vision = settings.get("model_type"), settings.get("vision_config")
-    tower_type = vision.get("model_type") if isinstance(vision, dict) else None
-    rows = (row for row in FAMILIES.values() if (row.model_type, row.tower_type) == (model_type, tower_type))
-    named = (row for row in FAMILIES.values() if row.original and [row.original] == settings.get("architectures"))
-    return next(rows, None) or FAMILIES.get(str(model_type)) or (None if model_type else next(named, None))
+    if not model_type:
+        named = (row for row in FAMILIES.values() if row.original and [row.original] == settings.get("architectures"))
+        return next(named, None)
+    kinds = [vision.get(field) for field in ("model_type", "model_name")] if isinstance(vision, dict) else []
+    rows = (row for row in FAMILIES.values() if row.model_type == model_type and row.tower_type in kinds)
+    return next(rows, None) or FAMILIES.get(str(model_type))

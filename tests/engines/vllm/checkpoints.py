@@ -8,10 +8,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from servers import PYTHON
 
-MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl")
+MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl", "dots_ocr")
 _INTERNVL_TOKENS = 16
 """Tokens of one tile of the tiny InternVL."""
-_WRITE = """
+WRITE = """
 import sys
 from pathlib import Path
 from vitwire_server.demo.checkpoint import write_demo_checkpoint
@@ -40,9 +40,11 @@ _TEMPLATE = (
 def write_checkpoints(folder: Path) -> dict[str, Path]:
     """The server's tiny checkpoints, each with a tokenizer of bytes; all by one process of its environment."""
     folders = {name: folder / name for name in MODEL_TYPES}
-    subprocess.run([PYTHON, "-c", _WRITE, str(folder), *MODEL_TYPES], check=True, capture_output=True)
+    subprocess.run([PYTHON, "-c", WRITE, str(folder), *MODEL_TYPES], check=True, capture_output=True)
     for each in folders.values():
         _write_tokenizer(each)
+    for file in folders["dots_ocr"].glob("tokenizer*"):
+        file.write_text(file.read_text().replace("<|image_pad|>", "<|imgpad|>"))
     tokens = {"processor_class": "InternVLProcessor", "image_seq_length": _INTERNVL_TOKENS}
     (folders["internvl"] / "processor_config.json").write_text(json.dumps(tokens))
     return folders

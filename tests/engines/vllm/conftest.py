@@ -11,11 +11,14 @@ import pytest
 import tests.engines.vllm.cpu_platform  # noqa: F401  # before the rest of vLLM
 from tests.engines.vllm.checkpoints import write_checkpoints
 from tests.engines.vllm.engine import Engine, vllm_config
+from transformers import AutoConfig
+from vllm.transformers_utils.configs.dotsocr import DotsOCRConfig
 from vllm.v1.engine.input_processor import InputProcessor
 
 from servers import PYTHON, ServerProcess, serving
 from vitwire import Client, Embedding, Item, Model
 
+AutoConfig.register("dots_ocr", DotsOCRConfig)  # with the weights on the hub lies a class of this name
 SERVER_FLAGS = ("--cache-bytes", str(64 << 20), "--dtype", "bfloat16", "--graphs", "off")
 Cached = Callable[..., Embedding]
 Engines = Callable[..., Engine]

@@ -23,7 +23,8 @@ from vitwire.integrations.vllm import image_embeds, image_part, reference_part, 
 GRIDS = [(1, 4, 4), (1, 4, 8), (1, 4, 8)]
 CLIP = (3, 4, 4)
 SECONDS = [0.5, 1.5, 2.5]
-WIDTHS = {"qwen2_vl": (64, 0), "qwen2_5_vl": (64, 0), "qwen3_vl": (192, 2), "qwen3_5": (64, 0), "internvl": (64, 0)}
+WIDTHS = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_5", "internvl"), (64, 0))
+WIDTHS |= {"qwen3_vl": (192, 2), "dots_ocr": (48, 0)}
 QWEN = [name for name in WIDTHS if name.startswith("qwen")]
 Frontends = Callable[[str], InputProcessor]
 
@@ -34,7 +35,7 @@ def frontends(checkpoints: dict[str, Path]) -> Frontends:
 
     @cache
     def frontend(model_type: str) -> InputProcessor:
-        limits = {"image": 0} if model_type == "internvl" else {"image": 0, "video": 0}
+        limits = {"image": 0} if model_type in ("internvl", "dots_ocr") else {"image": 0, "video": 0}
         arguments = EngineArgs(
             str(checkpoints[model_type]),
             max_model_len=512,
@@ -84,7 +85,7 @@ def test_content_parts(frontends: Frontends, describe: Any, model_type: str, dty
         data = feature.data.get_data()
         assert torch.equal(data["image_embeds"].reshape(each.shape), each.torch())
         assert feature.mm_position.get_num_embeds() == each.shape[0]
-        if model_type in QWEN:
+        if model_type != "internvl":
             assert data["image_grid_thw"].tolist() == list(each.grid)
     unnamed = chat(frontends(model_type), [image_part(embeddings[0], model)])
     assert torch.equal(unnamed.mm_features[0].data.get_data()["image_embeds"], embeddings[0].torch())
@@ -110,7 +111,7 @@ def test_offline_data(frontends: Frontends, describe: Any, model_type: str) -> N
     model = describe(model_type)
     embeddings = [embedding(model, grid) for grid in GRIDS]
     prompt = {
-        "prompt": "<|image_pad|>" * len(GRIDS),
+        "prompt": ("<|imgpad|>" if model_type == "dots_ocr" else "<|image_pad|>") * len(GRIDS),
         "multi_modal_data": image_embeds(embeddings, model),
         "multi_modal_uuids": {"image": ["a", "b", "c"]},
     }

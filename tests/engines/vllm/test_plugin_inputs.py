@@ -80,7 +80,7 @@ def queued(vllm: WithTower, prompt: Json) -> str:
     return vllm.queue(vllm.frontend.process_inputs(f"queued-{time.monotonic_ns()}", prompt, params, ("generate",)))
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl", "dots_ocr"])
 def test_prompts_are_those_of_the_tower(
     kind: str, engines: Callable[..., WithTower], checkpoints: dict[str, Path]
 ) -> None:

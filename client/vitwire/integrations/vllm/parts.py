@@ -23,6 +23,7 @@ Grid = tuple[int, int, int]
 
 WITH_GRIDS = {
     "qwen2_vl": "",
+    "dots_ocr": "",
     "qwen2_5_vl": "second_per_grid_ts",
     "qwen2_5_omni": "second_per_grid_ts",
     "qwen2_5_omni_thinker": "second_per_grid_ts",

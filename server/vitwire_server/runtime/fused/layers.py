@@ -107,7 +107,7 @@ class Layer(ABC):
 
     def _rotary(self, count: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of `count` rows to compare layers on."""
-        angles = torch.linspace(0, 6, count * (self.parts.columns // self._heads // 2)).view(count, -1)
+        angles = torch.linspace(0, 6, count * (self.parts.inner // self._heads // 2)).view(count, -1)
         angles = angles.to(like.device).repeat(1, 2)
         return angles.cos().to(like), angles.sin().to(like)
 
@@ -121,7 +121,7 @@ class TileLayer(Layer):
     def __init__(self, stock: nn.Module, shared: Shared, *, first: bool) -> None:
         """Raises NotFusable."""
         super().__init__(stock, shared, first=first)
-        weight, head_dim = next(stock.parameters()), self.parts.columns // self._heads
+        weight, head_dim = next(stock.parameters()), self.parts.inner // self._heads
         fault = BACKENDS["triton"].fault(weight.device, weight.dtype, head_dim, captured=True)
         self._few_tokens = 0 if fault or self._causal else _FEW_TOKENS
 

@@ -180,7 +180,10 @@ class Parts:
     def __init__(self, form: Form, stock: nn.Module, products: Products) -> None:
         """Raises ValueError, AttributeError."""
         attention = stock.get_submodule(form.attention)
-        self.columns: int = getattr(attention, form.output).out_features
+        output = getattr(attention, form.output)
+        self.columns: int = output.out_features
+        self.inner: int = output.in_features
+        """Columns of all heads."""
         self.factors = _factors_of(form, stock)
         """`(hidden,)` each, of what attention and the MLP add; or none."""
         self.heads = Heads(form, stock, products)

@@ -132,7 +132,8 @@ class PackedTower(PatchTower):
         super().__init__(family, parts)
         own: Config = self.model.config
         width, hidden = at(config, family.width), getattr(own, "embed_dim", None) or own.hidden_size
-        self.attention_heads = own.num_attention_heads, hidden // own.num_attention_heads
+        heads = own.num_attention_heads
+        self.attention_heads = heads, getattr(own, "head_dim", None) or hidden // heads
         self.head = family.head(
             parts, Geometry(**sizes(own)._asdict(), width=width, levels=0, raster=family.inputs.raster)
         )

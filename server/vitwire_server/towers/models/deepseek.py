@@ -84,7 +84,7 @@ class DeepseekHybrid(PairEncoder, ProjectedTiles):
 
 
 def _vl2_config(folder: Path, settings: Mapping[str, Any]) -> Config:
-    """Raises ValueError over another tower than SigLIP's, which DeepSeek-OCR has under this `model_type`."""
+    """Raises ValueError over another tower than SigLIP's, which DeepSeek-OCR-2 has under this `model_type`."""
     vision, projector = {**_TOWER, **settings["vision_config"]}, {**_PROJECTOR, **settings["projector_config"]}
     name = str(vision.get("model_name", "siglip_large_patch16_384"))
     if not name.startswith("siglip") or vision.get("class_token"):

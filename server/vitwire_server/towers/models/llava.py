@@ -1,14 +1,17 @@
-"""LLaVA 1.5, ViP-LLaVA, LLaVA-NeXT, LLaVA-NeXT-Video and LLaVA-OneVision, with CLIP's tower or SigLIP's."""
+"""LLaVA 1.5, NeXT, NeXT-Video and OneVision, ViP-LLaVA: CLIP's tower or SigLIP's; OneVision 2: one like Qwen2-VL's."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import cached_property
 from math import isqrt
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 from transformers.models.llava_next_video.modeling_llava_next_video import LlavaNextVideoPooler
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from vitwire_server.core.footprints import PooledFrameFootprints
 from vitwire_server.core.geometries import PooledFrameGeometry
@@ -16,15 +19,20 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config, one_of, require
-from vitwire_server.towers.family import Accepts, Parts
+from vitwire_server.towers.configs import Config, dtype_of, new_config, one_of, require
+from vitwire_server.towers.family import Accepts, Parts, in_model
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, UnitInput
+from vitwire_server.towers.layouts.packed import PackedFamily
 from vitwire_server.towers.layouts.tiles import TileFamily, Unit
 from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles, images, square
 from vitwire_server.towers.processors.tiles import fits_tower, stretched, tile_of, tiled
-from vitwire_server.towers.shared.parts import projector, variant
+from vitwire_server.towers.shared.fused import halved
+from vitwire_server.towers.shared.parts import projector, stock, variant
 from vitwire_server.towers.shared.projected_tiles import ProjectedLayers, clip
 from vitwire_server.towers.shared.siglip import siglip
+
+_ONEVISION = {"hidden_act": "gelu", "layer_norm_eps": 1e-6, "layer_norm_type": "layer_norm", "temporal_patch_size": 1}
+"""Fields of LLaVA-OneVision 2's tower that have one value."""
 
 
 def _settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
@@ -104,6 +112,47 @@ class LlavaNextVideo(ProjectedLayers, AssembledEncoder):
         return self.projected(torch.cat([rows, self._pool(rows)], dim=1))
 
 
+class OneVisionRotary(nn.Module):
+    """A quarter of a head's frequencies is for time, which is 0 in images; three eighths each for row and column."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self._side, self._theta = config.embed_dim // config.num_heads, config.rope_parameters["rope_theta"]
+
+    def forward(self, _: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines `(patches, side)`. The authors repeat all angles, but rotate neighbouring columns."""
+        exponents = torch.arange(self._side * 3 // 16, device=places.device) / (self._side * 3 // 16)
+        angles = (places[..., None] * self._theta**-exponents).flatten(1)
+        angles = functional.pad(angles, (self._side // 8, 0)).repeat(1, 2)
+        halves = torch.cat([angles[:, ::2], angles[:, 1::2]], dim=1)
+        return halves.cos(), halves.sin()
+
+
+class OneVision2(Qwen2VisionTransformerPretrainedModel):
+    """Qwen2-VL's tower for single frames, with a norm before its layers, and other rotary positions."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)  # type: ignore[arg-type]
+        width, side = config.embed_dim, config.patch_size
+        kernel = nn.Conv2d(3, width, side, side, bias=False)
+        norm = nn.LayerNorm(width, eps=1e-6)
+        self.patch_embed: Any = nn.Sequential(nn.Unflatten(1, (3, side, side)), kernel, nn.Flatten(), norm)
+        self.rotary_pos_emb: Any = OneVisionRotary(config)
+
+
+def _onevision2_config(_: Path, settings: Mapping[str, Any]) -> Config:
+    """LLaVA-OneVision 2's, which transformers has no classes for."""
+    own, width = settings["vision_config"], settings["vision_config"]["hidden_size"]
+    for name, value in _ONEVISION.items():
+        require(f"vision_config.{name}", own.get(name, value), value)
+    if width % (32 * own["num_attention_heads"]):
+        raise ValueError(f"vision_config.hidden_size is {width}, but must be heads of a multiple of 32 columns")
+    text, ratio = settings["text_config"]["hidden_size"], own["intermediate_size"] // width
+    vision = {**_ONEVISION, **own, "embed_dim": width, "hidden_size": text, "mlp_ratio": ratio}
+    vision["depth"] = own["num_hidden_layers"]
+    return new_config("qwen2_vl", vision_config=vision, dtype=dtype_of(settings))
+
+
 _LLAVA = TileFamily(
     "llava",
     "LLaVA 1.5",
@@ -157,5 +206,23 @@ ROWS = (
         encoder=LlavaNextVideo,
         processor=_video_settings,
         videos=Accepts.PICTURES,
+    ),
+    PackedFamily(
+        "llava_onevision2",
+        "LLaVA-OneVision 2",
+        configuration=_onevision2_config,
+        tower=stock(
+            OneVision2,
+            in_model("visual."),
+            renames=(
+                (r"^embeddings\.patch_embedding\.", "patch_embed.1."),
+                (r"^layernorm_pre\.", "patch_embed.3."),
+                (r"^encoder\.layers\.(\d+)\.(layer_)?", r"blocks.\1."),
+                (r"\.self_attn\.", ".attn."),
+            ),
+            convert=halved(".qkv."),
+        ),
+        width="vision_config.hidden_size",
+        videos=Accepts.NOTHING,
     ),
 )

@@ -217,7 +217,7 @@ _OMNI = RasterFamily(
     "nemotron_h_omni",
     "Nemotron 3 Omni",
     tower=stock(
-        "vitwire_server.towers.models.nemotron_tower:Radio",
+        "vitwire_server.towers.models.subclasses:Radio",
         stripped("vision_model.radio_model.", "vision_model."),
         renames=_NAMES,
         ignored=("input_conditioner.",),

@@ -1,4 +1,4 @@
-"""Ovis 2 (AIDC-AI), in transformers' layout and in the authors' own."""
+"""Ovis 2 (AIDC-AI), in transformers' layout and in the authors' own; Ovis 2.5 and 2.6 in the authors'."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,13 +6,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
-from vitwire_server.towers.configs import Config, dtype_of, new_config, one_of, require, usual_fields
-from vitwire_server.towers.family import in_model, stripped
+from vitwire_server.towers.configs import Config, changed, dtype_of, new_config, one_of, require, usual_fields
+from vitwire_server.towers.family import Accepts, in_model, stripped
+from vitwire_server.towers.layouts.heads import Projected
 from vitwire_server.towers.layouts.tiles import TileFamily, side
+from vitwire_server.towers.models.baidu import PADDLEOCR_VL, same_tower
 from vitwire_server.towers.processors.settings import CLIP, images, per_channel, whole
 from vitwire_server.towers.processors.tiles import fits_tower, shade, tiled
 from vitwire_server.towers.shared.fused import position_tables, split_qkv
@@ -21,6 +24,8 @@ from vitwire_server.towers.shared.projected_tiles import ProjectedTiles, whole_s
 
 _INDICATORS = 5
 """Words of the visual vocabulary that mark an image's layout."""
+_MARKS = 4
+"""Such words of Ovis 2.5 and 2.6."""
 _MOST_PARTS = 9
 """That the authors' code cuts an image in, unless it is asked for another number."""
 
@@ -85,6 +90,33 @@ class Ovis2(ProjectedTiles):
         return self._tower(pixel_values=tiles).pooler_output @ words  # type: ignore[no-any-return]
 
 
+class VisualWords(nn.Module):
+    """Means of visual words' embeddings by a token's probabilities; the last words mark where images begin and end."""
+
+    def __init__(self, config: Config) -> None:
+        """`config` is the whole checkpoint's."""
+        super().__init__()
+        vision, words = config.vision_config, config.visual_vocab_size
+        self._columns, own = vision.hidden_size * vision.spatial_merge_size**2, words - _MARKS
+        self.head = nn.Sequential(nn.Linear(self._columns, own, bias=False), nn.LayerNorm(own))
+        self.vte = nn.Embedding(words, config.text_config.hidden_size)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """`(patches, C)`, token by token, to `(tokens, width)`."""
+        chances: Tensor = self.head(patches.reshape(-1, self._columns)).softmax(-1, dtype=torch.float32)
+        return chances.to(patches.dtype) @ self.vte.weight[:-_MARKS]
+
+
+def _navit_config(_: Path, settings: Mapping[str, Any]) -> Config:
+    """The tower is PaddleOCR-VL's but for the filter of learned positions, the order of patches and the last norm."""
+    own = settings["vit_config"]
+    fixed = {"fullatt_block_indexes": None, "num_patches": -1, "preserve_original_pe": True, "use_rope": True}
+    for name, value in {"model_type": "siglip2_navit", "temporal_patch_size": 1, **fixed}.items():
+        require(f"vit_config.{name}", own.get(name, value), value)
+    config = same_tower({**own, "spatial_merge_size": own["hidden_stride"]}, settings)
+    return changed(config, {"visual_vocab_size": settings["visual_vocab_size"]})
+
+
 _OVIS2 = TileFamily(
     "ovis2",
     "Ovis 2",
@@ -108,6 +140,23 @@ _OVIS2 = TileFamily(
         width="hidden_size",
     ),
     processor=images(_ovis_settings),
+)
+
+_OVIS2_5 = variant(
+    PADDLEOCR_VL,
+    "ovis2_5",
+    "Ovis 2.5",
+    configuration=_navit_config,
+    tower=stock(
+        "vitwire_server.towers.models.subclasses:SiglipNavit",
+        stripped("visual_tokenizer.vit."),
+        ignored=("vision_model.post_layernorm.",),
+    ),
+    beside=projector(VisualWords, {"visual_tokenizer.head.": "head.", "vte.": "vte."}),
+    head=Projected,
+    inputs=replace(PADDLEOCR_VL.inputs, raster=False),
+    images=Accepts.PIXELS,
+    videos=Accepts.PIXELS,
 )
 
 ROWS = (
@@ -140,4 +189,6 @@ ROWS = (
         beside={"projector": replace(_OVIS2.modules["projector"], prefixes=stripped("vte."))},
         processor=images(_original_settings),
     ),
+    _OVIS2_5,
+    *(replace(_OVIS2_5, model_type=name, title="Ovis 2.6") for name in ("ovis2_6", "ovis2_6_moe", "ovis2_6_next")),
 )

@@ -1,4 +1,4 @@
-"""DeepSeek-OCR-2, whose SAM feeds a language model's layers, and Unlimited-OCR (Baidu), whose SAM feeds CLIP's."""
+"""DeepSeek-OCR-2, whose SAM feeds a language model's layers; DeepSeek-OCR and Unlimited-OCR (Baidu): CLIP's."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
-from vitwire_server.towers.configs import Config, changed
+from vitwire_server.towers.configs import Config, changed, dtype_of, new_config, require
 from vitwire_server.towers.family import Module, Parts, in_model, of_transformers, stripped
 from vitwire_server.towers.layouts.assembled import CropEncoder
 from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, heads_of
@@ -18,7 +18,7 @@ from vitwire_server.towers.processors.settings import HALF, ProcessorFiles, imag
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.fused import unfused
 from vitwire_server.towers.shared.learned import gather_relative_positions
-from vitwire_server.towers.shared.parts import Constants, SingleParameter, part, stock
+from vitwire_server.towers.shared.parts import Constants, SingleParameter, part, stock, variant
 
 _SAM_NAMES = (
     (r"^sam_encoder\.blocks\.", "sam_encoder.layers."),
@@ -40,6 +40,24 @@ def _ocr_config(folder: Path, settings: Mapping[str, Any], *, crop: int) -> Conf
     """Adds `crop_size`, from the processor's files; `crop` is the default."""
     crop = ProcessorFiles.read(folder).square("tile_size", crop)
     return changed(of_transformers(folder, settings), {"crop_size": crop})
+
+
+def _deepseek_ocr_config(folder: Path, settings: Mapping[str, Any]) -> Config:
+    """DeepSeek-OCR's, whose tower is Unlimited-OCR's; the authors' code fixes what is not read here."""
+    vision, projector = settings["vision_config"], settings["projector_config"]
+    require("projector_config.projector_type", projector.get("projector_type"), "linear")
+    sam, clip = (
+        {**own, "hidden_size": own["width"], "num_attention_heads": own["heads"], "num_hidden_layers": own["layers"]}
+        for own in (vision["width"]["sam_vit_b"], vision["width"]["clip-l-14-224"])
+    )
+    sam |= {"image_size": vision["image_size"], "mlp_dim": 4 * sam["width"]}
+    config = new_config(
+        "unlimited_ocr",
+        vision_config={"sam_config": sam, "encoder_config": {**clip, "intermediate_size": 4 * clip["width"]}},
+        text_config={"hidden_size": projector["n_embed"], "num_attention_heads": 1},
+        dtype=dtype_of(settings),
+    )
+    return changed(config, {"crop_size": ProcessorFiles.read(folder).square("tile_size", 640)})
 
 
 def _ocr_settings(image: Mapping[str, Any], config: Config, *, most: int) -> Preprocessing:
@@ -154,6 +172,30 @@ def _beside(columns: Callable[[Config], int]) -> dict[str, Module]:
     }
 
 
+_UNLIMITED_OCR = TileFamily(
+    "unlimited_ocr",
+    "Unlimited-OCR",
+    configuration=partial(_ocr_config, crop=640),
+    tower=stock(
+        "unlimited_ocr.UnlimitedOcrVisionModel",
+        {
+            **in_model("vision_tower."),
+            "model.sam_model.": "sam_encoder.",
+            "sam_model.": "sam_encoder.",
+            "model.vision_model.": "vision_encoder.",
+            "vision_model.": "vision_encoder.",
+        },
+        renames=(*_SAM_NAMES, (r"^vision_encoder\.transformer\.", "vision_encoder.encoder.")),
+        ignored=("vision_encoder.embeddings.patch_embedding.", "vision_encoder.embeddings.position_ids"),
+        convert=unfused(".qkv_proj.", ".{}_proj."),
+    ),
+    beside=_beside(lambda vision: vision.sam_config.downsample_channels[-1] + vision.encoder_config.hidden_size),
+    encoder=UnlimitedOcr,
+    processor=images(partial(_ocr_settings, most=32)),
+    in_code=True,
+    transformers="5.23.0",
+)
+
 ROWS = (
     TileFamily(
         "deepseek_ocr2",
@@ -175,27 +217,13 @@ ROWS = (
         processor=images(partial(_ocr_settings, most=6)),
         in_code=True,
     ),
-    TileFamily(
-        "unlimited_ocr",
-        "Unlimited-OCR",
-        configuration=partial(_ocr_config, crop=640),
-        tower=stock(
-            "unlimited_ocr.UnlimitedOcrVisionModel",
-            {
-                **in_model("vision_tower."),
-                "model.sam_model.": "sam_encoder.",
-                "sam_model.": "sam_encoder.",
-                "model.vision_model.": "vision_encoder.",
-                "vision_model.": "vision_encoder.",
-            },
-            renames=(*_SAM_NAMES, (r"^vision_encoder\.transformer\.", "vision_encoder.encoder.")),
-            ignored=("vision_encoder.embeddings.patch_embedding.", "vision_encoder.embeddings.position_ids"),
-            convert=unfused(".qkv_proj.", ".{}_proj."),
-        ),
-        beside=_beside(lambda vision: vision.sam_config.downsample_channels[-1] + vision.encoder_config.hidden_size),
-        encoder=UnlimitedOcr,
-        processor=images(partial(_ocr_settings, most=32)),
-        in_code=True,
-        transformers="5.23.0",
+    _UNLIMITED_OCR,
+    variant(
+        _UNLIMITED_OCR,
+        "deepseek_vl_v2",
+        "DeepSeek-OCR",
+        tower_type="deeplip_b_l",
+        configuration=_deepseek_ocr_config,
+        processor=images(partial(_ocr_settings, most=6)),
     ),
 )

@@ -1,4 +1,4 @@
-"""Step3's vision towers and GOT-OCR 2 (StepFun)."""
+"""Step3's and Step 5's vision towers and GOT-OCR 2 (StepFun)."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -132,6 +132,7 @@ _STEP3P7 = TileFamily(
 ROWS = (
     _STEP3P7,
     *(replace(_STEP3P7, model_type=name, title="Step3-VL") for name in ("step3_vl", "step_robotics")),
+    replace(_STEP3P7, model_type="step5_vl", title="Step 5"),
     TileFamily(
         "got_ocr2",
         "GOT-OCR 2",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from vitwire_server.towers.configs import Config, changed
@@ -39,6 +40,18 @@ def rotary_halves(rows: Tensor, heads: int) -> Tensor:
     """Each head's even rows, then its odd ones: transformers rotates columns half a head apart, authors pairs."""
     halves: Tensor = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
     return halves
+
+
+def halved(fused: str) -> Callable[[Weights, Config], Weights]:
+    """A conversion of `[queries | keys | values]`, `fused` in their names: `rotary_halves` of queries and keys."""
+
+    def turned(own: Tensor, heads: int) -> Tensor:
+        queries, keys, values = own.chunk(3)
+        return torch.cat([rotary_halves(queries, heads), rotary_halves(keys, heads), values])
+
+    return lambda weights, config: {
+        name: turned(own, config.num_attention_heads) if fused in name else own for name, own in weights.items()
+    }
 
 
 def ungrouped(config: Config) -> Config:

@@ -1,0 +1,132 @@
+"""Rows of a server, against vLLM's own modules of towers that transformers has no classes for, both in float32."""
+
+import json
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.engines.vllm.checkpoints import WRITE
+from transformers import PreTrainedConfig
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.model_executor.models import (
+    dots_ocr,
+    keye,
+    keye_vl1_5,
+    kimi_k25_vit,
+    llava_onevision2,
+    ovis,
+    ovis2_5,
+    utils,
+)
+from vllm.transformers_utils.configs import dotsocr
+from vllm.transformers_utils.configs.kimi_k3 import KimiK3Config
+
+from servers import PYTHON, serving
+from vitwire import Client, Item
+
+_PROJECTOR = utils.WeightsMapper(orig_to_new_substr={"projector.proj.0": "projector.linear_1", ".proj.2": ".linear_2"})
+_VISUAL = utils.WeightsMapper(orig_to_new_prefix={"model.visual.": "visual."})
+_SIGLIP: Any = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
+_NAVIT: Any = {"num_patches": -1, "preserve_original_pe": True, "temporal_patch_size": 1, "use_rope": True, **_SIGLIP}
+_NAVIT |= {"attention_dropout": 0.0, "fullatt_block_indexes": None, "window_size": 112}
+
+
+def _dots_ocr(whole: Any, settings: Any) -> Any:
+    whole.vision_tower = dots_ocr.DotsVisionTransformer(dotsocr.DotsVisionConfig(**settings["vision_config"]))
+    return lambda pixels, grid: whole.vision_tower(pixels, [grid])
+
+
+def _keye(whole: Any, settings: Any) -> Any:
+    vision, text = (PreTrainedConfig(**own) for own in (_SIGLIP | settings["vision_config"], settings))
+    split = settings["model_type"] == "KeyeVL1_5"
+    whole.visual = keye.KeyeSiglipVisionModel(vision)
+    whole.mlp_AR = (keye_vl1_5.KeyeVL1_5Projector if split else keye.Projector)(text, vision)
+
+    def run(pixels: torch.Tensor, grid: tuple[int, int, int]) -> Any:
+        """As `_process_video_embeds` does."""
+        grids = [(1, *grid[1:])] * grid[0] if split else [grid]
+        given = {"cu_seqlens": torch.arange(len(grids) + 1, dtype=torch.int32) * (len(pixels) // len(grids))}
+        given |= {"position_ids": torch.arange(len(pixels)) % (grid[1] * grid[2])}
+        states = whole.visual(
+            pixels.view(-1, 3, 14, 14), image_grid_thw=grids, interpolate_pos_encoding=True, use_rope=True, **given
+        )
+        return torch.cat(whole.mlp_AR(states, grids))
+
+    return run
+
+
+def _kimi_k3(whole: Any, settings: Any) -> Any:
+    config = KimiK3Config(**settings)
+    tower = whole.vision_tower = kimi_k25_vit.MoonViT3dPretrainedModel(config.vision_config)
+    whole.mm_projector = kimi_k25_vit.KimiK25MultiModalProjector(config.vision_config, config.text_config.hidden_size)
+
+    def run(pixels: torch.Tensor, grid: tuple[int, int, int]) -> Any:
+        patches, grids = pixels.view(-1, 3, 14, 14), torch.tensor([grid])
+        return kimi_k25_vit.vision_tower_forward(tower, patches, grids, whole.mm_projector, False)[0]
+
+    return run
+
+
+def _onevision2(whole: Any, settings: Any) -> Any:
+    vision = SimpleNamespace(**settings["vision_config"])
+    whole.visual = llava_onevision2.LlavaOnevision2VisionTower(vision, settings["text_config"]["hidden_size"])
+
+    def run(pixels: torch.Tensor, grid: tuple[int, int, int]) -> Any:
+        """Of the tokens that vLLM expects of this size."""
+        _, h, w = grid
+        numbers = torch.arange(h * w).view(h // 2, 2, w // 2, 2).transpose(1, 2).flatten()
+        places = torch.stack([torch.zeros_like(numbers), numbers // w, numbers % w], dim=1)
+        rows = whole.visual(pixels, torch.tensor([grid]), places)
+        info: Any = object.__new__(llava_onevision2.LlavaOnevision2ProcessingInfo)
+        info.get_hf_config = lambda: SimpleNamespace(vision_config=vision)
+        bounds = SimpleNamespace(min_pixels=28 * 28, max_pixels=1 << 20)
+        tokens = info.get_num_image_tokens(image_width=w * 14, image_height=h * 14, image_processor=bounds)
+        assert len(rows) == tokens
+        return rows
+
+    return run
+
+
+def _ovis2_5(whole: Any, settings: Any) -> Any:
+    vision, words = PreTrainedConfig(**_NAVIT, **settings["vit_config"]), settings["visual_vocab_size"]
+    vision.model_type = "siglip2_navit"
+    whole.visual_tokenizer = ovis2_5.VisualTokenizer(vision, words)
+    whole.vte = ovis.VisualEmbedding(words, settings["hidden_size"])
+    return lambda pixels, grid: whole.vte(whole.visual_tokenizer(pixels, torch.tensor([grid])))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "make", "grid", "mapper"),
+    [
+        ("dots_ocr", _dots_ocr, (1, 10, 8), dots_ocr.DotsOCRForCausalLM.hf_to_vllm_mapper),
+        ("Keye", _keye, (3, 10, 8), None),
+        ("KeyeVL1_5", _keye, (3, 10, 8), None),
+        ("kimi_k3", _kimi_k3, (1, 10, 8), _PROJECTOR),
+        ("llava_onevision2", _onevision2, (1, 10, 8), _VISUAL),
+        ("ovis2_5", _ovis2_5, (3, 10, 8), None),
+    ],
+)
+def test_rows_are_those_of_vllms_modules(model_type: str, make: Any, grid: Any, mapper: Any, tmp_path: Path) -> None:
+    subprocess.run([PYTHON, "-c", WRITE, str(tmp_path), model_type], check=True, capture_output=True)
+    folder, whole = tmp_path / model_type, torch.nn.Module()
+    weights = {name: own.float() for shard in folder.glob("*.safetensors") for name, own in load_file(shard).items()}
+    named = {name: own for name, own in weights.items() if name != "embed_tokens.weight"}
+    pixels = np.random.default_rng(3).standard_normal((np.prod(grid), 588)).astype(np.float32)
+    with set_current_vllm_config(VllmConfig()), torch.inference_mode():
+        init_distributed_environment(1, 0, f"file://{tmp_path}/group", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        run = make(whole, json.loads((folder / "config.json").read_text()))
+        utils.AutoWeightsLoader(whole).load_weights(named.items(), mapper=mapper)
+        for method, module in ((getattr(each, "quant_method", None), each) for each in whole.modules()):
+            if method:
+                method.process_weights_after_loading(module)
+        expected = run(torch.from_numpy(pixels), grid).numpy()
+    with serving(folder, "--dtype", "float32") as server, Client(server.target) as client:
+        (rows,) = client.encode([Item(pixels, grid, modality="video" if grid[0] > 1 else "image")])
+    assert np.abs(rows.numpy() - expected).max() <= 1e-5 * np.abs(expected).max()
