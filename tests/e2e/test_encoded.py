@@ -18,6 +18,7 @@ from transformers import AutoImageProcessor
 
 from checkpoints import Checkpoints
 from encoded_files import HOSTILE, clip, frames_of, jpeg_of_size, moving, photograph, saved, sound, turned
+from entered import entered
 from prepared import clip_items, image_items, of_clips, of_images
 from references import reference_of
 from servers import ServerProcess, serving
@@ -40,10 +41,7 @@ def server(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator
         assert process.metric("vitwire_admitted_items") == 0
 
 
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[Client]:
-    with Client(server.target) as each:
-        yield each
+client = entered(lambda server: Client(server.target), scope="function")
 
 
 def assert_same(one: Embedding, other: Embedding) -> None:

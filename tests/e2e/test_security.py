@@ -46,11 +46,6 @@ def item(rows: int = 16) -> Item:
 
 
 @pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("own") / "pki").issue()
-
-
-@pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("tokens") / "tokens"
     file.write_text(f"{ALICE} alice\n")

@@ -13,6 +13,7 @@ from tests.engines.vllm.checkpoints import write_checkpoints
 from tests.engines.vllm.engine import Engine, vllm_config
 from vllm.v1.engine.input_processor import InputProcessor
 
+from entered import entered
 from servers import PYTHON, ServerProcess, serving
 from vitwire import Client, Embedding, Item, Model
 
@@ -62,16 +63,8 @@ def checkpoint(checkpoints: dict[str, Path]) -> Path:
     return checkpoints["qwen3_vl"]
 
 
-@pytest.fixture(scope="session")
-def server(checkpoint: Path) -> Iterator[ServerProcess]:
-    with serving(checkpoint, *SERVER_FLAGS) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def client(server: ServerProcess) -> Iterator[Client]:
-    with Client(server.target) as client:
-        yield client
+server = entered(lambda checkpoint: serving(checkpoint, *SERVER_FLAGS), scope="session")
+client = entered(lambda server: Client(server.target), scope="session")
 
 
 @pytest.fixture(scope="session")
