@@ -279,14 +279,6 @@ def test_a_port_that_is_taken_is_refused(
     assert re.fullmatch(rf".*cannot listen on 127\.0\.0\.1:{port}.*", done.stderr.strip().splitlines()[-1])
 
 
-@pytest.mark.matrix
-def test_a_socket_that_is_taken_is_refused(server: ServerProcess, unix_socket: Path, checkpoints: Checkpoints) -> None:
-    del server
-    words = ["serve", "--model", str(checkpoints("qwen2_vl")), "--metrics-port", "0", "--port", "0"]
-    done = finished(*words, "--unix-socket", unix_socket, *SHAPE)
-    assert (done.returncode, "cannot listen on" in done.stderr) == (1, True)
-
-
 @contextmanager
 def busy(
     checkpoints: Checkpoints, fault: Path, *flags: str

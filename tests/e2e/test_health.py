@@ -101,5 +101,6 @@ def test_no_mistake_of_a_client_turns_health(server: ServerProcess, watched: Cal
                 client.encode([Item(np.ones((16, COLUMNS), np.float32), (1, 4, 2))])
             with pytest.raises(InvalidItem):
                 client.encode([Item(np.full((16, COLUMNS), np.nan, np.float32), (1, 8, 2))])
-        for service in ("", "liveness"):
+        for service in ("", SERVICE, "liveness"):
             assert next(watched(service)).status == SERVING
+            assert client.health(service) == "SERVING"
