@@ -132,6 +132,12 @@ def references(checkpoints: Checkpoints) -> Callable[[str, torch.dtype], Referen
     return reference
 
 
+@pytest.fixture(scope="module")
+def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is written here breaks the engine of the module's server, see `faulty_server.py`."""
+    return tmp_path_factory.mktemp("faults") / "fault"
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """Where engines run; tests/gpu puts a GPU here."""

@@ -3,19 +3,15 @@
 import base64
 import io
 import json
-import pickle
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
 import torch
-import zmq
 from PIL import Image
 
-from adapters import Adapter, adapting
+from adapters import Adapter, adapting, read, receiving
 from checkpoints import Checkpoints
 from clear_files import black_text, faded
 from encoded_files import clip, frames_of, moving, saved, turned
@@ -47,33 +43,23 @@ CLIPS = {
     "mirrored": clip(moving(30), 10.0, matrix=MIRRORED),
 }
 
-
-@pytest.fixture(scope="module", params=["cpu", pytest.param("device", marks=pytest.mark.matrix), "edges on the device"])
-def server(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    with serving(checkpoints("qwen2_5_vl"), *FLAGS, *WAYS[request.param]) as process:
-        yield process
+server = entered(
+    lambda checkpoints, request: serving(checkpoints("qwen2_5_vl"), *FLAGS, *WAYS[request.param]),
+    params=["cpu", pytest.param("device", marks=pytest.mark.matrix), "edges on the device"],
+)
+client = entered(lambda server: Client(server.target))
 
 
 def data_uri(file: bytes, kind: str) -> str:
     return f"data:{kind};base64," + base64.b64encode(file).decode()
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        return getattr(torch, name) if module == "torch" else {"EmbeddingData": SimpleNamespace, "Modality": int}[name]
-
-
-def pushed(
-    adapter: Adapter, uri: str, modality: str, socket: "zmq.Socket[bytes]", port: int
-) -> tuple[Any, torch.Tensor]:
-    """Header and rows of the message that a receiver of SGLang gets."""
+def push(adapter: Adapter, uri: str, modality: str, port: int) -> None:
+    """Have a receiver of SGLang get a file."""
     body = {"mm_items": [uri], "req_id": "r_local_part_0", "num_parts": 1, "part_idx": 0, "modality": modality}
     content = json.dumps(body | {"prefill_host": "127.0.0.1", "embedding_port": port}).encode()
     with urlopen(Request(f"{adapter.http}/encode", content), timeout=60) as response:
         assert response.status == 200
-    first, second = socket.recv_multipart()
-    header = _Unpickler(io.BytesIO(first)).load()
-    return header, torch.frombuffer(bytearray(second), dtype=header.dtype).reshape(header.shape)
 
 
 def assert_same(one: Embedding, other: Embedding) -> None:
@@ -99,9 +85,6 @@ def upright(name: str, checkpoints: Checkpoints) -> np.ndarray:
     assert recipe.settings.sampling
     frames = frames_of(CLIPS[name], sampled(30, 10.0, recipe.settings.sampling, recipe.temporal))
     return np.stack([np.rot90(each, -1) if name == "sideways" else each[:, ::-1] for each in frames])
-
-
-client = entered(lambda server: Client(server.target))
 
 
 def test_files_and_pictures_get_the_rows_of_plain_pixels(client: Client, checkpoints: Checkpoints) -> None:
@@ -162,11 +145,11 @@ def test_the_encoder_of_sglang_sends_the_same_rows(
     }
     expected = client.encode_images([on_white(IMAGES["black text"])])
     expected += client.encode_clips([upright("sideways", checkpoints)])
-    with adapting(server.target) as adapter, zmq.Context() as context, context.socket(zmq.PULL) as socket:
-        socket.linger, socket.rcvtimeo = 0, 60_000
-        port = socket.bind_to_random_port("tcp://127.0.0.1")
+    with adapting(server.target) as adapter, receiving() as (socket, port):
         for (modality, uri), embedding in zip(uris.items(), expected, strict=True):
-            header, rows = pushed(adapter, uri, modality, socket, port)
+            push(adapter, uri, modality, port)
+            header, rows = read(socket.recv_multipart())
+            assert rows is not None
             assert header.grid_dim == [list(embedding.grid)]
             torch.testing.assert_close(rows, embedding.torch(), rtol=0, atol=1e-5)
         assert header.second_per_grid_ts == [1.0]

@@ -11,6 +11,8 @@ from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 
 from checkpoints import Checkpoints
+from entered import entered
+from load import UNLIMITED
 from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import Client, DeadlineExceeded, Item, Overloaded
 from vitwire.v1 import encoder_pb2 as pb
@@ -33,23 +35,12 @@ SMALL = pb.Item(
     grid=pb.Grid(t=1, h=2, w=2),
     pixels=pb.Tensor(data_type=pb.DATA_TYPE_UINT8, shape=[4, COLUMNS], data=bytes(4 * COLUMNS)),
 )
+BYTES = ("--max-request-bytes", str(16 << 20), "--max-queued-bytes", str(64 << 20), "--cache-bytes", "4000000")
+FLAGS = (*PIXELS_ONLY, "--idle-seconds", "1", "--max-queued-items", "3", *BYTES)
+"""A patience of a second; messages up to 16 MiB, of which 4 may be received at once."""
 
-
-@pytest.fixture(scope="module")
-def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    """A patience of a second; messages up to 16 MiB, of which 4 may be received at once."""
-    flags = ("--idle-seconds", "1", "--max-request-bytes", str(16 << 20), "--max-queued-bytes", str(64 << 20))
-    with serving(
-        checkpoints("qwen3_vl"), *PIXELS_ONLY, *flags, "--max-queued-items", "3", "--cache-bytes", "4000000"
-    ) as process:
-        yield process
-
-
-@pytest.fixture
-def channel(server: ServerProcess) -> Iterator[grpc.Channel]:
-    unlimited = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-    with grpc.insecure_channel(server.target, unlimited) as channel:
-        yield channel
+server = entered(lambda checkpoints: serving(checkpoints("qwen3_vl"), *FLAGS))
+channel = entered(lambda server: grpc.insecure_channel(server.target, UNLIMITED), scope="function")
 
 
 @pytest.fixture(autouse=True)

@@ -227,6 +227,9 @@ def test_the_bound_on_bytes_holds(server: ServerProcess, alice: Client) -> None:
 
 def test_no_cache_no_name(checkpoints: Checkpoints) -> None:
     with serving(checkpoints("qwen3_vl"), *PIXELS_ONLY) as process, Client(process.target) as client:
+        assert client.model().limits.cached_bytes == 0
+        with pytest.raises(InvalidItem, match="--cache-bytes"):
+            client.store([image(1, "photo")])
         client.encode([image(1, "photo")])
         assert client.encode([image(1, "photo")])[0].report.path == "eager"
         with pytest.raises(NotCached):

@@ -21,7 +21,7 @@ from encoded_files import clip, moving, photograph, saved
 from entered import entered
 from reference import TOLERANCE, error
 from servers import ServerProcess, finished, serving
-from vitwire import Client, Embedding, InvalidItem, Item
+from vitwire import Client, Item
 
 VITWIRE = Path(sys.executable).with_name("vitwire")
 HOPPER = Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"
@@ -106,17 +106,6 @@ def test_info_and_health(server: ServerProcess) -> None:
     done = vitwire("info", "--target", server.target, "--json")
     assert json.loads(done.stdout.splitlines()[-1])["model_type"] == "qwen2_5_vl"
     assert vitwire("health", "--target", server.target).returncode == 0
-
-
-def test_an_item_that_the_service_finds_invalid_fails_alone(server: ServerProcess) -> None:
-    """As `encode` asks for it: the request is a stream, though one message would hold it."""
-    good, odd = (Item(np.zeros((2 * height, 3 * 2 * 14 * 14), np.float32), (1, height, 2)) for height in (4, 3))
-    with Client(server.target) as client:
-        with pytest.raises(InvalidItem):
-            list(client.iter_encode([good, odd]))
-        results = dict(client.iter_encode([good, odd], return_exceptions=True))
-    assert isinstance(results[0], Embedding)
-    assert isinstance(results[1], InvalidItem)
 
 
 @pytest.fixture

@@ -12,17 +12,18 @@ import pytest
 from both_clients import Call, both
 from certificates import Authority
 from checkpoints import Checkpoints
+from entered import entered
 from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import Item
 
 COLUMNS = 3 * 2 * 14 * 14
 TOKEN = "alice-0123456789abcdef"
 LIMIT = 3
+FLAGS = ("--dtype", "float32", *PIXELS_ONLY)
 
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("own") / "pki").issue()
+on_socket = entered(
+    lambda checkpoints, unix_socket: serving(checkpoints("qwen2_vl"), *FLAGS, f"--unix-socket={unix_socket}")
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,15 +32,8 @@ def secured(checkpoints: Checkpoints, authority: Authority) -> Iterator[ServerPr
     tokens = authority.folder / "tokens"
     tokens.write_text(f"{TOKEN} alice\n")
     flags = ("--tls-cert", authority.cert, "--tls-key", authority.key, "--auth-tokens-file", tokens)
-    with serving(checkpoints("qwen2_vl"), "--dtype", "float32", *PIXELS_ONLY, *map(str, flags)) as process:
+    with serving(checkpoints("qwen2_vl"), *FLAGS, *map(str, flags)) as process:
         yield process
-
-
-@pytest.fixture(scope="module")
-def unix_socket(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    path = tmp_path_factory.mktemp("socket") / "s"
-    with serving(checkpoints("qwen2_vl"), "--dtype", "float32", *PIXELS_ONLY, "--unix-socket", str(path)):
-        yield path
 
 
 def item(rows: int = 16, value: float = 1.0) -> Item:
@@ -67,6 +61,7 @@ async def test_concurrent_calls_with_tls_and_a_token(
 
 
 @both
+@pytest.mark.usefixtures("on_socket")
 async def test_concurrent_calls_over_a_unix_socket(make: Call, unix_socket: Path) -> None:
     async with make(f"unix:{unix_socket}", timeout=120, connections=LIMIT) as client:
         sizes = [16, 1024] * 6
@@ -76,6 +71,7 @@ async def test_concurrent_calls_over_a_unix_socket(make: Call, unix_socket: Path
 
 
 @both
+@pytest.mark.usefixtures("on_socket")
 async def test_results_are_yielded_while_later_items_are_still_read(make: Call, unix_socket: Path) -> None:
     """The second item exists only once the first result was yielded, the third, a stream, once the second was."""
     yielded = threading.Semaphore(1)

@@ -109,21 +109,6 @@ def test_without_the_flag_auto_uses_responses(checkpoints: Checkpoints, caplog: 
             client.encode(items(1))
 
 
-def test_memory_is_reused_and_never_overrun(server: ServerProcess) -> None:
-    """The pool holds two embeddings at a time."""
-    wanted = items(12)
-    expected = plain(server, wanted)
-    before = delivered(server, "stream")
-    with Client(server.target, delivery="nixl", delivery_bytes=8192) as client:
-        for item, rows in zip(wanted, expected, strict=True):
-            (embedding,) = client.encode([item])
-            np.testing.assert_array_equal(embedding.numpy(), rows)
-            del embedding
-        assert delivered(server, "stream") == before
-        with pytest.raises(EncodeFailed, match="delivery_bytes is 8192"):
-            client.encode(wanted)
-
-
 @both
 async def test_a_client_without_room_waits(make: Call, server: ServerProcess) -> None:
     async with make(server.target, delivery="nixl", delivery_bytes=8192) as client:

@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from certificates import Authority
 from checkpoints import Checkpoints
+from entered import entered
 from faults import FAULTY, settle
 from load import COLUMNS, image, request
 from processes import channel_to, edges, listening
@@ -35,6 +36,9 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 SERVICE = "vitwire.v1.EncoderService"
 LONG = 60.0
 Watch = Iterator[health_pb2.HealthCheckResponse]
+SINGLE = (*PIXELS_ONLY, "--rpc-processes", "1", "--dtype", "float32", "--cache-bytes", "3000000")
+
+single = entered(lambda checkpoints: serving(checkpoints("qwen2_vl"), *SINGLE))
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +50,6 @@ def server(checkpoints: Checkpoints, fault: Path, unix_socket: Path) -> Iterator
         yield process
         assert process.stop() == 0, process.log()[-4000:]
         assert "Traceback" not in process.log()
-
-
-@pytest.fixture(scope="module")
-def single(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    flags = ("--rpc-processes", "1", "--dtype", "float32", "--cache-bytes", "3000000")
-    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, *flags) as process:
-        yield process
 
 
 @contextmanager
@@ -280,14 +277,6 @@ def test_a_port_that_is_taken_is_refused(
         done = finished(*words, "--rpc-processes", edges_)
     assert done.returncode == 1
     assert re.fullmatch(rf".*cannot listen on 127\.0\.0\.1:{port}.*", done.stderr.strip().splitlines()[-1])
-
-
-@pytest.mark.matrix
-def test_a_socket_that_is_taken_is_refused(server: ServerProcess, unix_socket: Path, checkpoints: Checkpoints) -> None:
-    del server
-    words = ["serve", "--model", str(checkpoints("qwen2_vl")), "--metrics-port", "0", "--port", "0"]
-    done = finished(*words, "--unix-socket", unix_socket, *SHAPE)
-    assert (done.returncode, "cannot listen on" in done.stderr) == (1, True)
 
 
 @contextmanager

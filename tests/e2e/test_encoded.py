@@ -18,6 +18,7 @@ from transformers import AutoImageProcessor
 
 from checkpoints import Checkpoints
 from encoded_files import HOSTILE, clip, frames_of, jpeg_of_size, moving, photograph, saved, sound, turned
+from entered import entered
 from prepared import clip_items, image_items, of_clips, of_images
 from references import reference_of
 from servers import ServerProcess, serving
@@ -40,10 +41,7 @@ def server(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator
         assert process.metric("vitwire_admitted_items") == 0
 
 
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[Client]:
-    with Client(server.target) as each:
-        yield each
+client = entered(lambda server: Client(server.target), scope="function")
 
 
 def assert_same(one: Embedding, other: Embedding) -> None:
@@ -81,6 +79,7 @@ def test_the_model_says_what_is_decoded(client: Client) -> None:
 def test_files_are_encoded_as_their_pixels_are(client: Client, tmp_path: Path) -> None:
     photo = photograph(230, 310)
     files = [saved(photo, quality=85), saved(photo, "PNG"), saved(photo, "WEBP"), turned("JPEG")]
+    files += [saved(photograph(60 + 7 * index, 90), quality=80) for index in range(20)]
     (tmp_path / "photo").write_bytes(files[0])
     own = client.encode_images(files)
     for one, other in zip(client.encode([Item(encoded=file) for file in files]), own, strict=True):
@@ -194,13 +193,6 @@ def test_cached_files_are_not_decoded_again(client: Client, server: ServerProces
     with pytest.raises(NotCached):
         client.encode([Item(content_id="another photograph")])
     assert client.encode_cached([other])[0].report.path == "eager"
-
-
-def test_many_files_in_one_request(client: Client) -> None:
-    files = [saved(photograph(60 + 7 * index, 90), quality=80) for index in range(24)]
-    own = client.encode_images(files)
-    for one, other in zip(client.encode([Item(encoded=file) for file in files]), own, strict=True):
-        assert_same(one, other)
 
 
 def test_killed_decoders_are_replaced(client: Client, server: ServerProcess) -> None:

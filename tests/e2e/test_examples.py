@@ -4,7 +4,6 @@ import hashlib
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from transformers import AutoConfig, AutoImageProcessor, LlavaProcessor, PreTrai
 
 from checkpoints import Checkpoints
 from engine import WORDS
+from entered import entered
 from routers import engine, router
 from servers import ServerProcess, finished, serving
 from vitwire import Client, Item
@@ -27,7 +27,10 @@ PROGRAMS = {path.name for path in FOLDER.glob("*.py")}
 DATA = Path(skimage.__file__).parent / "data"
 TOKENS, IMAGE = 512, 500
 """Size of the vocabulary of the tiny LLaVA, and the id of its placeholder."""
+FLAGS = ("--dtype", "float32", "--graphs", "simulated", "--max-budget-tokens", "1024", "--cache-bytes", "100000000")
 TEMPLATE = "{% for part in messages[0].content %}{{ part.text if part.type == 'text' else '<image> ' }}{% endfor %}"
+
+server = entered(lambda checkpoints: serving(checkpoints("qwen3_vl"), *FLAGS))
 
 
 def ran(program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -41,13 +44,6 @@ def printed(program: str, *arguments: str | Path) -> list[str]:
     process = ran(program, *arguments)
     assert process.returncode == 0, process.stderr
     return process.stdout.splitlines()
-
-
-@pytest.fixture(scope="module")
-def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    flags = ("--dtype", "float32", "--graphs", "simulated", "--max-budget-tokens", "1024", "--cache-bytes", "100000000")
-    with serving(checkpoints("qwen3_vl"), *flags) as running:
-        yield running
 
 
 @pytest.fixture

@@ -110,7 +110,8 @@ def test_a_unix_socket_needs_a_short_free_path(checkpoints: Checkpoints, tmp_pat
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_server_that_hangs_at_a_socket_still_has_it(checkpoints: Checkpoints, tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=EDGES)])
+def test_a_server_that_hangs_at_a_socket_still_has_it(processes: str, checkpoints: Checkpoints, tmp_path: Path) -> None:
     """Its queue of connections is full, so a connection attempt would wait."""
     with socket.socket(socket.AF_UNIX) as hanging:
         hanging.bind(str(tmp_path / "s"))
@@ -119,7 +120,8 @@ def test_a_server_that_hangs_at_a_socket_still_has_it(checkpoints: Checkpoints, 
         for each in waiting:
             each.setblocking(False)
             each.connect_ex(str(tmp_path / "s"))
-        code, error = refused(checkpoints("qwen2_vl"), "--unix-socket", tmp_path / "s")
+        flags = ("--unix-socket", tmp_path / "s", "--rpc-processes", processes)
+        code, error = refused(checkpoints("qwen2_vl"), *flags)
         assert (code, "another server listens there" in error) == (1, True)
         for each in waiting:
             each.close()

@@ -10,18 +10,21 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-import faulty_server
-from checkpoints import Checkpoints
+from entered import entered
+from faults import FAULTY
 from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import Client, InvalidItem, Item
 from waiting import until
 
 SERVICE = "vitwire.v1.EncoderService"
 SERVING, NOT_SERVING = (health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING)
-PROGRAM = str(Path(faulty_server.__file__))
 COLUMNS = 3 * 2 * 14 * 14
+BUDGETS = ("--graphs", "simulated", "--budgets", "16,64", *PIXELS_ONLY)
+FLAGS = ("--canary-seconds", "0.2", "--wedge-seconds", "1", *BUDGETS)
 Break = Callable[[str], None]
 Watch = Iterator[health_pb2.HealthCheckResponse]
+
+server = entered(lambda checkpoints, fault: serving(checkpoints("qwen2_vl"), *FLAGS, program=(FAULTY, str(fault))))
 
 
 def item() -> Item:
@@ -31,13 +34,6 @@ def item() -> Item:
 def wait_for(watch: Watch, status: int) -> None:
     while next(watch).status != status:
         pass
-
-
-@pytest.fixture(scope="module")
-def server(checkpoints: Checkpoints, fault: Path) -> Iterator[ServerProcess]:
-    flags = ("--canary-seconds", "0.2", "--wedge-seconds", "1", "--graphs", "simulated", "--budgets", "16,64")
-    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, *flags, program=(PROGRAM, str(fault))) as process:
-        yield process
 
 
 @pytest.fixture
@@ -105,5 +101,6 @@ def test_no_mistake_of_a_client_turns_health(server: ServerProcess, watched: Cal
                 client.encode([Item(np.ones((16, COLUMNS), np.float32), (1, 4, 2))])
             with pytest.raises(InvalidItem):
                 client.encode([Item(np.full((16, COLUMNS), np.nan, np.float32), (1, 8, 2))])
-        for service in ("", "liveness"):
+        for service in ("", SERVICE, "liveness"):
             assert next(watched(service)).status == SERVING
+            assert client.health(service) == "SERVING"

@@ -86,12 +86,6 @@ def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
         assert "Traceback" not in process.log()
 
 
-@pytest.fixture
-def stub(server: ServerProcess) -> Iterator[rpc.EncoderServiceStub]:
-    with grpc.insecure_channel(server.target, [("grpc.max_send_message_length", -1)]) as channel:
-        yield rpc.EncoderServiceStub(channel)
-
-
 def answers(stub: rpc.EncoderServiceStub, items: Sequence[pb.Item]) -> Answers:
     found: dict[int, bytes | str] = {}
     for answer in stub.Encode(pb.EncodeRequest(items=items), timeout=60):

@@ -184,9 +184,12 @@ def test_more_items_than_may_wait_for_their_regions(checkpoints: Checkpoints) ->
         assert delivered(server, "stream") == before
 
 
-def test_memory_is_reused_and_never_overrun(server: ServerProcess) -> None:
-    """The pool holds two embeddings at a time."""
-    items = [Item(encoded=png(64, 64, seed=seed)) for seed in range(6)]
+@pytest.mark.parametrize("kind", ["file", "pixels"])
+def test_memory_is_reused_and_never_overrun(kind: str, server: ServerProcess) -> None:
+    """The pool holds two embeddings at a time, leased late or, for pixels, before they are sent."""
+    files = [Item(encoded=png(64, 64, seed=seed)) for seed in range(6)]
+    values = np.random.default_rng(6).standard_normal((12, 16, COLUMNS), dtype=np.float32)
+    items = files if kind == "file" else [Item(each, (1, 4, 4)) for each in values]
     expected = plain(server, items)
     before = delivered(server, "stream")
     with Client(server.target, delivery="nixl", delivery_bytes=2 * ROWS) as client:
@@ -196,7 +199,7 @@ def test_memory_is_reused_and_never_overrun(server: ServerProcess) -> None:
             del embedding
         assert delivered(server, "stream") == before
         with pytest.raises(EncodeFailed, match=f"delivery_bytes is {2 * ROWS}"):
-            client.encode(items[:3])
+            client.encode(items[:3] if kind == "file" else items)
 
 
 @both

@@ -44,12 +44,6 @@ def server(checkpoints: Checkpoints, collector: Collector) -> Iterator[ServerPro
             yield process
 
 
-@pytest.fixture
-def stub(server: ServerProcess) -> Iterator[EncoderServiceStub]:
-    with grpc.insecure_channel(server.target) as channel:
-        yield EncoderServiceStub(channel)
-
-
 def item(rows: int = 16) -> Item:
     return Item(np.random.default_rng().random((rows, COLUMNS), np.float32), (1, rows // 2, 2))
 

@@ -6,13 +6,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import skimage
 
-from checkpoints import Checkpoints
+from entered import entered
 from servers import ServerProcess, serving, shell
 
 ROOT = Path(__file__).parents[2]
@@ -21,10 +20,9 @@ TARGET = "localhost:50051"
 PHOTO = Path(skimage.__file__).parent / "data" / "rocket.jpg"
 
 
-@pytest.fixture(scope="module")
-def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    with serving(checkpoints("qwen3_vl"), "--graphs", "simulated", "--max-budget-tokens", "1024") as running:
-        yield running
+FLAGS = ("--graphs", "simulated", "--max-budget-tokens", "1024")
+
+server = entered(lambda checkpoints: serving(checkpoints("qwen3_vl"), *FLAGS))
 
 
 def block(language: str) -> str:

@@ -24,21 +24,10 @@ from waiting import until
 COLUMNS = 3 * 2 * 16 * 16
 _VISION: Any = demo_config("qwen3_vl").vision_config
 WIDTH = _VISION.out_hidden_size * (1 + len(_VISION.deepstack_visual_indexes))
+BOUNDS = ("--max-budget-tokens", "128", "--max-patches-per-item", "4096")
+FLAGS = (*PIXELS_ONLY, "--dtype", "float32", "--graphs", "simulated", *BOUNDS)
 
-
-@pytest.fixture(scope="module")
-def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    flags = ("--graphs", "simulated", "--max-budget-tokens", "128", "--max-patches-per-item", "4096")
-    with serving(checkpoints("qwen3_vl"), *PIXELS_ONLY, "--dtype", "float32", *flags) as process:
-        yield process
-
-
-@pytest.fixture
-def stub(server: ServerProcess) -> Iterator[EncoderServiceStub]:
-    """The generated stub: plain protobuf, as any other client speaks it."""
-    unlimited = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-    with grpc.insecure_channel(server.target, unlimited) as channel:
-        yield EncoderServiceStub(channel)
+server = entered(lambda checkpoints: serving(checkpoints("qwen3_vl"), *FLAGS))
 
 
 def good(rows: int = 16) -> pb.Item:

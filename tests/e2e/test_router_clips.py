@@ -1,7 +1,6 @@
 """Clips in chat completions: the openai client, `vitwire router`, a real server and a stand-in engine."""
 
 import base64
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,13 +17,8 @@ from waiting import until
 
 MP4 = clip(moving(30), 10.0)
 WEBM = clip(moving(20, 64, 96), 5.0, "webm", "libvpx-vp9")
+FLAGS = ("--cache-bytes", "100000000", "--dtype", "float32")
 Json = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    with serving(checkpoints("qwen3_vl"), "--cache-bytes", "100000000", "--dtype", "float32") as process:
-        yield process
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +29,7 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"--content-key-file={file}"
 
 
+server = entered(lambda checkpoints: serving(checkpoints("qwen3_vl"), *FLAGS))
 inline = entered(lambda server, stand_in, key: router(server.target, stand_in.url, key))
 reference = entered(lambda server, stand_in, key: router(server.target, stand_in.url, "--mode=reference", key))
 

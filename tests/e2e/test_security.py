@@ -46,11 +46,6 @@ def item(rows: int = 16) -> Item:
 
 
 @pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("own") / "pki").issue()
-
-
-@pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("tokens") / "tokens"
     file.write_text(f"{ALICE} alice\n")
@@ -356,9 +351,10 @@ class TestDefaults:
         model = checkpoints("qwen2_vl")
         with serving(model, wait=False) as narrow:
             assert "WARNING" not in narrow.log()
-        with serving(model, "--host", "0.0.0.0", wait=False) as wide:
+        with serving(model, "--host", "0.0.0.0", "--budgets", "16", wait=False) as wide:
             assert "serves anyone who can reach the port" in wide.log()
             assert "without TLS" in wide.log()
+            wide.wait_for("--budgets 16 is ignored: graphs are off on cpu")
 
     def test_metrics_and_reflection_can_be_closed(self, checkpoints: Checkpoints) -> None:
         with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, "--no-metrics", "--no-reflection") as process:

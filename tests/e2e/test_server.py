@@ -56,17 +56,6 @@ class TestGrpcurl:
         assert (model["graphs"], model["attention_backend"], model["device"]) == ("simulated", "sdpa", "cpu")
 
 
-@pytest.mark.parametrize("service", ["", SERVICE, "liveness"])
-def test_check_and_watch(server: ServerProcess, service: str) -> None:
-    with grpc.insecure_channel(server.target) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        request = health_pb2.HealthCheckRequest(service=service)
-        assert health.Check(request).status == SERVING
-        watch = health.Watch(request, timeout=10)
-        assert next(watch).status == SERVING
-        watch.cancel()
-
-
 @pytest.mark.parametrize(("words", "policy"), [((), "PASSIVE"), (("OMP_WAIT_POLICY=ACTIVE",), "ACTIVE")])
 def test_threads_of_openmp_sleep_at_barriers_by_default(
     checkpoints: Checkpoints, words: tuple[str], policy: str
@@ -317,12 +306,3 @@ def is_serving(client: Client) -> bool:
         return client.health() == "SERVING"
     except Unavailable:
         return False
-
-
-def test_reflection_can_be_closed(checkpoints: Checkpoints) -> None:
-    with serving(checkpoints("qwen2_vl"), "--no-reflection", "--log-format", "json", "--budgets", "16") as process:
-        words = [GRPCURL, "-plaintext", process.target, "list"]
-        assert subprocess.run(words, capture_output=True, check=False).returncode != 0
-        lines = [json.loads(line) for line in process.log().splitlines() if line.startswith("{")]
-        assert any(line["message"].startswith("loaded ") for line in lines)
-        assert any(line["message"] == "--budgets 16 is ignored: graphs are off on cpu" for line in lines)

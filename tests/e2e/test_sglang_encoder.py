@@ -4,13 +4,10 @@ tests/engines/sglang drives it by SGLang's own code.
 """
 
 import base64
-import io
 import json
-import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -22,7 +19,7 @@ import zmq
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from PIL import Image
 
-from adapters import Adapter, adapting, receiving
+from adapters import Adapter, adapting, read, receiving
 from collectors import attributes, collecting
 from encoded_files import clip, moving
 from entered import entered
@@ -32,15 +29,11 @@ from vitwire import Client, Embedding, Item
 
 Receiver = tuple[zmq.Socket[bytes], int]
 _SECONDS = 60
+LIMITS = ("--max-body-bytes", "100000", "--max-images", "3", "--send-seconds", "5")
 
 vitwire = entered(lambda checkpoints: serving(checkpoints("qwen3_vl"), "--graphs", "off"))
+adapter = entered(lambda vitwire: adapting(vitwire.target, *LIMITS))
 receiver = entered(receiving, scope="function")
-
-
-@pytest.fixture(scope="module")
-def adapter(vitwire: ServerProcess) -> Iterator[Adapter]:
-    with adapting(vitwire.target, "--max-body-bytes", "100000", "--max-images", "3", "--send-seconds", "5") as process:
-        yield process
 
 
 @pytest.fixture(scope="module")
@@ -62,21 +55,6 @@ def embeddings(vitwire: ServerProcess, images: list[Path]) -> list[Embedding]:
 
 def uris(images: Sequence[Path]) -> list[str]:
     return ["data:image/png;base64," + base64.b64encode(each.read_bytes()).decode() for each in images]
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch":
-            return getattr(torch, name)
-        return {"EmbeddingData": SimpleNamespace, "Modality": int}[name]
-
-
-def read(frames: Sequence[bytes]) -> tuple[Any, torch.Tensor | None]:
-    """Header and rows of a message."""
-    header = _Unpickler(io.BytesIO(frames[0])).load()
-    if len(frames) == 1:
-        return header, None
-    return header, torch.frombuffer(bytearray(frames[1]), dtype=header.dtype).reshape(header.shape)
 
 
 def post(adapter: Adapter, path: str, body: object, headers: Mapping[str, str] = {}) -> tuple[int, Any]:

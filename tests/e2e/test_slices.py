@@ -1,6 +1,5 @@
 """Slices of any size over the wire, as MiniCPM-V's processor emits them, against its authors' formula."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from PIL import Image
 
 from checkpoints import Checkpoints
+from entered import entered
 from published_processors import minicpm_slices
 from published_reference import MiniCPMV
 from reference import TOLERANCE, error
@@ -20,13 +20,9 @@ from vitwire import Client, EncodeFailed, InvalidItem, Item
 pytestmark = pytest.mark.matrix
 PHOTOGRAPH = Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"
 SIDE = 14
+FLAGS = ("--dtype", "float32", "--graphs", "simulated", "--max-budget-tokens", "256")
 
-
-@pytest.fixture(scope="module")
-def server(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    flags = ("--dtype", "float32", "--graphs", "simulated", "--max-budget-tokens", "256")
-    with serving(checkpoints("minicpmv"), *flags) as process:
-        yield process
+server = entered(lambda checkpoints: serving(checkpoints("minicpmv"), *FLAGS))
 
 
 def processed(image: Image.Image) -> dict[str, Any]:

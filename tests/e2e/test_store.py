@@ -262,13 +262,6 @@ def test_without_pixels_it_is_asked_whether_rows_are_cached(server: ServerProces
             client.store([ask("under way")])
 
 
-def test_a_server_without_a_cache_says_so(checkpoints: Checkpoints) -> None:
-    with serving(checkpoints("qwen3_vl"), *PIXELS_ONLY) as process, Client(process.target) as client:
-        assert client.model().limits.cached_bytes == 0
-        with pytest.raises(InvalidItem, match="--cache-bytes"):
-            client.store([image(1, "one")])
-
-
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_lookups_that_wait_are_answered_when_the_server_stops(checkpoints: Checkpoints, processes: str) -> None:
     flags = (*CACHE, "--rpc-processes", processes, "--drain-seconds", "1")

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -12,8 +11,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor
-from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from checkpoints import Checkpoints
 from entered import entered
@@ -150,38 +147,12 @@ def test_frames_of_a_clip_are_tiles(served: Served, client: Client) -> None:
     np.testing.assert_allclose(pruned.numpy()[:first], embedding.numpy()[:first], atol=1e-5)
 
 
-def test_the_stock_processor_gives_the_same_rows(served: Served, checkpoints: Checkpoints, client: Client) -> None:
-    """What the model's own processor emits, sent as it is."""
-    image = pictures()[1]
-    folder = checkpoints(served.model_type)
-    if served.model_type.startswith("internvl"):
-        size = {"height": 112, "width": 112}
-        mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-        stock: Any = GotOcr2ImageProcessorPil(
-            size=size, crop_to_patches=True, max_patches=6, image_mean=mean, image_std=std
-        )
-        pixels = torch.as_tensor(np.stack(stock(image)["pixel_values"])).float()
-        item = Item(pixels, (len(pixels), 1, len(pixels) - 1))
-    elif served.model_type == "mistral3":
-        stock = PixtralImageProcessorPil.from_pretrained(folder, patch_size={"height": 28, "width": 28})
-        whole = torch.as_tensor(np.stack(stock(image)["pixel_values"])).float()[0]
-        side = 14
-        patches = whole.unfold(1, side, side).unfold(2, side, side).permute(1, 2, 0, 3, 4)
-        item = Item(patches.flatten(2).flatten(0, 1), (1, patches.shape[0], patches.shape[1]))
-    else:
-        pytest.skip("its processor needs torchvision, or gives crops too")
-    (mine,), (theirs,) = client.encode_images([image]), client.encode([item])
-    assert error(mine.numpy(), theirs.numpy()) <= 1e-4, "uint8 pixels, and floats that were rounded before"
-    assert isinstance(item.pixels, Tensor)
-    assert error(theirs.numpy(), served.reference.item(item.grid, item.pixels)) <= TOLERANCE
-
-
 BATCHES = {"internvl": {}, "deepseek_vl_hybrid": {}, "mistral3": {"patch_size": {"height": 28, "width": 28}}}
 """Options of the image processors that need no torchvision, as the processors of text and images set them."""
 
 
 def test_a_batch_of_a_processor_is_encoded_as_it_is(served: Served, checkpoints: Checkpoints, client: Client) -> None:
-    """tests/e2e/test_batches.py runs over more models, in the matrix."""
+    """With the rows of pictures, which the server prepares. test_batches.py runs over more models, in the matrix."""
     if served.model_type not in BATCHES:
         pytest.skip("its processor needs torchvision, or gives no numbers of tiles")
     processor = AutoImageProcessor.from_pretrained(checkpoints(served.model_type), backend="pil")
@@ -191,6 +162,8 @@ def test_a_batch_of_a_processor_is_encoded_as_it_is(served: Served, checkpoints:
         assert isinstance(item.pixels, Tensor)
         crops = None if item.crops is None else torch.as_tensor(item.crops)
         assert error(embedding.numpy(), served.reference.item(item.grid, item.pixels, crops)) <= TOLERANCE
+    for embedding, other in zip(embeddings, client.encode_images(pictures()), strict=True):
+        assert error(embedding.numpy(), other.numpy()) <= 1e-4, "floats that were rounded before, and uint8 pixels"
 
 
 def test_what_does_not_fit_the_model_is_refused(served: Served, client: Client) -> None:

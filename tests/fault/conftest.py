@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import Checkpoints
+from entered import entered
 from faults import FAULTY, SCALE, Note
-from servers import ServerProcess, serving
+from servers import serving
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,17 +38,9 @@ def note(request: pytest.FixtureRequest) -> Note:
     return write
 
 
-@pytest.fixture(scope="module")
-def fault(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is written here breaks the engine, see `faulty_server.py`."""
-    return tmp_path_factory.mktemp("faults") / "fault"
+BOUNDS = ("--max-queued-items", "64", "--max-queued-bytes", str(64 << 20), "--max-request-bytes", str(16 << 20))
+GRAPHS = ("--graphs", "simulated", "--budgets", "16,64,256", "--max-budget-tokens", "256")
+FLAGS = (*BOUNDS, *GRAPHS, "--idle-seconds", "3", "--max-items-per-batch", "4", "--canary-seconds", "1")
 
-
-@pytest.fixture(scope="module")
-def server(checkpoints: Checkpoints, fault: Path) -> Iterator[ServerProcess]:
-    """A server of bounded queues and little patience, whose engine can be broken."""
-    bounds = ("--max-queued-items", "64", "--max-queued-bytes", str(64 << 20), "--max-request-bytes", str(16 << 20))
-    flags = ("--graphs", "simulated", "--budgets", "16,64,256", "--max-budget-tokens", "256", "--idle-seconds", "3")
-    batches = ("--max-items-per-batch", "4", "--canary-seconds", "1")
-    with serving(checkpoints("qwen2_vl"), *bounds, *flags, *batches, program=(FAULTY, str(fault))) as process:
-        yield process
+server = entered(lambda checkpoints, fault: serving(checkpoints("qwen2_vl"), *FLAGS, program=(FAULTY, str(fault))))
+"""A server of bounded queues and little patience, whose engine can be broken."""

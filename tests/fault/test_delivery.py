@@ -32,11 +32,8 @@ with Client(target, delivery=delivery, delivery_bytes=1 << 20, timeout=60) as cl
 
 
 @pytest.fixture(scope="module", params=["1", "2"])
-def server(
-    request: pytest.FixtureRequest, checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerProcess]:
+def server(request: pytest.FixtureRequest, checkpoints: Checkpoints, fault: Path) -> Iterator[ServerProcess]:
     """In both shapes."""
-    fault = tmp_path_factory.mktemp("faults") / "fault"
     flags = ("--graphs", "off", "--canary-seconds", "1", "--nixl", "--nixl-seconds", "2")
     program = (FAULTY, str(fault)) if request.param == "1" else ("-m", "vitwire_server")
     with serving(checkpoints("qwen2_vl"), *flags, "--rpc-processes", request.param, program=program) as process:

@@ -4,7 +4,7 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
 
-from checkpoints import Checkpoints
+from entered import entered
 from faults import SCALE, Note, rss_mib, settle
 from load import COLUMNS, UNLIMITED, grpc_code
 from reference import TOLERANCE, Reference, error
@@ -35,13 +35,12 @@ MISTAKES = {"INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED"}
 Codes = Counter[str]
 
 
-@pytest.fixture(scope="module")
-def hardened(checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    """A server with everything on that a message can reach."""
-    bounds = ("--max-queued-items", "64", "--max-queued-bytes", str(256 << 20), "--max-patches-per-item", "4096")
-    flags = ("--graphs", "simulated", "--budgets", "16,64,256", "--max-budget-tokens", "256", "--dtype", "float32")
-    with serving(checkpoints("qwen2_vl"), *bounds, *flags, "--cache-bytes", str(8 << 20)) as process:
-        yield process
+BOUNDS = ("--max-queued-items", "64", "--max-queued-bytes", str(256 << 20), "--max-patches-per-item", "4096")
+GRAPHS = ("--graphs", "simulated", "--budgets", "16,64,256", "--max-budget-tokens", "256")
+FLAGS = (*BOUNDS, *GRAPHS, "--dtype", "float32", "--cache-bytes", str(8 << 20))
+
+hardened = entered(lambda checkpoints: serving(checkpoints("qwen2_vl"), *FLAGS))
+"""A server with everything on that a message can reach."""
 
 
 class Fuzzer:

@@ -1,11 +1,15 @@
 """`vitwire sglang-encoder` as a real process on free ports."""
 
+import io
+import pickle
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import torch
 import zmq
 
 from servers import ServerProcess, spawn
@@ -37,3 +41,16 @@ def receiving() -> Iterator[tuple[zmq.Socket[bytes], int]]:
         socket.linger = 0
         socket.rcvtimeo = 120_000
         yield socket, socket.bind_to_random_port("tcp://127.0.0.1")
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return getattr(torch, name) if module == "torch" else {"EmbeddingData": SimpleNamespace, "Modality": int}[name]
+
+
+def read(frames: Sequence[bytes]) -> tuple[Any, torch.Tensor | None]:
+    """Header and rows of a message to a receiver."""
+    header = _Unpickler(io.BytesIO(frames[0])).load()
+    if len(frames) == 1:
+        return header, None
+    return header, torch.frombuffer(bytearray(frames[1]), dtype=header.dtype).reshape(header.shape)

@@ -7,9 +7,6 @@ and stand-ins take their place: sgl_kernel (CUDA kernels) and torchvision. Nothi
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -68,7 +65,10 @@ from sglang.srt.server_args import ServerArgs  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import AutoConfig, PreTrainedTokenizerFast  # noqa: E402
 
-from servers import PYTHON, ServerProcess, serving, spawn  # noqa: E402
+from adapters import adapting  # noqa: E402
+from entered import entered  # noqa: E402
+from servers import PYTHON, ServerProcess, serving  # noqa: E402
+from vitwire import Client, Embedding  # noqa: E402
 
 
 @dataclass
@@ -128,11 +128,10 @@ def sglang(checkpoint: Path) -> SGLang:
     return SGLang(server_args, config, processor, tokenizer)
 
 
-@pytest.fixture(scope="session")
-def vitwire(checkpoint: Path) -> Iterator[ServerProcess]:
-    """A server of the checkpoint."""
-    with serving(checkpoint, "--graphs", "off", "--dtype", "bfloat16") as server:
-        yield server
+vitwire = entered(lambda checkpoint: serving(checkpoint, "--graphs", "off", "--dtype", "bfloat16"), scope="session")
+"""A server of the checkpoint."""
+
+adapter = entered(lambda vitwire: adapting(vitwire.target))
 
 
 @pytest.fixture(scope="session")
@@ -148,33 +147,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return paths
 
 
-@dataclass
-class AdapterProcess:
-    """A `vitwire sglang-encoder`."""
-
-    process: subprocess.Popen[bytes]
-    http: str
-    log: Callable[[], str]
-
-
-Adapters = Callable[..., AbstractContextManager[AdapterProcess]]
-
-
 @pytest.fixture(scope="session")
-def adapters() -> Adapters:
-    """Starts adapters of a target."""
-
-    @contextmanager
-    def start(target: str, *flags: str) -> Iterator[AdapterProcess]:
-        program = ["-c", "from vitwire_cli import main; main()"]
-        command: Sequence[str] = ["sglang-encoder", "--target", target, "--port", "0", *flags]
-        with tempfile.NamedTemporaryFile(prefix="adapter-", suffix=".log") as log:
-            server = ServerProcess(spawn(program, command, log.file), Path(log.name))
-            try:
-                found = server.wait_for(r"listening on (http://\S+)\s")
-                yield AdapterProcess(server.process, found[1], server.log)
-            finally:
-                if server.process.poll() is None:
-                    server.stop()
-
-    return start
+def embeddings(vitwire: ServerProcess, images: list[Path]) -> list[Embedding]:
+    with Client(vitwire.target) as client:
+        return client.encode_images(images)

@@ -13,35 +13,19 @@ from unittest.mock import patch
 import pytest
 import torch
 from sglang.srt.disaggregation.encoder import receiver as receiving
-from sglang.srt.disaggregation.encoder.receiver import (
-    create_mm_receiver,
-)
+from sglang.srt.disaggregation.encoder.receiver import create_mm_receiver
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
-from tests.engines.sglang.conftest import AdapterProcess, Adapters, SGLang
+from tests.engines.sglang.conftest import SGLang
 
-from servers import ServerProcess
-from vitwire import Client, Embedding
+from adapters import Adapter, adapting
+from entered import entered
+from vitwire import Embedding
 
 _SECONDS = 60.0
 
 
-@pytest.fixture(scope="module")
-def adapter(vitwire: ServerProcess, adapters: Adapters) -> Iterator[AdapterProcess]:
-    with adapters(vitwire.target) as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def second(vitwire: ServerProcess, adapters: Adapters) -> Iterator[AdapterProcess]:
-    with adapters(vitwire.target) as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def embeddings(vitwire: ServerProcess, images: list[Path]) -> list[Embedding]:
-    with Client(vitwire.target) as client:
-        return client.encode_images(images)
+second = entered(lambda vitwire: adapting(vitwire.target))
 
 
 def uri(path: Path) -> str:
@@ -70,7 +54,7 @@ async def received(sglang: SGLang, encoders: list[str], sources: list[str]) -> A
 
 @pytest.mark.parametrize("count", [1, 3])
 async def test_the_tokenizer_gets_the_embeddings(
-    sglang: SGLang, adapter: AdapterProcess, images: list[Path], embeddings: list[Embedding], count: int
+    sglang: SGLang, adapter: Adapter, images: list[Path], embeddings: list[Embedding], count: int
 ) -> None:
     inputs = await received(sglang, [adapter.http], [uri(each) for each in images[:count]])
     check(sglang, inputs, embeddings[:count])
@@ -78,8 +62,8 @@ async def test_the_tokenizer_gets_the_embeddings(
 
 async def test_several_encoders_each_encode_a_part(
     sglang: SGLang,
-    adapter: AdapterProcess,
-    second: AdapterProcess,
+    adapter: Adapter,
+    second: Adapter,
     images: list[Path],
     embeddings: list[Embedding],
 ) -> None:
@@ -89,26 +73,22 @@ async def test_several_encoders_each_encode_a_part(
 
 
 async def test_base64_is_an_image_too(
-    sglang: SGLang, adapter: AdapterProcess, images: list[Path], embeddings: list[Embedding]
+    sglang: SGLang, adapter: Adapter, images: list[Path], embeddings: list[Embedding]
 ) -> None:
     sources = [base64.b64encode(images[0].read_bytes()).decode()]
     check(sglang, await received(sglang, [adapter.http], sources), embeddings[:1])
 
 
-async def test_a_bad_image_fails_the_request_at_once(
-    sglang: SGLang, adapter: AdapterProcess, images: list[Path]
-) -> None:
+async def test_a_bad_image_fails_the_request_at_once(sglang: SGLang, adapter: Adapter, images: list[Path]) -> None:
     bad = "data:image/png;base64," + base64.b64encode(b"not an image").decode()
     started = time.monotonic()
     assert await received(sglang, [adapter.http], [uri(images[0]), bad]) is None
     assert time.monotonic() - started < _SECONDS  # SGLang gives up by itself after 180 s
 
 
-async def test_without_a_server_the_request_fails_at_once(
-    sglang: SGLang, adapters: Adapters, images: list[Path]
-) -> None:
+async def test_without_a_server_the_request_fails_at_once(sglang: SGLang, images: list[Path]) -> None:
     started = time.monotonic()
-    with adapters("127.0.0.1:1", "--timeout", "2") as alone:
+    with adapting("127.0.0.1:1", "--timeout", "2") as alone:
         assert await received(sglang, [alone.http], [uri(images[0])]) is None
     assert time.monotonic() - started < _SECONDS
 
@@ -207,8 +187,8 @@ async def scheduled(sglang: SGLang, found: Ranks, sources: list[str]) -> list[tu
 async def test_every_scheduler_gets_the_embeddings(
     sglang: SGLang,
     group: Any,
-    adapter: AdapterProcess,
-    second: AdapterProcess,
+    adapter: Adapter,
+    second: Adapter,
     images: list[Path],
     embeddings: list[Embedding],
     size: int,
@@ -221,7 +201,7 @@ async def test_every_scheduler_gets_the_embeddings(
 
 
 async def test_a_bad_image_aborts_the_request_with_its_reason(
-    sglang: SGLang, group: Any, adapter: AdapterProcess, images: list[Path]
+    sglang: SGLang, group: Any, adapter: Adapter, images: list[Path]
 ) -> None:
     bad = "data:image/png;base64," + base64.b64encode(b"not an image").decode()
     found = ranks(sglang, group, [adapter.http], 1)
@@ -232,10 +212,8 @@ async def test_a_bad_image_aborts_the_request_with_its_reason(
     assert code == 400
 
 
-async def test_without_a_server_the_request_is_aborted(
-    sglang: SGLang, group: Any, adapters: Adapters, images: list[Path]
-) -> None:
-    with adapters("127.0.0.1:1", "--timeout", "2") as alone:
+async def test_without_a_server_the_request_is_aborted(sglang: SGLang, group: Any, images: list[Path]) -> None:
+    with adapting("127.0.0.1:1", "--timeout", "2") as alone:
         found = ranks(sglang, group, [alone.http], 1)
         ((done, aborted),) = await scheduled(sglang, found, [uri(images[0])])
     assert not done

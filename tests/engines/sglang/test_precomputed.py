@@ -1,6 +1,5 @@
 """Embeddings of a real server through SGLang's own processing of inputs, up to the rows that its model reads."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,15 +9,8 @@ from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
 from sglang.srt.managers.mm_schedule import get_embedding_and_mask
 from sglang.srt.models.qwen3_vl import Qwen3VLForConditionalGeneration
 
-from servers import ServerProcess
-from vitwire import Client, Embedding
+from vitwire import Embedding
 from vitwire.integrations.sglang import expanded, precomputed
-
-
-@pytest.fixture(scope="module")
-def embeddings(vitwire: ServerProcess, images: list[Path]) -> list[Embedding]:
-    with Client(vitwire.target) as client:
-        return client.encode_images(images)
 
 
 def tower(_: Any) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Requests of a real router, read by SGLang from its request model to its receiver, before a real adapter."""
 
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,20 +12,15 @@ from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.multimodal.modality import Modality
 from sglang.srt.parser.jinja_template_utils import process_content_for_template_format
-from tests.engines.sglang.conftest import AdapterProcess, Adapters, SGLang
+from tests.engines.sglang.conftest import SGLang
 
+from adapters import Adapter
 from routers import clip_file, picture, sent_to_engine
 from servers import ServerProcess
 from vitwire import Client, Embedding, Item
 
 Json = dict[str, Any]
 _WORDS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
-
-
-@pytest.fixture(scope="module")
-def adapter(vitwire: ServerProcess, adapters: Adapters) -> Iterator[AdapterProcess]:
-    with adapters(vitwire.target) as process:
-        yield process
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +80,7 @@ def test_sglang_sees_the_files_as_their_contents_are(recorded: Json, files: Sequ
 
 async def test_the_receiver_gets_the_rows_of_clips_and_their_times(
     sglang: SGLang,
-    adapter: AdapterProcess,
+    adapter: Adapter,
     recorded: Json,
     embeddings: list[Embedding],
     vitwire: ServerProcess,
@@ -143,9 +138,7 @@ def test_intervals_of_clips_may_be_plain_numbers() -> None:
     assert not torch.equal(plain, default)
 
 
-async def test_a_bad_clip_fails_the_request_at_once(
-    sglang: SGLang, adapter: AdapterProcess, files: Sequence[bytes]
-) -> None:
+async def test_a_bad_clip_fails_the_request_at_once(sglang: SGLang, adapter: Adapter, files: Sequence[bytes]) -> None:
     receiver = create_mm_receiver(sglang.server_args, transport_mode="http", encode_urls=[adapter.http])
     bad = _uri("video/mp4", files[1][: len(files[1]) // 2])
     request = GenerateReqInput(text="<|vision_start|><|video_pad|><|vision_end|>", video_data=[bad])

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from vllm.transformers_utils.configs.dotsocr import DotsOCRConfig
 from vllm.v1.engine.input_processor import InputProcessor
 
+from entered import entered
 from servers import PYTHON, ServerProcess, serving
 from vitwire import Client, Embedding, Item, Model
 
@@ -65,16 +66,8 @@ def checkpoint(checkpoints: dict[str, Path]) -> Path:
     return checkpoints["qwen3_vl"]
 
 
-@pytest.fixture(scope="session")
-def server(checkpoint: Path) -> Iterator[ServerProcess]:
-    with serving(checkpoint, *SERVER_FLAGS) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def client(server: ServerProcess) -> Iterator[Client]:
-    with Client(server.target) as client:
-        yield client
+server = entered(lambda checkpoint: serving(checkpoint, *SERVER_FLAGS), scope="session")
+client = entered(lambda server: Client(server.target), scope="session")
 
 
 @pytest.fixture(scope="session")

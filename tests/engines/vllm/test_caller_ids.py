@@ -22,6 +22,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from entered import entered
 from routers import CHAT, EngineProcess, RouterProcess, engine, picture, router
 from servers import ServerProcess
 from vitwire import Client, Embedding, Item, Model, Report
@@ -32,11 +33,7 @@ Json = dict[str, Any]
 GRID = (1, 4, 4)
 QUESTION = {"type": "text", "text": "?"}
 
-
-@pytest.fixture(scope="module")
-def stand_in() -> Iterator[EngineProcess]:
-    with engine() as process:
-        yield process
+stand_in = entered(engine)
 
 
 @pytest.fixture

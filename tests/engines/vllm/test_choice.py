@@ -17,6 +17,7 @@ from tests.engines.vllm.hooked import served
 from tests.engines.vllm.image_site import data_url, picture
 from tests.engines.vllm.test_front_end import asked, chat, image, outcomes
 
+from entered import entered
 from servers import ServerProcess, serving
 from vitwire import Client, Item, Model
 from vitwire._delivery.answers import Accepted
@@ -28,6 +29,8 @@ from vitwire.integrations.vllm.sizes import Sized
 from vitwire.integrations.vllm.uploads import Declined, Uploads
 
 SECONDS = 60
+
+encoder = entered(lambda checkpoint: serving(checkpoint, *SERVER_FLAGS))
 
 
 @pytest.fixture
@@ -191,12 +194,6 @@ def test_what_is_being_encoded_is_accepted_again(model: Model, monkeypatch: pyte
         assert uploads.begin(b"file", "image", Sized(4, {})).result()
     with pytest.raises(Declined, match="grid"):
         uploads.begin(b"file", "image", Sized(5, {})).result()
-
-
-@pytest.fixture(scope="module")
-def encoder(checkpoint: Path) -> Iterator[ServerProcess]:
-    with serving(checkpoint, *SERVER_FLAGS) as server:
-        yield server
 
 
 @contextmanager

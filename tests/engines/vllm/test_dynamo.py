@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,12 @@ from tests.engines.vllm.image_site import SIZES, data_url, image_site, picture
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
+from entered import entered
 from servers import ServerProcess, serving
 from vitwire import Client
 from vitwire.integrations import dynamo as adapter
+
+site = entered(image_site, scope="function")
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +107,6 @@ async def test_dynamo_refuses_clips(dynamo_workers: Workers) -> None:
     request = {"token_ids": [1], "multi_modal_data": {"video_url": [{"Url": "https://example.com/a.mp4"}]}}
     with pytest.raises(InvalidArgument, match="image inputs only"):
         await dynamo_workers()._assemble_custom_encoder_prompt(request, "request")
-
-
-@pytest.fixture
-def site() -> Iterator[str]:
-    with image_site() as address:
-        yield address
 
 
 async def test_urls(dynamo_workers: Workers, client: Client, site: str, monkeypatch: Any) -> None:

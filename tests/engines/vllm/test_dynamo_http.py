@@ -15,6 +15,7 @@ import pytest
 import requests
 from tests.engines.vllm.image_site import data_url, picture
 
+from entered import entered
 from servers import ServerProcess, end, serving
 from vitwire import Client
 
@@ -22,11 +23,7 @@ GOOD = data_url(picture(64, 64))
 SECONDS = 90
 Ask = Callable[..., requests.Response]
 
-
-@pytest.fixture(scope="module")
-def encoder(checkpoint: Path) -> Iterator[ServerProcess]:
-    with serving(checkpoint, "--graphs", "off", "--dtype", "bfloat16") as server:
-        yield server
+encoder = entered(lambda checkpoint: serving(checkpoint, "--graphs", "off", "--dtype", "bfloat16"))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """`vllm serve` with our entry point, and the published clients: images reach a real encoder, tricks nothing."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -15,6 +14,7 @@ from openai import OpenAI
 from tests.engines.vllm.hooked import served
 from tests.engines.vllm.image_site import data_url, picture, video
 
+from entered import entered
 from servers import ServerProcess
 
 Json = dict[str, Any]
@@ -27,10 +27,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("installed")
 
 
-@pytest.fixture(scope="module")
-def vllm(checkpoint: Path, server: ServerProcess, path: Path) -> Iterator[EngineProcess]:
-    with served(checkpoint, server.target, path) as process:
-        yield process
+vllm = entered(lambda checkpoint, server, path: served(checkpoint, server.target, path))
 
 
 def asked(vllm: EngineProcess, body: Json, route: str = CHAT) -> tuple[int, str]:

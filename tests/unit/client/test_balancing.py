@@ -227,9 +227,14 @@ def test_calls_alternate_between_healthy_addresses(form: str) -> None:
             alone = alone + 1 if len(one.fake.methods) == calls else 0
 
 
+@both
 @pytest.mark.parametrize("form", ["{}", "dns:///{}", "dns:{}", "ipv4:{}"])
-def test_a_server_that_is_not_ready_gets_no_calls_whatever_the_target(form: str, running: Running) -> None:
+async def test_a_server_that_is_not_ready_gets_no_calls_whatever_the_target(
+    make: Call, form: str, running: Running
+) -> None:
     running.health.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
-    with Client(form.format(running.target), max_retries=0) as client, pytest.raises(Unavailable):
-        client.encode([item(1)])
+    async with make(form.format(running.target), max_retries=0) as client:
+        for call in (client.model(), client.encode([item(1)])):
+            with pytest.raises(Unavailable):
+                await call
     assert "Encode" not in running.fake.methods

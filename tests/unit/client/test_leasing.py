@@ -1,9 +1,10 @@
 """Leases of items whose rows the server announces, from a real pool."""
 
-from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
+from entered import entered
 from vitwire._delivery.answers import Expected
 from vitwire._delivery.leases import Pool
 from vitwire._delivery.nixl import Leases, Leasing, Nixl
@@ -12,12 +13,7 @@ from vitwire.shared.agents import is_installed
 pytestmark = pytest.mark.skipif(not is_installed(), reason="NIXL is not installed")
 PAGE = 4096
 
-
-@pytest.fixture
-def nixl() -> Iterator[Nixl]:
-    nixl = Nixl("nixl", None, 4 * PAGE)
-    yield nixl
-    nixl.close()
+nixl = entered(lambda: closing(Nixl("nixl", None, 4 * PAGE)), scope="function")
 
 
 @pytest.fixture

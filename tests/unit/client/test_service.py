@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from io import BytesIO
 from typing import Any
 
@@ -136,13 +137,6 @@ async def test_health_is_seen_even_when_bad(client: Any, running: Running) -> No
 
 
 @both
-async def test_a_service_that_is_not_serving_is_unavailable(client: Any, running: Running) -> None:
-    running.health.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
-    with pytest.raises(Unavailable):
-        await client.model()
-
-
-@both
 async def test_statuses_of_the_request_are_translated(make: Call, running: Running) -> None:
     steps: list[Callable[[grpc.ServicerContext], None]] = [
         lambda context: abort(context, grpc.StatusCode.UNAUTHENTICATED),
@@ -166,22 +160,6 @@ async def test_statuses_of_the_request_are_translated(make: Call, running: Runni
 
 
 @both
-@pytest.mark.parametrize("size", ["small", "large"])
-async def test_unavailable_is_tried_again(client: Any, size: str, running: Running) -> None:
-    refusals = [grpc.StatusCode.UNAVAILABLE] * 2
-
-    def refuse(context: grpc.ServicerContext) -> None:
-        if refusals:
-            abort(context, refusals.pop())
-
-    await client.model()
-    running.fake.before = refuse
-    (embedding,) = await client.encode([large() if size == "large" else item(4, 3.0)])
-    np.testing.assert_array_equal(embedding.numpy(), expected(4, 3.0))
-    assert len(running.fake.methods) == 4
-
-
-@both
 async def test_a_refusal_in_the_middle_of_an_upload_keeps_its_status(make: Call, running: Running) -> None:
     async with make(running.target, timeout=20, max_retries=0) as client:
         await client.model()
@@ -193,7 +171,8 @@ async def test_a_refusal_in_the_middle_of_an_upload_keeps_its_status(make: Call,
 
 
 @both
-async def test_repeated_uploads_arrive_whole(client: Any, running: Running) -> None:
+@pytest.mark.parametrize("make_item", [partial(item, 4), large], ids=["message", "upload"])
+async def test_what_is_sent_again_arrives_whole(client: Any, make_item: Any, running: Running) -> None:
     seen: list[int] = []
 
     def refuse(context: grpc.ServicerContext) -> None:
@@ -204,7 +183,7 @@ async def test_repeated_uploads_arrive_whole(client: Any, running: Running) -> N
     await client.model()
     running.fake.before = refuse
     for value in range(10):  # the service checks the number of bytes
-        (embedding,) = await client.encode([large(float(value))])
+        (embedding,) = await client.encode([make_item(float(value))])
         np.testing.assert_array_equal(embedding.numpy(), expected(4, float(value)))
 
 

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from entered import entered_async
 from session_rig import SIZES, Rig, running
 
 
@@ -27,7 +28,4 @@ async def caching(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
         yield made
 
 
-@pytest.fixture
-async def remote() -> AsyncIterator[Rig]:
-    async with running(Rig(cached=False), "remote") as made:
-        yield made
+remote = entered_async(lambda: running(Rig(cached=False), "remote"))
