@@ -12,7 +12,7 @@ from google.rpc.status_pb2 import Status
 
 from checkpoints import Checkpoints
 from entered import entered
-from load import UNLIMITED
+from load import UNLIMITED, chunk, header
 from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import Client, DeadlineExceeded, Item, Overloaded
 from vitwire.v1 import encoder_pb2 as pb
@@ -27,9 +27,6 @@ LARGE = pb.Item(
     grid=pb.Grid(t=1, h=64, w=64),
     pixels=pb.Tensor(data_type=pb.DATA_TYPE_UINT8, shape=[ROWS, COLUMNS // 2], data=bytes(ROWS * COLUMNS // 2)),
 )
-BARE = pb.Item()
-BARE.CopyFrom(LARGE)
-BARE.pixels.data = b""
 SMALL = pb.Item(
     modality=pb.MODALITY_IMAGE,
     grid=pb.Grid(t=1, h=2, w=2),
@@ -114,15 +111,15 @@ def test_who_does_not_read_gives_back_what_it_holds(server: ServerProcess, chann
     assert "did not read the response for 1 s" in error.details()
 
 
-@pytest.mark.parametrize(("chunk", "pause"), [(None, 0.0), (b"", 0.3), (b"x", 0.3)])
-def test_an_upload_that_stalls_ends_its_stream(channel: grpc.Channel, chunk: bytes | None, pause: float) -> None:
+@pytest.mark.parametrize(("data", "pause"), [(None, 0.0), (b"", 0.3), (b"x", 0.3)])
+def test_an_upload_that_stalls_ends_its_stream(channel: grpc.Channel, data: bytes | None, pause: float) -> None:
     """3 MB are promised: neither an empty chunk nor a byte now and then is progress."""
     end = Event()
 
     def messages() -> Iterator[pb.EncodeStreamRequest]:
-        yield pb.EncodeStreamRequest(header=pb.EncodeStreamHeader(item=1, header=BARE))
-        while chunk is not None and not end.wait(pause):
-            yield pb.EncodeStreamRequest(chunk=pb.EncodeStreamChunk(item=1, data=chunk))
+        yield header(1, LARGE)[0]
+        while data is not None and not end.wait(pause):
+            yield chunk(1, data)
         end.wait(30)
 
     error = refused(EncoderServiceStub(channel).EncodeStream(messages(), timeout=30))
@@ -136,10 +133,10 @@ def test_an_upload_that_keeps_its_rate_is_served(channel: grpc.Channel) -> None:
     data = bytes([1]) * len(LARGE.pixels.data)
 
     def messages() -> Iterator[pb.EncodeStreamRequest]:
-        yield pb.EncodeStreamRequest(header=pb.EncodeStreamHeader(item=1, header=BARE))
+        yield header(1, LARGE)[0]
         for start in range(0, len(data), 1 << 18):
             time.sleep(0.2)
-            yield pb.EncodeStreamRequest(chunk=pb.EncodeStreamChunk(item=1, data=data[start : start + (1 << 18)]))
+            yield chunk(1, data[start : start + (1 << 18)])
 
     *_, answer = EncoderServiceStub(channel).EncodeStream(messages(), timeout=30)
     assert answer.chunk.last

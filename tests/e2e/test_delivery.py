@@ -16,7 +16,7 @@ import pytest
 from both_clients import Call, both
 from checkpoints import Checkpoints
 from entered import entered
-from load import image, request
+from load import header, image, request
 from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import AsyncClient, Client, EncodeFailed, Item
 from vitwire.shared.agents import is_installed
@@ -201,15 +201,12 @@ def test_regions_that_overlap_are_refused(server: ServerProcess) -> None:
     two.items[1].region.CopyFrom(pb.Region(offset=4095, bytes=4096))
     first = leased()
     options = pb.EncodeStreamOptions(delivery=first.delivery)
-    header = pb.Item()
-    header.CopyFrom(first.items[0])
-    header.pixels.data = b""
     begun = threading.Event()
 
     def messages() -> Iterator[pb.EncodeStreamRequest]:
         yield pb.EncodeStreamRequest(options=options)
         for number in range(2):
-            yield pb.EncodeStreamRequest(header=pb.EncodeStreamHeader(item=number, header=header))
+            yield header(number, first.items[0])[0]
         assert begun.wait(60)
 
     with grpc.insecure_channel(server.target) as channel:

@@ -1,7 +1,7 @@
 """Rows that wait on the engine's device for a consumer, through real requests and NIXL. Here the device is the CPU."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -12,7 +12,7 @@ import torch
 from checkpoints import Checkpoints
 from entered import entered
 from reference import Array, Reference
-from servers import PIXELS_ONLY, ServerProcess, serving
+from servers import PIXELS_ONLY, ServerProcess, emptied, serving
 from vitwire import Accepted, Client, DeadlineExceeded, Item, NotCached, Stored
 from vitwire.shared.agents import is_installed
 from vitwire.v1 import encoder_pb2 as pb
@@ -31,13 +31,10 @@ FLAGS = (*NIXL, "--graphs", "off", "--dtype", "float32", "--canary-seconds", "0"
 STORE = (*FLAGS, "--cache-bytes", str(1 << 20), "--store-bytes", str(ROOM * ROWS))
 
 
-@pytest.fixture(scope="module", params=[pytest.param("1", marks=pytest.mark.matrix), "2"])
-def server(checkpoints: Checkpoints, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    with serving(checkpoints("qwen2_vl"), *STORE, "--rpc-processes", request.param) as process:
-        yield process
-        until(lambda: process.metric("vitwire_admitted_bytes") == 0)
-
-
+server = entered(
+    lambda checkpoints, request: emptied(checkpoints("qwen2_vl"), *STORE, "--rpc-processes", request.param),
+    params=[pytest.param("1", marks=pytest.mark.matrix), "2"],
+)
 client = entered(lambda server: Client(server.target, delivery="stream"), scope="function")
 nixl = entered(lambda server: Client(server.target, delivery="nixl", timeout=60))
 """A consumer."""

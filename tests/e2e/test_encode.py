@@ -1,7 +1,7 @@
 """Embeddings over the wire, from real server processes, against plain transformers."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from checkpoints import MODEL_TYPES, Checkpoints
+from entered import entered
 from reference import TOLERANCE, Array, Reference, error
 from servers import ServerProcess, serving
 from vitwire import AsyncClient, Client, Item
@@ -37,6 +38,12 @@ SERVED = [
 ]
 """One of each kind of packed tower; the contract suite runs over all of them."""
 PHOTOGRAPH = Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"
+FLAGS = ("--dtype", "float32", "--max-budget-tokens", "256", "--graphs")
+
+server = entered(
+    lambda checkpoints, request: serving(checkpoints("qwen3_vl"), *FLAGS, request.param), params=["off", "simulated"]
+)
+"""Without and with graphs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +65,6 @@ def draw(reference: Reference, grid: tuple[int, int, int], seed: int) -> Case:
     full = np.broadcast_to(pixels, (rows, 3, frames, area)).reshape(rows, -1).copy()
     modality = "image" if grid[0] == 1 else "video"
     return Case(Item(pixels.reshape(rows, -1), grid, modality=modality), reference.encode(full, [grid])[0])
-
-
-@pytest.fixture(scope="module", params=["off", "simulated"])
-def server(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    """Qwen3-VL in float32, without and with graphs, up to 256 tokens a budget."""
-    flags = ("--dtype", "float32", "--graphs", request.param, "--max-budget-tokens", "256")
-    with serving(checkpoints("qwen3_vl"), *flags) as process:
-        yield process
 
 
 @pytest.mark.parametrize("model_type", SERVED)

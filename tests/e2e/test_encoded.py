@@ -4,8 +4,6 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,7 @@ from encoded_files import HOSTILE, clip, frames_of, jpeg_of_size, moving, photog
 from entered import entered
 from prepared import clip_items, image_items, of_clips, of_images
 from references import reference_of
-from servers import ServerProcess, serving
+from servers import ServerProcess, finished, serving
 from vitwire import Accepted, AsyncClient, Client, Embedding, InvalidItem, Item, NotCached, Stored, VitwireError
 from vitwire_server.preparing.rules.recipe import Recipe
 from vitwire_server.preparing.rules.sampling import sampled
@@ -271,21 +269,12 @@ async def test_files_are_sent_as_they_are(client: Client, server: ServerProcess,
 
 
 def test_the_command_uploads_files(server: ServerProcess, tmp_path: Path) -> None:
-    (tmp_path / "photo.jpg").write_bytes(saved(photograph(), quality=80))
-    (tmp_path / "clip.mp4").write_bytes(clip(moving(12)))
-    command = [
-        sys.executable,
-        "-c",
-        "import vitwire_cli; vitwire_cli.main()",
-        "encode",
-        "photo.jpg",
-        "clip.mp4",
-        "--json",
-    ]
-    run = subprocess.run(
-        [*command, "--target", server.target], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    items = json.loads(run.stdout.splitlines()[-1])["items"]
+    (photo := tmp_path / "photo.jpg").write_bytes(saved(photograph(), quality=80))
+    (film := tmp_path / "clip.mp4").write_bytes(clip(moving(12)))
+    command = ("-c", "import vitwire_cli; vitwire_cli.main()")
+    done = finished("encode", photo, film, "--json", "--target", server.target, program=command)
+    assert done.returncode == 0, done.stderr
+    items = json.loads(done.stdout.splitlines()[-1])["items"]
     assert [item["grid"] for item in items] == [[1, 18, 24], [2, 10, 14]]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from checkpoints import Checkpoints
+from entered import entered
 from load import image, request
 from nixl_consumer import ConsumerProcess, consuming
 from servers import PIXELS_ONLY, ServerProcess, serving
@@ -37,15 +37,14 @@ for _ in sys.stdin:
 """
 
 
-@pytest.fixture(scope="module", params=[pytest.param("1", marks=pytest.mark.matrix), "2"])
-def server(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    """What UCX may do does not depend on the server's environment."""
-    flags = ("--nixl", "--nixl-seconds", "10", "--graphs", "off", "--rpc-processes", request.param, *PIXELS_ONLY)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("UCX_TLS", "UCX_MODULES"):
-            patch.setenv(name, "all")
-        with serving(checkpoints("qwen2_vl"), *flags) as process:
-            yield process
+FLAGS = ("--nixl", "--nixl-seconds", "10", "--graphs", "off", *PIXELS_ONLY, "--rpc-processes")
+ALL = dict.fromkeys(("UCX_TLS", "UCX_MODULES"), "all")
+"""What UCX may do does not depend on the server's environment."""
+
+server = entered(
+    lambda checkpoints, request: serving(checkpoints("qwen2_vl"), *FLAGS, request.param, variables=ALL),
+    params=[pytest.param("1", marks=pytest.mark.matrix), "2"],
+)
 
 
 @contextmanager

@@ -1,14 +1,12 @@
 """What one connection can do to the callers of others, by frames that no gRPC client sends."""
 
 import threading
-from collections.abc import Iterator
 from struct import unpack
 
 import grpc
-import pytest
 
 import load
-from checkpoints import Checkpoints
+from entered import entered
 from http2 import SETTINGS, connected, flood, frames
 from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -20,10 +18,10 @@ RESETS = 40_000
 AT_A_TIME = 900
 
 
-@pytest.fixture(scope="module", params=["1", "2"])
-def server(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    with serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, "--rpc-processes", request.param) as process:
-        yield process
+server = entered(
+    lambda checkpoints, request: serving(checkpoints("qwen2_vl"), *PIXELS_ONLY, "--rpc-processes", request.param),
+    params=["1", "2"],
+)
 
 
 def test_a_flood_of_resets_ends_no_call_of_another_connection(server: ServerProcess) -> None:

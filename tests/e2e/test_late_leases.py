@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import io
 import threading
 import time
 from collections.abc import Iterator
@@ -16,9 +15,10 @@ from PIL import Image
 
 from both_clients import Call, both
 from checkpoints import Checkpoints
+from encoded_files import saved
 from entered import entered
 from nixl_consumer import ConsumerProcess, consuming
-from servers import ServerProcess, serving
+from servers import ServerProcess, emptied, serving
 from vitwire import AsyncClient, Client, EncodeFailed, InvalidItem, Item, VitwireError
 from vitwire._delivery.nixl import Nixl
 from vitwire.shared.agents import is_installed
@@ -38,17 +38,10 @@ SHAPES = {
 }
 
 
-@pytest.fixture(
-    scope="module",
+server = entered(
+    lambda checkpoints, request: emptied(checkpoints("qwen3_vl"), *FLAGS, *SHAPES[request.param]),
     params=[each if "edges" in each else pytest.param(each, marks=pytest.mark.matrix) for each in SHAPES],
 )
-def server(checkpoints: Checkpoints, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    with serving(checkpoints("qwen3_vl"), *FLAGS, *SHAPES[request.param]) as process:
-        yield process
-        until(lambda: process.metric("vitwire_admitted_bytes") == 0)
-        assert process.metric("vitwire_admitted_items") == 0
-
-
 plain_server = entered(lambda checkpoints: serving(checkpoints("qwen3_vl"), *FLAGS, "--idle-seconds", "3"))
 
 
@@ -57,9 +50,7 @@ def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
 
 
 def png(*size: int, seed: int = 0) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(picture(*size, seed)).save(file, "PNG")
-    return file.getvalue()
+    return saved(Image.fromarray(picture(*size, seed)), "PNG")
 
 
 def mixed() -> list[Item]:
@@ -113,8 +104,7 @@ async def test_rows_are_those_of_the_stream(make: Call, server: ServerProcess) -
     items = mixed()
     expected = plain(server, items)
     before = delivered(server, "nixl"), delivered(server, "stream")
-    client = make(server.target, delivery="nixl")
-    async with client:
+    async with make(server.target, delivery="nixl") as client:
         got = await client.encode(items)
         images = await client.encode_images([png(128, 160, seed=1), picture(160, 96, 3)])
         assert delivered(server, "nixl") - before[0] == sum(each.numpy().nbytes for each in [*got, *images])
@@ -133,8 +123,7 @@ async def test_a_file_that_fails_leaves_the_others(make: Call, server: ServerPro
     good = mixed()
     items = [Item(encoded=png(64, 64)[:200]), *good[:2], Item(encoded=b"\xff\xd8\xff none"), *good[2:]]
     expected = plain(server, good)
-    client = make(server.target, delivery="nixl")
-    async with client:
+    async with make(server.target, delivery="nixl") as client:
         before = delivered(server, "stream")
         async with aclosing(client.iter_encode(items, return_exceptions=True)) as results:
             got = {index: each async for index, each in results}
@@ -264,8 +253,7 @@ async def test_no_lease_outlives_a_call_whose_deadline_passes_before_it_starts(
 ) -> None:
     """Else the pool would lose memory that does not count as abandoned, so that it is never replaced."""
     item = mixed()[0]
-    client = make(plain_server.target, delivery="nixl", delivery_bytes=8 * ROWS)
-    async with client:
+    async with make(plain_server.target, delivery="nixl", delivery_bytes=8 * ROWS) as client:
         await client.encode([item])
         nixl = (client.client if hasattr(client, "client") else client)._shared.nixl
         pools = {nixl._pool}

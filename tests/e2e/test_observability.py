@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 from urllib.request import Request, urlopen
@@ -17,7 +16,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from checkpoints import Checkpoints
-from collectors import Collector, attributes, collecting
+from collectors import SOON, Collector, attributes, collecting
 from encoded_files import photograph, saved
 from entered import entered
 from processes import edges
@@ -32,16 +31,13 @@ STAGES = ["queue", "stage_in", "execute", "stage_out", "send"]
 TRACE_ID, PARENT_ID = 0x1234567890ABCDEF1234567890ABCDEF, 0x1234567890ABCDEF
 NOT_SAMPLED, SAMPLED = TraceFlags(0), TraceFlags(1)
 
+BUDGETS = ("--graphs", "simulated", "--budgets", "16,64")
+FLAGS = (*BUDGETS, "--log-format", "json", "--dtype", "float32", "--otlp-endpoint")
+
 collector = entered(collecting)
-
-
-@pytest.fixture(scope="module")
-def server(checkpoints: Checkpoints, collector: Collector) -> Iterator[ServerProcess]:
-    flags = ("--otlp-endpoint", collector.endpoint, "--log-format", "json", "--dtype", "float32")
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
-        with serving(checkpoints("qwen2_vl"), *flags, "--graphs", "simulated", "--budgets", "16,64") as process:
-            yield process
+server = entered(
+    lambda checkpoints, collector: serving(checkpoints("qwen2_vl"), *FLAGS, collector.endpoint, variables=SOON)
+)
 
 
 def item(rows: int = 16) -> Item:

@@ -33,17 +33,9 @@ def test_memory_of_a_server_is_private(checkpoints: Checkpoints) -> None:
 
 
 def test_memory_of_a_router_is_private() -> None:
-    words = [
-        str(Path(sys.executable).with_name("vitwire")),
-        "router",
-        "--port",
-        "0",
-        "--no-engine",
-        "--target",
-        "no.where:1",
-    ]
+    router = Path(sys.executable).with_name("vitwire"), "router"
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    command = [*ORDINARY, *words]
+    command = [*ORDINARY, *router, "--port=0", "--no-engine", "--target=no.where:1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment) as process:
         try:
             assert process.stdout

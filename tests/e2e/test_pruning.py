@@ -1,13 +1,13 @@
 """Pruned clips over the wire, against rows of plain transformers chosen by the published rule."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import pytest
 import torch
 
 from checkpoints import Checkpoints
+from entered import entered
 from reference import TOLERANCE, Array, Reference, error, kept_tokens
 from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import Client, Embedding, Item
@@ -15,6 +15,11 @@ from vitwire import Client, Embedding, Item
 References = Callable[..., Reference]
 CLEAR = 1e-5
 """Choices of the reference that are closer than this may fall differently in float32."""
+FLAGS = (*PIXELS_ONLY, "--dtype", "float32", "--max-budget-tokens", "256", "--graphs")
+
+server = entered(
+    lambda checkpoints, request: serving(checkpoints("qwen3_vl"), *FLAGS, request.param), params=["off", "simulated"]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +49,6 @@ def draw(reference: Reference, grid: tuple[int, int, int], ratio: float, seed: i
     kept, clear = kept_tokens(whole[:, : whole.shape[1] // (1 + levels)], grid[0], ratio or 1.0)
     assert clear > CLEAR or not motion
     return Case(Item(pixels, grid, "video" if grid[0] > 1 else "image", keep_ratio=ratio), whole, kept)
-
-
-@pytest.fixture(scope="module", params=["off", "simulated"])
-def server(request: pytest.FixtureRequest, checkpoints: Checkpoints) -> Iterator[ServerProcess]:
-    flags = ("--dtype", "float32", "--graphs", request.param, "--max-budget-tokens", "256")
-    with serving(checkpoints("qwen3_vl"), *PIXELS_ONLY, *flags) as process:
-        yield process
 
 
 def test_clips_are_pruned_beside_images_and_whole_clips(server: ServerProcess, references: References) -> None:
@@ -106,6 +104,5 @@ def test_a_static_scene_keeps_its_first_frame(server: ServerProcess, references:
 
 def test_windowed_towers_prune_by_place_too(checkpoints: Checkpoints, references: References) -> None:
     case = draw(references("qwen2_5_vl", torch.float32), (4, 20, 12), 0.35, 41)
-    flags = ("--dtype", "float32", "--graphs", "simulated", "--max-budget-tokens", "256")
-    with serving(checkpoints("qwen2_5_vl"), *PIXELS_ONLY, *flags) as process, Client(process.target) as client:
+    with serving(checkpoints("qwen2_5_vl"), *FLAGS, "simulated") as process, Client(process.target) as client:
         case.check(client.encode([case.item])[0])

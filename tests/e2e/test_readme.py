@@ -4,15 +4,13 @@ import base64
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import skimage
 
 from entered import entered
-from servers import ServerProcess, serving, shell
+from servers import ServerProcess, finished, serving, shell
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -33,13 +31,7 @@ def block(language: str) -> str:
 def test_the_client_in_ten_lines(server: ServerProcess) -> None:
     program = block("python")
     assert TARGET in program
-    ran = subprocess.run(
-        [sys.executable, "-c", program.replace(TARGET, server.target)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ran = finished(program=("-c", program.replace(TARGET, server.target)))
     assert ran.returncode == 0, ran.stderr
     shape, *rows = ran.stdout.splitlines()
     assert re.fullmatch(r"\(\d+, \d+\) (graph|eager)", shape)

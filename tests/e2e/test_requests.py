@@ -14,6 +14,7 @@ from google.rpc.status_pb2 import Status
 
 from checkpoints import Checkpoints
 from entered import entered
+from load import chunk, header
 from servers import PIXELS_ONLY, ServerProcess, serving
 from vitwire import Client, EncodeFailed, InvalidItem, Item
 from vitwire.v1 import encoder_pb2 as pb
@@ -91,18 +92,6 @@ def test_bytes_that_are_no_message_are_refused(server: ServerProcess) -> None:
                 list(call(iter([b"\xff\xff\xff\xff"])))
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert fields(refused.value) == ["message"]
-
-
-def header(number: int, item: pb.Item) -> tuple[pb.EncodeStreamRequest, bytes]:
-    """A header without its bytes, and the bytes."""
-    bare, data = pb.Item(), item.pixels.data
-    bare.CopyFrom(item)
-    bare.pixels.data = b""
-    return pb.EncodeStreamRequest(header=pb.EncodeStreamHeader(item=number, header=bare)), data
-
-
-def chunk(number: int, data: bytes) -> pb.EncodeStreamRequest:
-    return pb.EncodeStreamRequest(chunk=pb.EncodeStreamChunk(item=number, data=data))
 
 
 class TestEncodeStream:

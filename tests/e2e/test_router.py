@@ -1,7 +1,6 @@
 """`vitwire router` between the real openai client, a real server and a stand-in engine."""
 
 import base64
-import io
 import json
 import re
 import signal
@@ -21,6 +20,7 @@ from openai import OpenAI
 from PIL import Image
 
 from checkpoints import Checkpoints
+from encoded_files import saved
 from engine import WORDS
 from entered import entered
 from metric_pages import durations
@@ -242,9 +242,7 @@ def test_every_answer_has_a_request_id(llm: OpenAI, received: EngineProcess) -> 
 
 
 def test_an_image_in_many_places_is_sent_within_a_limit(server: ServerProcess, received: EngineProcess) -> None:
-    content = io.BytesIO()
-    Image.new("RGB", (448, 448)).save(content, "JPEG")
-    place = image(data_uri(content.getvalue()))
+    place = image(data_uri(saved(Image.new("RGB", (448, 448)))))
     with (
         router(server.target, received.url, "--max-buffered-bytes", str(4 << 20)) as process,
         client_of(process) as llm,
@@ -314,7 +312,7 @@ def test_references_are_found_on_the_replica_that_has_them(
         target = f"ipv4:127.0.0.1:{server.port},127.0.0.1:{other.port}"
         held = [each.metric("vitwire_cache_misses_total") for each in (server, other)]
         with router(target, received.url, "--mode", "reference") as process, client_of(process) as llm:
-            content = user(*(image(data_uri(png(np.asarray(each)))) for each in images))
+            content = user(*(image(data_uri(saved(each, "PNG"))) for each in images))
             llm.chat.completions.create(model="m", messages=content)
         parts = received.requests()[-1]["body"]["messages"][1]["content"]
         with Settings.of({"target": target}).client(None) as client:
@@ -352,7 +350,7 @@ def test_many_at_a_time(proxy: RouterProcess, received: EngineProcess, server: S
     """Every request gets its own images, in their order."""
     rng = np.random.default_rng(0)
     pictures = [rng.integers(0, 255, (48 + 16 * each, 64, 3), np.uint8) for each in range(6)]
-    urls = [data_uri(png(each)) for each in pictures]
+    urls = [data_uri(saved(Image.fromarray(each), "PNG")) for each in pictures]
     with Client(server.target) as client:
         expected = [each.torch() for each in client.encode_images(pictures)]
 
@@ -369,9 +367,3 @@ def test_many_at_a_time(proxy: RouterProcess, received: EngineProcess, server: S
         number, parts = request["body"]["seed"], request["body"]["messages"][1]["content"]
         for position, part in enumerate(parts):
             assert torch.equal(decoded(part["image_embeds"]["image_embeds"]), expected[(number + position) % 6])
-
-
-def png(pixels: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()

@@ -1,7 +1,6 @@
 """`vitwire router` under attack: a client that does nothing wrong is served meanwhile, and SIGTERM ends the router."""
 
 import base64
-import io
 import signal
 import socket
 import time
@@ -16,6 +15,7 @@ import pytest
 from PIL import Image
 
 from callers import ask, caller
+from encoded_files import saved
 from entered import entered
 from fake_service import Fake, Running, serving
 from routers import CHAT, EngineProcess, RouterProcess, router
@@ -29,9 +29,7 @@ proxy = entered(lambda encoder, stand_in: router(encoder.target, stand_in.url))
 
 
 def file(kind: str, side: int, seed: int = 0) -> bytes:
-    content = io.BytesIO()
-    Image.new("P", (side, side), seed).save(content, kind)
-    return content.getvalue()
+    return saved(Image.new("P", (side, side), seed), kind)
 
 
 def chat(*images: bytes) -> dict[str, Any]:

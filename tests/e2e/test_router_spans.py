@@ -15,8 +15,7 @@ import openai
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from checkpoints import Checkpoints
-from collectors import Collector, attributes, collecting
+from collectors import SOON, Collector, attributes, collecting
 from encoded_files import photograph, saved
 from entered import entered
 from routers import CHAT, EngineProcess, RouterProcess, client_of, leaving, picture, router, serving_file, user
@@ -27,17 +26,12 @@ PARENT = "00f067aa0ba902b7"
 _NUMBERS = count(1)
 SERVER, CLIENT = Span.SPAN_KIND_SERVER, Span.SPAN_KIND_CLIENT
 
+FLAGS = ("--cache-bytes", "100000000", "--otlp-endpoint")
+
 collector = entered(collecting)
-
-
-@pytest.fixture(scope="module")
-def server(checkpoints: Checkpoints, collector: Collector) -> Iterator[ServerProcess]:
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
-        flags = ("--cache-bytes", "100000000", "--otlp-endpoint", collector.endpoint)
-        with serving(checkpoints("qwen3_vl"), *flags) as process:
-            yield process
-
+server = entered(
+    lambda checkpoints, collector: serving(checkpoints("qwen3_vl"), *FLAGS, collector.endpoint, variables=SOON)
+)
 
 pictures = entered(lambda: serving_file(saved(photograph(64, 64), "PNG")))
 """The port of a server with an image."""
@@ -49,7 +43,7 @@ def proxy(
 ) -> Iterator[RouterProcess]:
     flags = ("--otlp-endpoint", collector.endpoint, "--mode", request.param)
     urls = ("--allow-image-host", f"127.0.0.1:{pictures}", "--allow-image-network", "127.0.0.0/8")
-    with router(server.target, stand_in.url, *flags, *urls, environment={"OTEL_BSP_SCHEDULE_DELAY": "100"}) as process:
+    with router(server.target, stand_in.url, *flags, *urls, environment=SOON) as process:
         yield process
 
 

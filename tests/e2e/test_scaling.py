@@ -72,17 +72,14 @@ def test_a_running_client_reaches_a_new_replica(replicas: Pair, rows: int) -> No
 
 def test_a_stream_outlives_the_age_of_its_connection(replicas: Pair) -> None:
     first, _ = replicas
-    whole = load.image(8, 8)
-    half, aged = len(whole.pixels.data) // 2, threading.Event()
+    header, data = load.header(0, load.image(8, 8))
+    half, aged = len(data) // 2, threading.Event()
 
     def upload() -> Iterator[pb.EncodeStreamRequest]:
-        header = pb.Item(modality=whole.modality, grid=whole.grid)
-        header.pixels.data_type = whole.pixels.data_type
-        header.pixels.shape.extend(whole.pixels.shape)
-        yield pb.EncodeStreamRequest(header=pb.EncodeStreamHeader(item=0, header=header))
-        yield pb.EncodeStreamRequest(chunk=pb.EncodeStreamChunk(item=0, data=whole.pixels.data[:half]))
+        yield header
+        yield load.chunk(0, data[:half])
         aged.wait(60)
-        yield pb.EncodeStreamRequest(chunk=pb.EncodeStreamChunk(item=0, data=whole.pixels.data[half:]))
+        yield load.chunk(0, data[half:])
 
     with grpc.insecure_channel(first.target) as channel:
         states: list[grpc.ChannelConnectivity] = []

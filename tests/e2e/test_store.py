@@ -14,11 +14,11 @@ import pytest
 import skimage
 import torch
 
-import faulty_server
 from checkpoints import Checkpoints
 from entered import entered
+from faults import FAULTY
 from reference import Array, Reference
-from servers import PIXELS_ONLY, ServerProcess, serving
+from servers import PIXELS_ONLY, ServerProcess, emptied, serving
 from vitwire import (
     Accepted,
     AsyncClient,
@@ -36,22 +36,19 @@ from vitwire._transport.uploads import to_wire
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.v1.encoder_pb2_grpc import EncoderServiceStub
 from vitwire_server.core.grids import Grid
-from waiting import until
 
 GRID = (1, 8, 4)
 COLUMNS = 3 * 2 * 16 * 16
-CACHE = ("--cache-bytes", "3000000", "--graphs", "simulated", "--budgets", "16,64", "--dtype", "float32")
+BUDGETS = ("--graphs", "simulated", "--budgets", "16,64", "--dtype", "float32")
+CACHE = (*BUDGETS, "--cache-bytes", "3000000", "--canary-seconds", "0")
 
 
-@pytest.fixture(scope="module", params=[pytest.param("1", marks=pytest.mark.matrix), "2"])
-def server(checkpoints: Checkpoints, fault: Path, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    flags = (*CACHE, "--rpc-processes", request.param, "--canary-seconds", "0")
-    program = (faulty_server.__file__, str(fault))
-    with serving(checkpoints("qwen3_vl"), *flags, program=program) as process:
-        yield process
-        until(lambda: not process.metric("vitwire_admitted_bytes"), 30)
-
-
+server = entered(
+    lambda checkpoints, fault, request: emptied(
+        checkpoints("qwen3_vl"), *CACHE, "--rpc-processes", request.param, program=(FAULTY, str(fault))
+    ),
+    params=[pytest.param("1", marks=pytest.mark.matrix), "2"],
+)
 client = entered(lambda server: Client(server.target), scope="function")
 
 

@@ -94,13 +94,11 @@ def test_clients_that_stall(checkpoints: Checkpoints, note: Note) -> None:
     """Readers that do not read 200 MB each, and uploaders that do not send, on connections of their own."""
     count, named = scaled(40, 4), image(64, 64)
     named.content_id = "large"
-    bare = image(64, 64, level=1)
-    bare.pixels.data = b""
     asks = [pb.Item(content_id="large")] * 256
     apart = (*UNLIMITED, ("grpc.use_local_subchannel_pool", 1))
 
     def stalls() -> Iterator[pb.EncodeStreamRequest]:
-        yield pb.EncodeStreamRequest(header=pb.EncodeStreamHeader(item=1, header=bare))
+        yield load.header(1, image(64, 64, level=1))[0]
         time.sleep(15)
 
     flags = ("--cache-bytes", "8000000", "--idle-seconds", "3", "--max-queued-bytes", str(64 << 30))

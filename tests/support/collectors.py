@@ -15,6 +15,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 _ARRIVAL_SECONDS = 30
+SOON = {"OTEL_BSP_SCHEDULE_DELAY": "100"}
+"""Variables of a process that sends its spans soon."""
 
 
 class Collector(TraceServiceServicer):

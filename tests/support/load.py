@@ -32,6 +32,18 @@ def request(*items: pb.Item) -> pb.EncodeRequest:
     return pb.EncodeRequest(items=items)
 
 
+def header(number: int, item: pb.Item) -> tuple[pb.EncodeStreamRequest, bytes]:
+    """A header without its bytes, and the bytes."""
+    bare = pb.Item()
+    bare.CopyFrom(item)
+    bare.pixels.data = b""
+    return pb.EncodeStreamRequest(header=pb.EncodeStreamHeader(item=number, header=bare)), item.pixels.data
+
+
+def chunk(number: int, data: bytes) -> pb.EncodeStreamRequest:
+    return pb.EncodeStreamRequest(chunk=pb.EncodeStreamChunk(item=number, data=data))
+
+
 @dataclass
 class Tally:
     """Outcomes of calls."""
@@ -105,12 +117,10 @@ async def offered(target: str, message: pb.EncodeRequest, *, rate: float, second
 
 def uploads() -> Iterator[pb.EncodeStreamRequest]:
     """Endless items."""
-    head, data = pb.Item(), image(16, 16)
-    head.CopyFrom(data)
-    head.pixels.data = b""
     for number in range(1 << 30):
-        yield pb.EncodeStreamRequest(header=pb.EncodeStreamHeader(item=number, header=head))
-        yield pb.EncodeStreamRequest(chunk=pb.EncodeStreamChunk(item=number, data=data.pixels.data))
+        head, data = header(number, image(16, 16))
+        yield head
+        yield chunk(number, data)
 
 
 if __name__ == "__main__":  # streams until it is killed

@@ -14,6 +14,7 @@ from typing import IO, Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
+from waiting import until
 from zygote import forked
 
 PYTHON = os.environ.get("VITWIRE_PYTHON", sys.executable)
@@ -140,6 +141,7 @@ def serving(
     wait: bool = True,
     program: Sequence[str] = SERVER,
     wrapper: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[ServerProcess]:
     """A ready server of `model` on free ports, stopped at the end of the block, by force if necessary.
 
@@ -148,7 +150,7 @@ def serving(
     defaults = ["--port", "0", "--metrics-port", "0", "--lame-duck-seconds", "0", "--drain-seconds", "10"]
     defaults += ["--budgets", "auto"]
     with tempfile.NamedTemporaryFile(prefix="vitwire-", suffix=".log") as log:
-        process = spawn(program, ["serve", "--model", str(model), *defaults, *flags], log.file, wrapper)
+        process = spawn(program, ["serve", "--model", str(model), *defaults, *flags], log.file, wrapper, variables)
         server = ServerProcess(process, Path(log.name))
         try:
             ports = server.wait_for(r'listening on [\d.]+:(\d+), metrics (?:on [\d.]+:(\d+)|off)["\n]')
@@ -161,6 +163,15 @@ def serving(
             raise
         finally:
             end(process)
+
+
+@contextmanager
+def emptied(model: Path, *flags: str, program: Sequence[str] = SERVER) -> Iterator[ServerProcess]:
+    """`serving`, where nothing is admitted any more at the end of the block."""
+    with serving(model, *flags, program=program) as server:
+        yield server
+        until(lambda: not server.metric("vitwire_admitted_bytes"), 30)
+        assert server.metric("vitwire_admitted_items") == 0
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import logging
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -93,16 +94,13 @@ def frontend(checkpoint: Path) -> InputProcessor:
 @pytest.fixture
 def engines(checkpoint: Path, server: ServerProcess, frontend: InputProcessor) -> Iterator[Engines]:
     """Makes engines, one at a time: vLLM has one worker-side connector per process."""
-    made: list[Engine] = []
 
     def engine(target: str = "", extra: dict[str, Any] | None = None, blocks: int = 256, **arguments: Any) -> Engine:
         config = vllm_config(checkpoint, target or server.target, extra, **arguments)
-        made.append(Engine(config, frontend, blocks))
-        return made[-1]
+        return stack.enter_context(closing(Engine(config, frontend, blocks)))
 
-    yield engine
-    for each in made:
-        each.close()
+    with ExitStack() as stack:
+        yield engine
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import json
 import re
 from base64 import b64decode
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -39,15 +40,10 @@ stand_in = entered(engine)
 @pytest.fixture
 def towers(checkpoint: Path, server: ServerProcess) -> Iterator[Callable[..., WithTower]]:
     """Makes engines whose encoder cache takes rows that come with a request."""
-    made: list[WithTower] = []
-
-    def tower(**arguments: Any) -> WithTower:
-        made.append(WithTower(vllm_config(checkpoint, server.target, **arguments)))
-        return made[-1]
-
-    yield tower
-    for each in made:
-        each.close()
+    with ExitStack() as stack:
+        yield lambda **arguments: stack.enter_context(
+            closing(WithTower(vllm_config(checkpoint, server.target, **arguments)))
+        )
 
 
 def sent(proxy: RouterProcess, stand_in: EngineProcess, body: Json) -> Json | None:

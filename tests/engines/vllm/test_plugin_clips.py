@@ -9,7 +9,7 @@ from tests.engines.vllm.conftest import SERVER_FLAGS
 from tests.engines.vllm.engine import vllm_config
 from tests.engines.vllm.image_site import picture, video
 from tests.engines.vllm.in_process import WithTower
-from tests.engines.vllm.test_plugin_inputs import LIMITS, engines, hooked, part, queued, rendered
+from tests.engines.vllm.test_plugin_inputs import LIMITS, counted, engines, hooked, part, queued, rendered, since
 from vllm.v1.engine.input_processor import InputProcessor
 
 from servers import ServerProcess, serving
@@ -27,13 +27,8 @@ TIMES = {"qwen2_5_vl": "second_per_grid_ts", "qwen3_vl": "timestamps", "qwen3_5"
 @pytest.fixture
 def outcomes() -> Callable[[], dict[str, int]]:
     """Clips since the test began, by outcome."""
-
-    def counted() -> dict[str, int]:
-        samples = [sample for each in CLIPS.collect() for sample in each.samples if sample.name.endswith("_total")]
-        return {sample.labels["outcome"]: int(sample.value) for sample in samples}
-
-    before = counted()
-    return lambda: {name: more for name, value in counted().items() if (more := value - before.get(name, 0))}
+    before = counted(CLIPS)
+    return lambda: since(before, CLIPS)
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])

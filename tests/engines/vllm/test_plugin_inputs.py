@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from prometheus_client import Counter
 from tests.engines.vllm.conftest import SERVER_FLAGS
 from tests.engines.vllm.engine import vllm_config
 from tests.engines.vllm.image_site import awkward, data_url, picture, saved
@@ -43,25 +45,22 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def engines(checkpoints: dict[str, Path]) -> Iterator[Callable[..., WithTower]]:
-    made: list[WithTower] = []
-
     def engine(target: str, kind: str = "qwen3_vl", extra: Json | None = None, **arguments: Any) -> WithTower:
         settings = {"allow_caller_embeds": False, "timeout": 10.0} | (extra or {})
-        made.append(WithTower(vllm_config(checkpoints[kind], target, settings, **(LIMITS | arguments)), 1024))
-        return made[-1]
+        config = vllm_config(checkpoints[kind], target, settings, **(LIMITS | arguments))
+        return stack.enter_context(closing(WithTower(config, 1024)))
 
-    yield engine
-    for each in made:
-        each.close()
+    with ExitStack() as stack:
+        yield engine
 
 
-def counted() -> dict[str, int]:
-    samples = chain.from_iterable(each.samples for each in IMAGES.collect())
+def counted(of: Counter = IMAGES) -> dict[str, int]:
+    samples = chain.from_iterable(each.samples for each in of.collect())
     return {each.labels["outcome"]: int(each.value) for each in samples if each.name.endswith("_total")}
 
 
-def since(before: dict[str, int]) -> dict[str, int]:
-    return {name: more for name, value in counted().items() if (more := value - before.get(name, 0))}
+def since(before: dict[str, int], of: Counter = IMAGES) -> dict[str, int]:
+    return {name: more for name, value in counted(of).items() if (more := value - before.get(name, 0))}
 
 
 def part(file: bytes, kind: str = "image/jpeg") -> Json:
