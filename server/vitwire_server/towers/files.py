@@ -14,19 +14,16 @@ class CheckpointError(Exception):
     """The checkpoint cannot be served; the message is one sentence for the operator."""
 
 
-def local_folder(model: str, *, is_download: bool = False) -> Path | None:
-    """The directory that `--model` names, with a configuration in it; None for a hub id. Raises CheckpointError.
-
-    is_download: what is neither may be a hub id even if there is a directory of its owner's name here.
-    """
+def local_folder(model: str) -> Path | None:
+    """The directory that `--model` names, with a configuration in it; None for a hub id. Raises CheckpointError."""
     folder = Path(os.path.expanduser(model))  # noqa: PTH111 - the other raises for an unknown user
     if folder.is_dir():
         read_json(folder / "config.json")
         return folder
     if folder.exists():
         raise CheckpointError(f"{model} is a file; name the directory of the checkpoint")
-    where = f" in the directory {folder.parent.absolute()}" if folder.parent.is_dir() else ""
-    if (where and not is_download) or model.count("/") != 1 or model.startswith(("/", ".", "~")):
+    if model.count("/") != 1 or model.startswith(("/", ".", "~")):
+        where = f" in the directory {folder.parent.absolute()}" if folder.parent.is_dir() else ""
         raise CheckpointError(f"{model} does not exist{where}: expected a directory or a hub id, such as owner/name")
     return None
 

@@ -29,7 +29,7 @@ def download_model(model: str, revision: str, folder: Path, say: Say) -> None:
     that this one does not need are removed. If the Hub cannot be reached, a directory that holds this revision already
     is left as it is. Raises CheckpointError.
     """
-    if local_folder(model, is_download=True):
+    if local_folder(model):
         raise CheckpointError(f"{model} is a local directory: serve it as it is")
     recorded = _recorded(folder / RECORD)
     try:
