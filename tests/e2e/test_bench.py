@@ -67,7 +67,7 @@ def test_a_clip(server: ServerProcess, tmp_path: Path) -> None:
     wrong = bench(server, "--clip", path, "--size", "56x56")
     assert (wrong.returncode, "--clip" in wrong.stderr) == (2, True)
     assert bench(server, "--clip", tmp_path / "none.mp4").returncode == 1
-    assert "is no MP4, WebM" in bench(server, "--clip", __file__).stderr
+    assert "is not an MP4, WebM" in bench(server, "--clip", __file__).stderr
 
 
 def test_a_generator_without_free_threads_counts_what_it_could_not_send(server: ServerProcess) -> None:

@@ -85,16 +85,16 @@ def test_encode_takes_every_format_that_the_server_decodes(server: ServerProcess
         assert error(rows[name], each.numpy()) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["router", "--max-images", "x"], "Invalid value for '--max-images' (env var: 'VITWIRE_ROUTER_MAX_IMAGES'): Input "
                                       "should be a valid integer, unable to parse string as an integer"),
     (["router", "--modle=m"], "No such option: --modle (Possible options: --mode)"),
     (["encode"], "Missing argument 'files'."),
     (["nothing"], "No such command 'nothing'."),
 ])  # fmt: skip
-def test_wrong_words_are_one_line(words: list[str], told: str) -> None:
+def test_wrong_words_are_one_line(words: list[str], message: str) -> None:
     done = vitwire(*words)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"vitwire: {told}\n")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"vitwire: {message}\n")
 
 
 def test_without_a_command_there_is_help() -> None:

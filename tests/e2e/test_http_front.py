@@ -51,7 +51,7 @@ def test_a_front_end_behind_tls_and_tokens(checkpoints: Checkpoints, tmp_path: P
         assert TOKEN not in server.log()
 
 
-@pytest.mark.parametrize(("name", "value", "told"), [
+@pytest.mark.parametrize(("name", "value", "message"), [
     ("MODE", "inline", "--mode (VITWIRE_ROUTER_MODE) needs an engine: leave it out where there is none"),
     ("MAX_IMAGES", "x", "Invalid value for VITWIRE_ROUTER_MAX_IMAGES: Input should be a valid integer, unable to parse "
                         "string as an integer"),
@@ -59,11 +59,11 @@ def test_a_front_end_behind_tls_and_tokens(checkpoints: Checkpoints, tmp_path: P
                                      "host:port or *.domain"),
 ])  # fmt: skip
 def test_a_front_end_that_cannot_run_ends_the_server(
-    name: str, value: str, told: str, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+    name: str, value: str, message: str, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the model is loaded."""
     monkeypatch.setenv(f"VITWIRE_ROUTER_{name}", value)
     done = finished("serve", "--model", checkpoints("clip"), "--port=0", "--no-metrics", "--http-port=0")
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, f"vitwire-server: http: {told}")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, f"vitwire-server: http: {message}")
     assert "loading" not in done.stderr
     assert "ready:" not in done.stdout

@@ -225,13 +225,13 @@ class TestExit:
 
     def test_a_wrong_directory_is_reported_before_ports_are_announced(self, tmp_path: Path) -> None:
         words = ("--port", "0", "--metrics-port", "0")
-        for model, told in ((str(tmp_path / "none"), f"none does not exist in the directory {tmp_path}: expected a "),
+        for model, text in ((str(tmp_path / "none"), f"none does not exist in the directory {tmp_path}: expected a "),
                             ("tests/e2e/none", "tests/e2e/none does not exist in the directory "),
                             ("~nobody-here/x", "~nobody-here/x does not exist: expected a directory or a hub "),
                             (str(tmp_path), "no config.json")):  # fmt: skip
             done = finished("serve", "--model", model, *words)
             assert (done.returncode, done.stdout) == (1, "")
-            assert told in done.stderr
+            assert text in done.stderr
 
     @pytest.mark.parametrize("name", ["", "metrics-", "http-"])
     def test_an_address_of_another_machine(self, name: str) -> None:

@@ -278,7 +278,7 @@ class DeepseekVL2(PublishedTiles):
 
 
 def squares(states: Tensor, side: int) -> Tensor:
-    """A square of patches `(patches, C)` as `(patches / side², side² C)`: those of a token side by side."""
+    """A square of patches `(patches, C)` as `(patches / side², side² C)`: the patches of a token side by side."""
     tokens = round(len(states) ** 0.5) // side
     return states.view(tokens, side, tokens, side, -1).transpose(1, 2).reshape(tokens**2, -1)
 
@@ -301,4 +301,4 @@ PUBLISHED: dict[str, type[Published]] = {
     "llava_onevision2": Loaded,
     **dict.fromkeys(("Llama_Nemotron_Nano_VL", "NemotronH_Nano_VL_V2"), Nemotron),
 }
-"""By `model_type`."""
+"""The reference of each published layout, by `model_type`."""

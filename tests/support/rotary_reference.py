@@ -116,4 +116,4 @@ ROTARY = {
     "videollama3_qwen2": VideoLlama3,
     **dict.fromkeys(("ovis2_5", "ovis2_6", "ovis2_6_moe", "ovis2_6_next"), Ovis25),
 }
-"""By `model_type`."""
+"""The reference of each tower here, by `model_type`."""

@@ -95,7 +95,7 @@ class Options:
         """The clip, if it is one that is sent. Raises BadParameter and OSError."""
         item = Item.from_file(self.clip) if self.clip else None
         if item and item.modality != "video":
-            raise typer.BadParameter(f"{self.clip} is no MP4, WebM, AVI or MPEG-TS file", param_hint="--clip")
+            raise typer.BadParameter(f"{self.clip} is not an MP4, WebM, AVI or MPEG-TS file", param_hint="--clip")
         return item
 
     @property

@@ -33,8 +33,9 @@ def torch_bytes(settings: ServeSettings, *, free: int) -> int:
     free: bytes of the device that nobody holds. The rest is for the contexts of this process, of a decoder for each
     process that serves RPCs, and of NIXL's first sender and the spare one. Raises UsageError if that cannot be.
     """
-    serving = rpc_processes(settings.rpc_process_count, cuda_devices=1)
-    bound, processes = settings.device_memory, 1 + (settings.decode != "cpu") * serving + 2 * settings.nixl
+    decodes = settings.decode != "cpu" and settings.decode_process_count != 0
+    decoders = rpc_processes(settings.rpc_process_count, cuda_devices=1) if decodes else 0
+    bound, processes = settings.device_memory, 1 + decoders + 2 * settings.nixl
     if bound - _PROCESS_BYTES > free:  # this process has its context
         raise UsageError(
             f"--device-memory {shown(bound)}: the device has only {shown(free)} free; other processes hold the rest"

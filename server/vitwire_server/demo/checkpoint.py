@@ -39,7 +39,7 @@ def write_demo_checkpoint(model_type: str, out: Path, *, seed: int = 0) -> None:
     """Write a tiny VLM of this type: sharded safetensors in bfloat16, index, processor settings.
 
     It has the layout that its authors publish; without classes in transformers it has no LLM. The same arguments write
-    the same bytes. Files have the mode that the umask gives. Raises ValueError if there is no tiny model of this type.
+    the same bytes. Files have the mode that the umask gives. Raises ValueError for a type without a tiny model.
     """
     if model_type not in DEMO_MODELS:
         raise ValueError(f"no demo checkpoint of model_type {model_type!r}; choose from {', '.join(DEMO_MODELS)}")

@@ -101,20 +101,17 @@ def _chosen(data: bytes, recipe: Recipe, max_pixels: int) -> _Chosen:
 
 def _frames(container: InputContainer, stream: VideoStream, chosen: _Chosen) -> Iterator[Frame]:
     """The chosen frames as they are stored, each decoded when it is taken. Raises NotDone, or what PyAV raises."""
-    wanted = iter(chosen.indices)
-    due = next(wanted, None)
     size, times = (stream.width, stream.height), chosen.shown.times
-    for index, frame in enumerate(
-        _needed(container, stream, {times[each] for each in chosen.indices} if times else ())
-    ):
-        if due is not None and (frame.pts == times[due] if times else index == due):
+    places, found = [times[index] for index in chosen.indices] if times else chosen.indices, 0
+    for index, frame in enumerate(_needed(container, stream, set(places) if times else ())):
+        if places[found] == (frame.pts if times else index):
             if (frame.width, frame.height) != size:
                 raise NotDone(Fault.UNSUPPORTED, "its frames change their size")
             yield frame.to_ndarray(format="rgb24").astype(np.uint8, copy=False)
-            due = next(wanted, None)
-        if due is None:
+            found += 1
+        if found == len(places):
             return
-    raise NotDone(Fault.MALFORMED, f"frame {due} is missing or cannot be decoded")
+    raise NotDone(Fault.MALFORMED, f"frame {chosen.indices[found]} is missing or cannot be decoded")
 
 
 def _needed(container: InputContainer, stream: VideoStream, chosen: Collection[int]) -> Iterator[VideoFrame]:

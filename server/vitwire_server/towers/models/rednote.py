@@ -11,7 +11,7 @@ from vitwire_server.towers.shared.parts import stock
 
 
 def _dots_config(_: Path, settings: Mapping[str, Any]) -> Config:
-    """rednote's calls the tower's columns `embed_dim`, and those of rows `hidden_size`."""
+    """rednote's configuration calls the tower's width `embed_dim`, and the width of a row `hidden_size`."""
     own = settings["vision_config"]
     for name, value in {"is_causal": False, "post_norm": True, "temporal_patch_size": 1, "use_bias": False}.items():
         require(f"vision_config.{name}", own.get(name, value), value)

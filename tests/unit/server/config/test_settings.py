@@ -336,6 +336,7 @@ def test_sizes_may_have_units(text: str, nbytes: int, monkeypatch: pytest.Monkey
         (["--rpc-processes", "1"], 8 * GIB - 2 * PROCESS),
         (["--rpc-processes", "6"], 8 * GIB - 7 * PROCESS),
         (["--rpc-processes", "6", "--decode", "cpu"], 8 * GIB - PROCESS),
+        (["--rpc-processes", "6", "--decode-processes", "0"], 8 * GIB - PROCESS),
         (["--rpc-processes", "1", "--nixl", "--cache-bytes", "1GiB"], 8 * GIB - 4 * PROCESS),
     ],
 )
