@@ -15,7 +15,6 @@ Mode = Literal["inline", "reference"]
 MIB = 1 << 20
 _MAX_PORT = 65535
 _PATH = re.compile(r"(/[!-~]*)?")
-_COLLECTOR = re.compile(r"(https?://)?[^/\s]+/?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +51,7 @@ class GatewaySettings:
     drain_seconds: float = flag(
         60.0, "seconds for requests in flight to end after SIGTERM, once no more are accepted", 0
     )
-    otlp_endpoint: str | None = flag(
-        None, "OpenTelemetry collector to send traces to: host:4317, or https://host:4317 for TLS"
-    )
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "lowest level that is logged")
-
-    def __post_init__(self) -> None:
-        if self.otlp_endpoint is not None and not _COLLECTOR.fullmatch(self.otlp_endpoint):
-            expected = "host:port, http://host:port or https://host:port"
-            raise ValueError(f"--otlp-endpoint {self.otlp_endpoint!r}: expected {expected}")
 
     @property
     def refusal(self) -> str:
@@ -131,7 +122,6 @@ class RouterSettings(GatewaySettings):
     log_format: Literal["text", "json"] = flag("text", "format of log lines")
 
     def __post_init__(self) -> None:
-        GatewaySettings.__post_init__(self)
         _check_url(self.engine_url)
         if self.engine_url.rstrip("/").endswith("/v1"):
             raise ValueError(f"--engine-url {self.engine_url!r} ends in /v1: leave that out, request paths include it")

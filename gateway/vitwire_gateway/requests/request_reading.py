@@ -49,7 +49,7 @@ def cut_request(body: bytes, limits: Limits, hole: Hole, *, with_clips: bool, si
     """
     request, is_new = cleaned(body, limits)
     found = images_of(request, with_clips=with_clips, sized=sized)
-    images = images_in(request, found, limits)
+    images = images_in(found, limits)
     if sized and any(each.modality == "image" for each in found):
         images = images._replace(options=options_of(request))
     if not found:

@@ -12,7 +12,6 @@ from typing import Any
 from anyio.to_thread import run_sync
 
 from vitwire.shared.fairness.places import Places
-from vitwire_gateway import spans
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import read_body
 from vitwire_gateway.embeddings.embedding_answers import Answer, Vectors, vectors_of
@@ -65,7 +64,6 @@ class Router:
 
     async def embeddings(self, api: EmbeddingApi, exchange: Exchange, ticket: Ticket) -> None:
         """Embeddings: of images, or the engine's."""
-        exchange.is_vitwires = True
         if api.is_shared and exchange.request.method != "POST":
             await self.proxied(exchange, ticket)
             return
@@ -75,7 +73,6 @@ class Router:
 
     async def models(self, exchange: Exchange, ticket: Ticket) -> None:
         """The encoder's model, in OpenAI's form: in a list, or by its id."""
-        exchange.is_vitwires = True
         _check_method(exchange, "GET")
         model = await self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take).model()
         found = {"id": model.model_id, "object": "model", "created": 0, "owned_by": "vitwire"}
@@ -123,7 +120,7 @@ class Router:
         clips = self.settings.clips == "encode"
         job = partial(cut_request, hole=dialect.hole, with_clips=clips, sized=dialect.sized)
         request = CutRequest.of(await self._read(job, exchange, ticket, body))
-        exchange.images, exchange.model = len(request.images.places), request.images.model
+        exchange.images = len(request.images.places)
         if request.images.places:
             images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take)
             await self._encoded(dialect, exchange, ticket, images, request)
@@ -139,7 +136,7 @@ class Router:
             await self._passed(exchange, ticket, body)
             return
         request = EmbeddingRequest.of(found)
-        exchange.images, exchange.model = len(request.images.places), request.images.model
+        exchange.images = len(request.images.places)
         images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take)
         with self._timed("images"):
             model = await images.model()
@@ -204,7 +201,6 @@ class Router:
     ) -> None:
         """Send the request to the engine, and its response to the caller."""
         exchange.stage = "engine"
-        exchange.is_vitwires = False
         request = exchange.request
         changed: dict[bytes, bytes | None] = {b"x-request-id": exchange.request_id.encode()}
         kind = request.headers.get("content-type")  # of several, the one by which the body was read
@@ -224,8 +220,7 @@ class Router:
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
         began = time.perf_counter()
-        with spans.stage(stage):
-            yield
+        yield
         self.metrics.seconds.labels(stage).observe(time.perf_counter() - began)
 
 

@@ -19,7 +19,7 @@ from vitwire_gateway.workers import Workers
 LIMITS = Limits(4, 1 << 20)
 JOB = partial(cut_request, hole="part", with_clips=False)
 ARGUMENTS = (LIMITS,)
-NOTHING = [[], [[], [], "", []]]
+NOTHING = [[], [[], [], []]]
 
 
 def test_hosts_are_callers() -> None:
@@ -54,7 +54,7 @@ async def test_answers_carry_bytes_and_errors_within_a_limit(workers: Workers) -
     caller = Caller.of("a")
     parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}} for text in ("QUJD", "%%%%")]
     body = json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
-    pieces, (places, sources, _, _) = await workers.run(caller, JOB, body, 10_000, *ARGUMENTS)
+    pieces, (places, sources, _) = await workers.run(caller, JOB, body, 10_000, *ARGUMENTS)
     assert [bytes(each) for each in pieces[1:]] == [b"},{", b"}]}]}"]
     assert places == [[f"messages[0].content[{number}].image_url", number] for number in range(2)]
     assert sources[0] == ["data", b"ABC", "image"]
