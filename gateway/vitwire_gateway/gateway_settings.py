@@ -77,7 +77,6 @@ class RouterSettings(GatewaySettings):
 
     prefix: ClassVar[str] = "VITWIRE_ROUTER_"
 
-    engine: Literal["vllm", "sglang"] = flag("vllm", "the engine's dialect")
     engine_url: str = flag("http://127.0.0.1:8000", "address of the engine's HTTP server, without /v1")
     engine_health_path: str = flag(
         "/health", "path of the engine's health, which answers 200; empty: /health does not ask the engine"
@@ -86,10 +85,7 @@ class RouterSettings(GatewaySettings):
         False, "run without an engine: only embeddings of images are answered", param_decls=["--no-engine"]
     )
     engine_ca: Path | None = flag(None, "root certificates of the engine, PEM, for an https:// address")
-    mode: Mode | None = flag(
-        None,
-        "inline: requests carry embeddings (vLLM's default); reference: the engine fetches them (SGLang's default)",
-    )
+    mode: Mode = flag("inline", "inline: requests carry embeddings; reference: the engine fetches them")
     api_keys_file: Path | None = flag(None, "accept only these API keys, one per line; read again when it changes")
     content_key_file: Path | None = flag(None, "file with the secret of ids, 32 bytes or more; default: random")
     allow_caller_embeds: bool = flag(False, "pass on embeddings that callers send; trust them all")
@@ -130,7 +126,7 @@ class RouterSettings(GatewaySettings):
         if self.max_image_bytes > self.max_body_bytes:
             raise ValueError("--max-image-bytes exceeds --max-body-bytes")
         engines = {
-            "--mode": self.mode,
+            "--mode": self.mode == "reference",
             "--engine-api-key-file": self.engine_api_key_file,
             "--on-encoder-failure engine": self.on_encoder_failure == "engine",
         }

@@ -31,7 +31,7 @@ from vitwire_gateway.images.fetching import Fetcher
 from vitwire_gateway.listening import configured, listening
 from vitwire_gateway.metrics import Metrics
 from vitwire_gateway.requests.content_parts import Images
-from vitwire_gateway.requests.dialects import dialect_of, mode_of
+from vitwire_gateway.requests.engine_parts import part_of
 from vitwire_gateway.router.admission import Admission, Ticket, content_key_of, engine_key_of
 from vitwire_gateway.router.embedding_apis import embedding_apis
 from vitwire_gateway.router.endpoint import Endpoint, Exchange, RouteName
@@ -107,7 +107,7 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
         others = [Route("/openapi.json", Response(_OPENAPI.read_bytes(), media_type="application/json"))]
         others += [Route(path, models) for path in ("/v1/models", "/v1/models/{model:path}")]
     else:
-        others = [Route(_CHAT, endpoint("chat", partial(router.chat, dialect_of(settings))))]
+        others = [Route(_CHAT, endpoint("chat", partial(router.chat, part_of(settings.mode))))]
     embeddings = embedding_apis(has_engine=not settings.no_engine)
     routes = [
         Route("/health", health),
@@ -205,7 +205,7 @@ def serve(settings: RouterSettings) -> None:
     metrics = Metrics()
     admission = Admission(settings, metrics)
     at = httpx2.URL(settings.engine_url).netloc.decode()  # without a password
-    engine = f"engine {settings.engine} at {at}, mode {mode_of(settings)}"
+    engine = f"engine at {at}, mode {settings.mode}"
     logger.info("encoder %s, %s", settings.target, "no engine" if settings.no_engine else engine)
     config = configured(
         _application(settings, metrics, admission),

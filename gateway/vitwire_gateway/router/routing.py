@@ -20,7 +20,7 @@ from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.metrics import FALLBACKS, Metrics
 from vitwire_gateway.requests.caller_fields import clean_body
 from vitwire_gateway.requests.content_parts import Errors, Images, size_of
-from vitwire_gateway.requests.dialects import Dialect, Part, whole_part
+from vitwire_gateway.requests.engine_parts import MakePart, Part, whole_part
 from vitwire_gateway.requests.filling import Filled, filled
 from vitwire_gateway.requests.image_sources import Limits
 from vitwire_gateway.requests.request_reading import CutRequest, cut_request, read
@@ -56,11 +56,11 @@ class Router:
     answering: Places = field(default_factory=lambda: Places(1))
     """To write vectors as JSON, which takes 2 ms for 64 KiB."""
 
-    async def chat(self, dialect: Dialect, exchange: Exchange, ticket: Ticket) -> None:
+    async def chat(self, make: MakePart, exchange: Exchange, ticket: Ticket) -> None:
         """A chat completion, whose images become embeddings."""
         _check_method(exchange, "POST")
         body = await self._body(exchange, ticket)
-        await exchange.unless_disconnected(self._completed(dialect, exchange, ticket, body))
+        await exchange.unless_disconnected(self._completed(make, exchange, ticket, body))
 
     async def embeddings(self, api: EmbeddingApi, exchange: Exchange, ticket: Ticket) -> None:
         """Embeddings: of images, or the engine's."""
@@ -116,14 +116,13 @@ class Router:
         limits = Limits(settings.max_images, settings.max_image_bytes, settings.allow_caller_embeds)
         return await read(workers, ticket.caller, job, body, limits)
 
-    async def _completed(self, dialect: Dialect, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
-        clips = self.settings.clips == "encode"
-        job = partial(cut_request, hole=dialect.hole, with_clips=clips, sized=dialect.sized)
+    async def _completed(self, make: MakePart, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
+        job = partial(cut_request, with_clips=self.settings.clips == "encode")
         request = CutRequest.of(await self._read(job, exchange, ticket, body))
         exchange.images = len(request.images.places)
         if request.images.places:
             images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take)
-            await self._encoded(dialect, exchange, ticket, images, request)
+            await self._encoded(make, exchange, ticket, images, request)
             return
         if request.pieces:  # cleaned
             body = b"".join(request.pieces)
@@ -162,7 +161,7 @@ class Router:
         await exchange.respond_in_chunks(api.answer(answer), lambda: self.answering.place(ticket.caller.path))
 
     async def _encoded(
-        self, dialect: Dialect, exchange: Exchange, ticket: Ticket, images: Images, request: CutRequest
+        self, make: MakePart, exchange: Exchange, ticket: Ticket, images: Images, request: CutRequest
     ) -> None:
         async def forward(parts: Sequence[Part], ids: Sequence[str] = (), check: Check | None = None) -> None:
             limit = self.settings.max_buffered_bytes
@@ -178,8 +177,9 @@ class Router:
                 with self._timed("images"):
                     loaded = await images.load(request.images)
                     async with images.in_time(loaded):
-                        parts = await images.parts(loaded, dialect.part)
-                ids = [part["uuid"] for part in parts] if dialect.has_ids else []
+                        parts = await images.parts(loaded, make)
+                # vLLM replaces the uuids of parts if it has options of media.
+                ids = [part["uuid"] for part in parts] if self.settings.mode == "reference" else []
                 await forward(parts, ids, lambda failed: images.check_stored(loaded, still=failed))
                 return
         except ApiError as error:  # of the encoder only before the response has begun
@@ -228,8 +228,8 @@ def refused_path(path: str, *, has_engine: bool) -> ApiError | None:
     """The error for a path that is not passed on to an engine."""
     if [each for each in path.split("/") if each][:2] in _ENGINES_ALONE:
         text = (
-            "the router serves chat completions and embeddings; vLLM's and SGLang's own servers take messages and "
-            "responses, with images for the encoder (docs/vllm.md, docs/sglang.md)"
+            "the router serves chat completions and embeddings; vLLM's own server takes messages and responses, with "
+            "images for the encoder (docs/vllm.md)"
         )
         return ApiError(404, text, "unsupported_api")
     first, second, *_ = parts = [*path[1:].split("/"), ""]

@@ -17,7 +17,7 @@ from vitwire_gateway.requests.request_reading import CutRequest, cut_request, re
 from vitwire_gateway.workers import Workers
 
 LIMITS = Limits(4, 1 << 20)
-JOB = partial(cut_request, hole="part", with_clips=False)
+JOB = partial(cut_request, with_clips=False)
 ARGUMENTS = (LIMITS,)
 NOTHING = [[], [[], [], []]]
 
@@ -78,7 +78,7 @@ async def test_long_urls_leave_the_worker_alive(workers: Workers) -> None:
     """Characters that JSON escapes make its answer longer than the request."""
     parts = [{"image_url": {"url": "https://" + "\U0001f600" * 8000 + str(number)}} for number in range(60)]
     request = {"messages": [{"role": "user", "content": parts}], "mm_processor_kwargs": {"max_pixels": 1 << 62}}
-    body, job = json.dumps(request, ensure_ascii=False).encode(), partial(JOB, sized=True)
+    body, job = json.dumps(request, ensure_ascii=False).encode(), JOB
     found = CutRequest.of(await read(workers, Caller.of("a"), job, body, LIMITS._replace(max_images=64)))
     assert dict(found.images.options) == {"max_pixels": 1 << 62}
     assert {str(each.content)[-55:] for each in found.images.sources} >= {

@@ -103,7 +103,7 @@ def test_messages_and_responses_are_for_the_engine(path: str, has_engine: bool) 
     error = refused_path(path, has_engine=has_engine)
     assert error
     assert (error.status, error.code) == (404, "unsupported_api")
-    assert "chat completions and embeddings; vLLM's and SGLang's own servers take messages" in error.message
+    assert "chat completions and embeddings; vLLM's own server takes messages" in error.message
     assert refused_path("/v1/messages2", has_engine=True) is None
 
 
@@ -127,7 +127,7 @@ def test_misspelt_paths_of_embeddings(path: str) -> None:
         ({"engine_health_path": "health"}, "--engine-health-path"),
         ({"engine_health_path": "/a b"}, "--engine-health-path"),
         ({"max_image_bytes": 2 << 30}, "--max-image-bytes"),
-        ({"no_engine": True, "mode": "inline"}, "--mode needs an engine"),
+        ({"no_engine": True, "mode": "reference"}, "--mode needs an engine"),
         ({"no_engine": True, "engine_api_key_file": Path("k")}, "--engine-api-key-file needs an engine"),
         ({"no_engine": True, "on_encoder_failure": "engine"}, "--on-encoder-failure engine needs an engine"),
     ],
@@ -148,7 +148,6 @@ def test_every_flag_is_an_environment_variable() -> None:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (["--engine=sglang", "--mode=inline"], "--mode inline: SGLang"),
         (["--engine-url=vllm"], "--engine-url"),
         (["--allow-image-host=http://x"], "--allow-image-host"),
         (["--allow-image-network=x"], "--allow-image-network"),
