@@ -91,7 +91,7 @@ def _moondream_config(_: Path, settings: Mapping[str, Any]) -> Config:
     vision = {name: own["vision"].get(theirs, default) for theirs, (name, default) in _FIELDS.items()}
     side = vision["image_size"] // vision["patch_size"]
     for name, least, most in (("max_crops", 1, 1000), ("overlap_margin", 0, (side - 1) // 2)):
-        if vision[name] not in range(least, most + 1):
+        if not isinstance(vision[name], int) or not least <= vision[name] <= most:
             raise ValueError(f"config.vision.{name} is {vision[name]!r}, but must be from {least} to {most}")
     # The authors pool crops to a square of as many rows as there are layers.
     require("config.vision.enc_n_layers", vision["num_hidden_layers"], side, field="crop_size / enc_patch_size")
