@@ -103,6 +103,15 @@ def siglip2(folder: Path, image: Image.Image) -> tuple[Array, None]:
     return stock["pixel_values"][0][stock["pixel_attention_mask"][0] == 1], None
 
 
+def phi4_siglip(folder: Path, image: Image.Image) -> tuple[Array, None]:
+    """SigLIP 2's processor, asked for the image's own patches within the bounds of config.json."""
+    bounds = json.loads((folder / "config.json").read_text())
+    own = (image.width // 16) * (image.height // 16)
+    most = min(max(own, bounds["min_num_patches"]), bounds["max_num_patches"])
+    stock = Siglip2ImageProcessorPil(max_num_patches=most)([image], return_tensors="np")
+    return stock["pixel_values"][0][stock["pixel_attention_mask"][0] == 1], None
+
+
 def gemma4(folder: Path, image: Image.Image) -> tuple[Array, None]:
     stock = Gemma4ImageProcessorPil.from_pretrained(folder)([image], return_tensors="np")
     return stock["pixel_values"][0][(stock["image_position_ids"][0] >= 0).all(-1)], None
@@ -131,6 +140,7 @@ STOCK: dict[str, Stock] = {
         ("deepseek_ocr2", "unlimited_ocr", "deepseek_vl_v2-deeplip_b_l"),
         tiles(DeepseekOcr2ImageProcessorPil, "pixel_values_local"),
     ),
+    "unlimited-ocr": tiles(DeepseekOcr2ImageProcessorPil, "pixel_values_local", max_patches=32),
     "granite_docling": tiles(GraniteDoclingImageProcessorPil, first=True),
     **dict.fromkeys(("idefics3", "modernvbert"), tiles(Idefics3ImageProcessorPil, first=True)),
     "smolvlm": tiles(SmolVLMImageProcessorPil, first=True),
@@ -139,6 +149,7 @@ STOCK: dict[str, Stock] = {
     "ovis2": tiles(Ovis2ImageProcessorPil),
     "llava-pixtral": pixtral(14),
     **dict.fromkeys(("mistral3", "mistral_large4", "lighton_ocr"), pixtral(28)),
+    "phi4-siglip": phi4_siglip,
     "siglip2": siglip2,
     **dict.fromkeys(("gemma4", "diffusion_gemma", "embedding_gemma2"), gemma4),
     "hunyuan_vl": tiles(HunYuanVLImageProcessorPil),
@@ -207,7 +218,7 @@ def test_a_setting_that_is_not_served_is_named(
         open_checkpoint(str(folder)).preprocessing()
 
 
-AUTHORS = ("deepseek_vl_v2", "eagle_2_5_vl", "h2ovl_chat")
+AUTHORS = ("deepseek_vl_v2", "eagle_2_5_vl", "h2ovl_chat", "phi4-siglip")
 """Their authors' processors are written down for pictures in RGB, which vLLM's reader makes on white."""
 
 

@@ -227,6 +227,26 @@ class Bailing(Published):
         return self.linear(functional.gelu(self.linear(merged, "model.linear_proj.0")), "model.linear_proj.2")
 
 
+class Phi4Siglip(Published):
+    """modeling_phi4_visionr.py beside microsoft/Phi-4-reasoning-vision-15B: `hidden_states[-2]`, and the projector."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        super().__init__(checkpoint, dtype, device)
+        kind: Any = CONFIG_MAPPING["siglip2_vision_model"]
+        config = kind(**self.settings["vision_config"], vision_use_head=False)
+        self._tower: Any = AutoModel.from_config(config, dtype=dtype).eval().to(device)
+        name = "model.vision_tower.vision_tower.vision_model."
+        own = {key.removeprefix(name): own for key, own in self._weights.items() if key.startswith(name)}
+        self._tower.load_state_dict(own)
+
+    def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        """The embedding of one image."""
+        mask = torch.ones(1, len(pixels), dtype=torch.int32, device=self.device)
+        given = {"pixel_attention_mask": mask, "spatial_shapes": torch.tensor([grid[1:]])}
+        states = self._tower(pixels[None], **given, output_hidden_states=True).hidden_states[-2][0]
+        return self.linear(functional.gelu(self.linear(states, "model.mm_projector.0")), "model.mm_projector.2")
+
+
 class Loaded(Published):
     """Our tower, which lays out each item by itself; vLLM's agrees (tests/engines/vllm/test_published_towers.py)."""
 
@@ -299,6 +319,7 @@ PUBLISHED: dict[str, type[Published]] = {
     "eagle_2_5_vl": Eagle,
     "kimi_k3": KimiK3,
     "llava_onevision2": Loaded,
+    "phi4-siglip": Phi4Siglip,
     **dict.fromkeys(("Llama_Nemotron_Nano_VL", "NemotronH_Nano_VL_V2"), Nemotron),
 }
 """The reference of each published layout, by `model_type`."""

@@ -188,7 +188,7 @@ class Resizing(StrEnum):
     LONGEST_SIDE = "longest_side"
     """Its longer side, which is at most the root of the upper bound; then up to whole tokens."""
     MOST_PATCHES = "most_patches"
-    """The upper bound, met as closely as whole patches allow, by rounding up."""
+    """Its whole patches within the bounds, a number met as closely as its shape allows, by rounding up."""
     MOST_TOKENS = "most_tokens"
     """The upper bound, met as closely as whole tokens allow, by rounding down."""
     OTHER = "other"

@@ -129,6 +129,11 @@ _SAM: Json = {"hidden_size": 32, "mlp_dim": 48, "num_attention_heads": 2, "image
 _WINDOWED_SAM: Json = {**_SAM, "patch_size": 16, "window_size": 3}
 _PUBLISHED_SAM: Json = {**_SAM, "patch_size": 16, "mlp_dim": 128, "image_size": 256, "output_channels": 256}
 _OCR_IMAGE: Json = {**_square(128), "tile_size": 96}
+_DEEPSEEK_OCR = _demo(
+    {"sam_config": _PUBLISHED_SAM, "encoder_config": {"intermediate_size": 256}},
+    base="unlimited_ocr",
+    files={"preprocessor_config.json": {**HALF, **_square(256), "tile_size": 128}},
+)
 _GEMMA4 = {"standardize": True}
 _WINDOWS: Json = {"num_hidden_layers": 4, "layer_types": ["window_attention", "full_attention"] * 2}
 _PIXTRAL = {"image_size": 448}
@@ -282,11 +287,9 @@ _WRITTEN: Mapping[str, DemoModel] = {
         _demo(files=_DEEPSEEK_FILES),
         fused=saving.FUSED,
     ),
-    "deepseek_vl_v2-deeplip_b_l": _demo(
-        {"sam_config": _PUBLISHED_SAM, "encoder_config": {"intermediate_size": 256}},
-        base="unlimited_ocr",
-        files={"preprocessor_config.json": {**HALF, **_square(256), "tile_size": 128}},
-        save=saving.save_deepseek_ocr,
+    "deepseek_vl_v2-deeplip_b_l": replace(
+        _DEEPSEEK_OCR,
+        save=saving.save_deepseek_ocr("deepseek_vl_v2", "DeepseekOCRForCausalLM"),
     ),
     "deit": _demo(image=IMAGENET),
     "diffusion_gemma": _demo(
@@ -457,6 +460,21 @@ _WRITTEN: Mapping[str, DemoModel] = {
     },
     "paligemma": _demo(fields={"projection_dim": 64}),
     "paddleocr_vl": _demo(text={"rope_parameters": MROPE}),
+    "phi4-siglip": _authors(
+        "phi4-siglip",
+        {
+            "architectures": ["Phi4ForCausalLMV"],
+            "hidden_size": 48,
+            "max_num_patches": 64,
+            "min_num_patches": 4,
+            "mm_hidden_size": 64,
+            "mm_projector_type": "mlp2x_gelu",
+            "mm_vision_tower": "google/siglip2-so400m-patch16-naflex",
+            "vision_config": {**_USUAL, "model_type": "siglip2_vision_model", "num_patches": 64},
+        },
+        saving.PHI4_SIGLIP_NAMES,
+        _demo(files={}),
+    ),
     "phi4_multimodal": _PHI,
     "phi4mm": replace(_PHI, base="phi4_multimodal", save=saving.save_phi4mm),
     "pix2struct": replace(
@@ -497,6 +515,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
         {"image_size": 70, "num_register_tokens": 2, "use_swiglu_ffn": True},
         image={**_square(56), "do_normalize": False, "resample": 2},
     ),
+    "unlimited-ocr": replace(_DEEPSEEK_OCR, save=saving.save_deepseek_ocr("unlimited-ocr", "UnlimitedOCRForCausalLM")),
     "unlimited_ocr": _demo(
         {"sam_config": {**_SAM, "patch_size": 4}, "encoder_config": {"image_size": 32, "patch_size": 4}},
         image={**HALF, **_TILED, **_OCR_IMAGE, "min_patches": 2, "background_color": [127, 127, 127]},

@@ -171,21 +171,23 @@ def save_step3(model_type: str) -> Save:
     return save_published(settings)
 
 
-def _deepseek_ocr(whole: Json) -> Json:
-    sam, clip = (whole["vision_config"][f"{part}_config"] for part in ("sam", "encoder"))
-    same = "hidden_size:width num_attention_heads:heads num_hidden_layers:layers"
-    clip = taken(clip, f"{same} image_size patch_size")
-    layers = {"clip-l-14-224": clip, "sam_vit_b": taken(sam, f"{same} downsample_channels global_attn_indexes")}
-    return {
-        "architectures": ["DeepseekOCRForCausalLM"],
-        "language_config": whole["text_config"],
-        "model_type": "deepseek_vl_v2",
-        "projector_config": {"n_embed": whole["text_config"]["hidden_size"], "projector_type": "linear"},
-        "vision_config": {"image_size": sam["image_size"], "model_name": "deeplip_b_l", "width": layers},
-    }
+def save_deepseek_ocr(model_type: str, architecture: str) -> Save:
+    """DeepSeek-OCR's layout, which Unlimited-OCR has too."""
 
+    def settings(whole: Json) -> Json:
+        sam, clip = (whole["vision_config"][f"{part}_config"] for part in ("sam", "encoder"))
+        same = "hidden_size:width num_attention_heads:heads num_hidden_layers:layers"
+        clip = taken(clip, f"{same} image_size patch_size")
+        layers = {"clip-l-14-224": clip, "sam_vit_b": taken(sam, f"{same} downsample_channels global_attn_indexes")}
+        return {
+            "architectures": [architecture],
+            "language_config": whole["text_config"],
+            "model_type": model_type,
+            "projector_config": {"n_embed": whole["text_config"]["hidden_size"], "projector_type": "linear"},
+            "vision_config": {"image_size": sam["image_size"], "model_name": "deeplip_b_l", "width": layers},
+        }
 
-save_deepseek_ocr = save_published(_deepseek_ocr)
+    return save_published(settings)
 
 
 _KIMI_NAMES = (
@@ -299,6 +301,13 @@ _PHI4MM_NAMES = (
     (r"sub_img_feature_extensor", "sub_GN"),
 )
 save_phi4mm = save_published(_phi4mm, _PHI4MM_NAMES)
+
+
+PHI4_SIGLIP_NAMES = (
+    (r"^tower\.", "model.vision_tower.vision_tower.vision_model."),
+    (r"^projector\.linear_1\.", "model.mm_projector.0."),
+    (r"^projector\.linear_2\.", "model.mm_projector.2."),
+)
 
 
 def _videollama3(whole: Json) -> Json:

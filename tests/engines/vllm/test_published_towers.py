@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.engines.vllm.checkpoints import WRITE
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, Siglip2VisionConfig
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.model_executor.models import (
@@ -19,6 +19,7 @@ from vllm.model_executor.models import (
     keye,
     keye_vl1_5,
     kimi_k25_vit,
+    lfm2_siglip2,
     llava_onevision2,
     ovis,
     ovis2_5,
@@ -32,6 +33,9 @@ from vitwire import Client, Item
 
 _PROJECTOR = utils.WeightsMapper(orig_to_new_substr={"projector.proj.0": "projector.linear_1", ".proj.2": ".linear_2"})
 _VISUAL = utils.WeightsMapper(orig_to_new_prefix={"model.visual.": "visual."})
+_PHI4 = utils.WeightsMapper(
+    orig_to_new_prefix={"model.vision_tower.vision_tower.": "vision_tower.", "model.mm_projector": "mm_projector"}
+)
 _SIGLIP: Any = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
 _NAVIT: Any = {"num_patches": -1, "preserve_original_pe": True, "temporal_patch_size": 1, "use_rope": True, **_SIGLIP}
 _NAVIT |= {"attention_dropout": 0.0, "fullatt_block_indexes": None, "window_size": 112}
@@ -101,6 +105,22 @@ def _ovis2_5(whole: Any, settings: Any) -> Any:
     return lambda pixels, grid: whole.vte(whole.visual_tokenizer(pixels, torch.tensor([grid])))
 
 
+def _phi4_siglip(whole: Any, settings: Any) -> Any:
+    """As `Phi4ForCausalLMV` does, whose module needs another package."""
+    vision, width = Siglip2VisionConfig(**settings["vision_config"]), settings["hidden_size"]
+    layers = {"num_hidden_layers_override": vision.num_hidden_layers - 1, "require_post_norm": False}
+    tower = whole.vision_tower = lfm2_siglip2.Siglip2Model(vision, **layers)
+    steps = (torch.nn.Linear(vision.hidden_size, width), torch.nn.GELU(), torch.nn.Linear(width, width))
+    projector = whole.mm_projector = torch.nn.Sequential(*steps)
+
+    def run(pixels: torch.Tensor, grid: tuple[int, int, int]) -> Any:
+        packed = {"cu_seqlens": torch.tensor([0, len(pixels)], dtype=torch.int32), "select_layers": [-2]}
+        packed |= {"spatial_shapes": torch.tensor([grid[1:]]), "max_seqlen": torch.tensor(len(pixels))}
+        return projector(tower(pixel_values_packed=pixels, **packed).view(len(pixels), -1))
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("model_type", "make", "grid", "mapper"),
     [
@@ -110,6 +130,7 @@ def _ovis2_5(whole: Any, settings: Any) -> Any:
         ("kimi_k3", _kimi_k3, (1, 10, 8), _PROJECTOR),
         ("llava_onevision2", _onevision2, (1, 10, 8), _VISUAL),
         ("ovis2_5", _ovis2_5, (3, 10, 8), None),
+        ("phi4-siglip", _phi4_siglip, (1, 5, 7), _PHI4),
     ],
 )
 def test_rows_are_those_of_vllms_modules(model_type: str, make: Any, grid: Any, mapper: Any, tmp_path: Path) -> None:
@@ -117,7 +138,8 @@ def test_rows_are_those_of_vllms_modules(model_type: str, make: Any, grid: Any, 
     folder, whole = tmp_path / model_type, torch.nn.Module()
     weights = {name: own.float() for shard in folder.glob("*.safetensors") for name, own in load_file(shard).items()}
     named = {name: own for name, own in weights.items() if name != "embed_tokens.weight"}
-    pixels = np.random.default_rng(3).standard_normal((np.prod(grid), 588)).astype(np.float32)
+    columns = 768 if model_type == "phi4-siglip" else 588
+    pixels = np.random.default_rng(3).standard_normal((np.prod(grid), columns)).astype(np.float32)
     with set_current_vllm_config(VllmConfig()), torch.inference_mode():
         init_distributed_environment(1, 0, f"file://{tmp_path}/group", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)

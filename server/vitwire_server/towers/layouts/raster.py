@@ -41,7 +41,9 @@ class RasterFamily(PatchFamily):
         return self.forward(self, parts, config)
 
     def preprocessing(self, folder: Path, config: Config) -> dict[Modality, Preprocessing]:
-        return read_settings(folder, lambda files: self.processor(files, config), converts=self.converts)
+        return read_settings(
+            folder, lambda files: self.processor(files, config), required=not self.in_code, converts=self.converts
+        )
 
 
 class RasterTower(PatchTower):

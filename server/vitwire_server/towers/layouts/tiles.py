@@ -175,8 +175,6 @@ class TileFamily(Family):
     encoder: Callable[[Parts, Config], TileTower]
     """From the loaded modules and the checkpoint's configuration. Raises ValueError if it cannot compute them."""
     processor: ReadProcessor
-    in_code: bool = False
-    """The authors' processor has its settings in its code, so checkpoints need no file for images."""
     videos: Accepts = Accepts.NOTHING
     within: str = ""
     """Path of the configuration with the tower and the width of rows, in checkpoints of a larger model."""

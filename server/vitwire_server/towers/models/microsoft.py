@@ -1,4 +1,4 @@
-"""Florence-2 and Phi-4 multimodal (Microsoft)."""
+"""Florence-2, Phi-4 multimodal and Phi-4-reasoning-vision (Microsoft)."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -19,8 +19,19 @@ from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config, Served, changed, dtype_of, new_config, require
 from vitwire_server.towers.family import Accepts, Parts, Weights, in_model, of_transformers
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, UnitInput
+from vitwire_server.towers.layouts.raster import RasterFamily
 from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, TileTower, Unit
-from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles, bounded_above, images, whole
+from vitwire_server.towers.models.siglip import Siglip2Tower, headless
+from vitwire_server.towers.processors.settings import (
+    BILINEAR,
+    CLIP,
+    HALF,
+    ProcessorFiles,
+    bounded,
+    bounded_above,
+    images,
+    whole,
+)
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.parts import projector, stock
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
@@ -101,6 +112,8 @@ def _turned(weights: Weights, _: Config) -> Weights:
     }
 
 
+_NAFLEX_PATCHES = {"min_num_patches": 256, "max_num_patches": 3600}
+"""Bounds of an image's patches that the authors' configuration has by default."""
 _MERGE = 2
 """Squares of patches of this side are averaged."""
 _TRANSFORM = {
@@ -243,6 +256,37 @@ def _original_config(_: Path, settings: Mapping[str, Any]) -> Config:
     )
 
 
+class Phi4Siglip(Siglip2Tower):
+    """SigLIP 2 without its last layer and without the norm behind it, and LLaVA's projector."""
+
+    def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
+        super().__init__(family, parts, config)
+        self.blocks = self.blocks[:-1]
+
+    def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
+        return self._projector(self._states(pixels, tensors, attended))  # type: ignore[no-any-return]
+
+
+def _phi4_siglip_config(_: Path, settings: Mapping[str, Any]) -> Config:
+    """The authors' config.json, which has the bounds of an image's patches too."""
+    require("mm_projector_type", settings.get("mm_projector_type", "mlp2x_gelu"), "mlp2x_gelu")
+    name = str(settings["mm_vision_tower"]).lower()
+    if "naflex" not in name:
+        raise ValueError(f"mm_vision_tower is {name!r}, but must be a NaFlex model")
+    usual = {"model_type": "siglip2_vision_model", "patch_size": 14 if "patch14" in name else 16}
+    text = {"model_type": "phi3", "hidden_size": settings["hidden_size"], "pad_token_id": None}
+    vision = {**usual, **settings["vision_config"]}
+    config = new_config("llava", vision_config=vision, text_config=text, dtype=dtype_of(settings))
+    bounds = {name: whole(settings, name, usual) for name, usual in _NAFLEX_PATCHES.items()}
+    return changed(headless(config), bounds)
+
+
+def _phi4_siglip_settings(_: Mapping[str, Any], config: Config) -> Preprocessing:
+    areas = (config.min_num_patches, config.max_num_patches)
+    least, most = (patches * config.vision_config.patch_size**2 for patches in areas)
+    return replace(bounded({}, (least, most), HALF, BILINEAR), resizing=Resizing.MOST_PATCHES)
+
+
 ROWS = (
     TileFamily(
         "florence2",
@@ -276,4 +320,20 @@ ROWS = (
     ),
     _PHI4,
     replace(_PHI4, model_type="phi4mm", configuration=_original_config),
+    RasterFamily(
+        "phi4-siglip",
+        "Phi-4-reasoning-vision",
+        configuration=_phi4_siglip_config,
+        tower=stock(
+            "siglip2.Siglip2VisionModel", in_model("vision_tower.vision_tower.vision_model."), ignored=("head.",)
+        ),
+        beside=projector(
+            "llava.LlavaMultiModalProjector",
+            {"model.mm_projector.0.": "linear_1.", "model.mm_projector.2.": "linear_2."},
+        ),
+        forward=Phi4Siglip,
+        channels_last=True,
+        processor=images(_phi4_siglip_settings),
+        in_code=True,
+    ),
 )

@@ -1,6 +1,7 @@
 """DeepSeek-OCR-2, whose SAM feeds a language model's layers; DeepSeek-OCR and Unlimited-OCR (Baidu): CLIP's."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def _ocr_config(folder: Path, settings: Mapping[str, Any], *, crop: int) -> Conf
 
 
 def _deepseek_ocr_config(folder: Path, settings: Mapping[str, Any]) -> Config:
-    """DeepSeek-OCR's, whose tower is Unlimited-OCR's; the authors' code fixes what is not read here."""
+    """DeepSeek-OCR's and Baidu's layout; the authors' code fixes what is not read here."""
     vision, projector = settings["vision_config"], settings["projector_config"]
     require("projector_config.projector_type", projector.get("projector_type"), "linear")
     sam, clip = (
@@ -218,6 +219,7 @@ ROWS = (
         in_code=True,
     ),
     _UNLIMITED_OCR,
+    replace(_UNLIMITED_OCR, model_type="unlimited-ocr", configuration=_deepseek_ocr_config),
     variant(
         _UNLIMITED_OCR,
         "deepseek_vl_v2",

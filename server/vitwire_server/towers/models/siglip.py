@@ -17,7 +17,7 @@ from vitwire_server.towers.family import Accepts, Parts, Pooler, of_transformers
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
 from vitwire_server.towers.metadata import Kind, Rows
-from vitwire_server.towers.processors.settings import BILINEAR, HALF, IDENTITY, bounded_above, images, whole
+from vitwire_server.towers.processors.settings import BILINEAR, HALF, IDENTITY, bounded, bounded_above, images, whole
 from vitwire_server.towers.shared.parts import part, stock, variant
 from vitwire_server.towers.shared.pooling import MEAN, attention, segment_attention, segment_means
 from vitwire_server.towers.shared.siglip import packed_layers
@@ -29,7 +29,11 @@ _SIGLIP2_PATCHES = 256
 
 def siglip2_config(folder: Path, settings: Mapping[str, Any]) -> Config:
     """Without the pooling head, which is not a part of the tower. Raises ValueError unless positions are a square."""
-    config = of_transformers(folder, settings)
+    return headless(of_transformers(folder, settings))
+
+
+def headless(config: Config) -> Config:
+    """See siglip2_config."""
     vision = config.vision_config
     if isqrt(vision.num_patches) ** 2 != vision.num_patches:
         raise ValueError(f"{vision.num_patches} positions are not a square")
@@ -39,8 +43,8 @@ def siglip2_config(folder: Path, settings: Mapping[str, Any]) -> Config:
 
 def _siglip2_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
     patch = config.vision_config.patch_size
-    most = whole(image, "max_num_patches", _SIGLIP2_PATCHES)
-    return bounded_above(image, most * patch**2, patch, Resizing.MOST_PATCHES, HALF, BILINEAR)
+    most = whole(image, "max_num_patches", _SIGLIP2_PATCHES) * patch**2
+    return replace(bounded(image, (most, most), HALF, BILINEAR), resizing=Resizing.MOST_PATCHES)
 
 
 class Siglip2Tower(RasterTower):
@@ -63,11 +67,14 @@ class Siglip2Tower(RasterTower):
         return {**super()._compute(grid), "positions": resampled[0].repeat(grid.t, 1)}
 
     def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
+        rows: Tensor = self.model.post_layernorm(self._states(pixels, tensors, attended))
+        return rows
+
+    def _states(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
+        """States of the patches after the layers."""
         model = self.model
         states = (model.embeddings.patch_embedding(pixels) + tensors["positions"]).unsqueeze(0)
-        states = packed_layers(model.encoder.layers, states, model.config._attn_implementation, attended)  # noqa: SLF001 - set by use_attention
-        rows: Tensor = model.post_layernorm(states[0])
-        return rows
+        return packed_layers(self.blocks, states, model.config._attn_implementation, attended)[0]  # noqa: SLF001 - set by use_attention
 
 
 def _pix2struct_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
