@@ -21,7 +21,7 @@ IN_CODE |= {"deepseek_vl_v2", "deepseek_vl_v2-deeplip_b_l", "phi4-siglip", "unli
 KEYS = ("image_mean", "image_std", "resample", "rescale_factor", "do_rescale", "do_normalize")
 OF_CODE = {"NVLM_D", "h2ovl_chat", "internvl_chat", "skywork_chat"}
 """Their authors' code normalises as for ImageNet, whatever class the file names."""
-FIXED_FILTER = {"hunyuan_vl", "pix2struct"}
+FIXED_FILTER = {"hunyuan_vl", "hy_v4_vl", "pix2struct"}
 """Their processors do not use the filter that they have as a setting."""
 
 

@@ -152,7 +152,7 @@ STOCK: dict[str, Stock] = {
     "phi4-siglip": phi4_siglip,
     "siglip2": siglip2,
     **dict.fromkeys(("gemma4", "diffusion_gemma", "embedding_gemma2"), gemma4),
-    "hunyuan_vl": tiles(HunYuanVLImageProcessorPil),
+    **dict.fromkeys(("hunyuan_vl", "hy_v4_vl"), tiles(HunYuanVLImageProcessorPil)),
 }
 """Unlimited-OCR's own processor, which needs torchvision, cuts and pads as DeepSeek-OCR-2's does.
 

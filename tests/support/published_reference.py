@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable
+from functools import reduce
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -209,16 +211,23 @@ class Nemotron(InternVL):
         return self.linear(functional.relu(hidden).square(), "mlp1.3")
 
 
-class Bailing(Published):
-    """github.com/vllm-project/vllm, bailing_moe_v3_vl.py: Qwen3.5's layers, a norm, and two linear layers."""
+class Towered(Published):
+    """One around a tower of transformers."""
+
+    kind, prefix = "", ""
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         super().__init__(checkpoint, dtype, device)
-        kind: Any = CONFIG_MAPPING["qwen3_5"]
-        whole = kind(vision_config={**self.settings["vision_config"], "model_type": "qwen3_5_vision"})
-        self._tower: Any = AutoModel.from_config(whole.vision_config, dtype=dtype).eval().to(device)
-        own = {name.partition(".visual.")[2]: own for name, own in self._weights.items() if ".visual." in name}
+        config: Any = CONFIG_MAPPING[self.kind](**{**self.settings["vision_config"], "model_type": self.kind})
+        self._tower: Any = AutoModel.from_config(config, dtype=dtype).eval().to(device)
+        own = {key.removeprefix(self.prefix): own for key, own in self._weights.items() if key.startswith(self.prefix)}
         assert not self._tower.load_state_dict(own, strict=False).unexpected_keys
+
+
+class Bailing(Towered):
+    """github.com/vllm-project/vllm, bailing_moe_v3_vl.py: Qwen3.5's layers, a norm, and two linear layers."""
+
+    kind, prefix = "qwen3_5_vision", "model.visual."
 
     def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
         """The embedding of one image."""
@@ -227,17 +236,31 @@ class Bailing(Published):
         return self.linear(functional.gelu(self.linear(merged, "model.linear_proj.0")), "model.linear_proj.2")
 
 
-class Phi4Siglip(Published):
+class Phi3(Towered):
+    """image_embedding_phi3_v.py beside microsoft/Phi-3.5-vision-instruct."""
+
+    kind, prefix = "clip_vision_model", "model.vision_embed_tokens.img_processor.vision_model."
+
+    def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        """The overview is the first tile and comes last; a line of the others goes through all crops of a row."""
+        states = self._tower(pixels, output_hidden_states=True).hidden_states[-2][:, 1:]
+        tiles = torch.stack([squares(own, 2) for own in states])
+        side = round(tiles.shape[1] ** 0.5)
+        canvas = tiles[1:].view(grid[1] // (2 * side), -1, side, side, tiles.shape[-1]).transpose(1, 2)
+        parts = [self._lines(canvas.flatten(2, 3).flatten(0, 1)), self._lines(tiles[0].unflatten(0, (side, side)))]
+        marked = torch.cat([parts[0], self.weight("model.vision_embed_tokens.glb_GN")[0], parts[1]])
+        hidden = functional.gelu(self.linear(marked, "model.vision_embed_tokens.img_projection.0"))
+        return self.linear(hidden, "model.vision_embed_tokens.img_projection.2")
+
+    def _lines(self, lines: Tensor) -> Tensor:
+        ends = self.weight("model.vision_embed_tokens.sub_GN")[0].expand(len(lines), -1, -1)
+        return torch.cat([lines, ends], dim=1).flatten(0, 1)
+
+
+class Phi4Siglip(Towered):
     """modeling_phi4_visionr.py beside microsoft/Phi-4-reasoning-vision-15B: `hidden_states[-2]`, and the projector."""
 
-    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
-        super().__init__(checkpoint, dtype, device)
-        kind: Any = CONFIG_MAPPING["siglip2_vision_model"]
-        config = kind(**self.settings["vision_config"], vision_use_head=False)
-        self._tower: Any = AutoModel.from_config(config, dtype=dtype).eval().to(device)
-        name = "model.vision_tower.vision_tower.vision_model."
-        own = {key.removeprefix(name): own for key, own in self._weights.items() if key.startswith(name)}
-        self._tower.load_state_dict(own)
+    kind, prefix = "siglip2_vision_model", "model.vision_tower.vision_tower.vision_model."
 
     def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
         """The embedding of one image."""
@@ -245,6 +268,49 @@ class Phi4Siglip(Published):
         given = {"pixel_attention_mask": mask, "spatial_shapes": torch.tensor([grid[1:]])}
         states = self._tower(pixels[None], **given, output_hidden_states=True).hidden_states[-2][0]
         return self.linear(functional.gelu(self.linear(states, "model.mm_projector.0")), "model.mm_projector.2")
+
+
+class Hy4(Published):
+    """transformers 5.24, hy_v4_vl: its own tower if this release has it, else written down."""
+
+    def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        """The embedding of one image: a row for each square of patches, and one behind each line of them."""
+        if "hy_v4_vl" in CONFIG_MAPPING:
+            return self._stock(pixels, grid)
+        _, h, w = grid
+        vision, name = self.settings["vision_config"], "vit.embeddings.position_embedding.weight"
+        table = self.weight(name)[1:].float()
+        side = round(len(table) ** 0.5)
+        factors = ((h + 0.1) / side, (w + 0.1) / side)
+        placed = functional.interpolate(table.T.view(1, -1, side, side), scale_factor=factors, mode="bilinear")[0]
+        states = self.embedded(pixels, "vit.embeddings.patch_embedding") + placed.flatten(1).T.to(self.dtype)
+        for layer in range(vision["num_hidden_layers"]):
+            own = f"vit.layers.{layer}"
+            normed = self.norm(states, f"{own}.input_layernorm", 1e-5)
+            q, k, v = (self.linear(normed, f"{own}.self_attn.{part}_proj") for part in "qkv")
+            mixed = attention(q, k, v, vision["num_attention_heads"])
+            states = states + self.linear(mixed, f"{own}.self_attn.o_proj")
+            hidden = self.linear(self.norm(states, f"{own}.post_attention_layernorm", 1e-5), f"{own}.mlp.dense_h_to_4h")
+            states = states + self.linear(functional.gelu(hidden), f"{own}.mlp.dense_4h_to_h")
+        image = self.rms(states, "vit.perceive.norm", 1e-5).T.view(1, -1, h, w)
+        for step, stride in (("0", 2), ("2", 1)):
+            kernel, bias = (self.weight(f"vit.perceive.proj.{step}.{part}") for part in ("weight", "bias"))
+            image = functional.conv2d(image if stride == 2 else functional.gelu(image), kernel, bias, stride)
+        lines = image[0].permute(1, 2, 0)
+        ends = self.weight("vit.perceive.image_newline").expand(len(lines), 1, -1)
+        return torch.cat([lines, ends], dim=1).flatten(0, 1)
+
+    def _stock(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        config: Any = CONFIG_MAPPING["hy_v4_vl"](**self.settings)
+        module: Any = import_module("transformers.models.hy_v4_vl.modeling_hy_v4_vl")
+        tower = module.HYV4VLVisionModel(config.vision_config).eval().to(self.device, self.dtype)
+        names = (("perceive.norm", "patch_merger.before_rms"), ("perceive.proj.0", "patch_merger.proj_conv"))
+        names += (("perceive.proj.2", "patch_merger.proj_out"), ("perceive.", "patch_merger."), ("vit.", ""))
+        names += (("dense_h_to_4h", "fc1"), ("dense_4h_to_h", "fc2"))
+        names += (("input_layernorm", "layer_norm1"), ("post_attention_layernorm", "layer_norm2"))
+        own = {reduce(lambda key, pair: key.replace(*pair), names, key): each for key, each in self._weights.items()}
+        tower.load_state_dict({key: each for key, each in own.items() if key != "embed_tokens.weight"})
+        return tower(pixels, grid_thw=torch.tensor([grid], device=self.device)).pooler_output[0]  # type: ignore[no-any-return]
 
 
 class Loaded(Published):
@@ -319,6 +385,8 @@ PUBLISHED: dict[str, type[Published]] = {
     "eagle_2_5_vl": Eagle,
     "kimi_k3": KimiK3,
     "llava_onevision2": Loaded,
+    "hy_v4_vl": Hy4,
+    "phi3_v": Phi3,
     "phi4-siglip": Phi4Siglip,
     **dict.fromkeys(("Llama_Nemotron_Nano_VL", "NemotronH_Nano_VL_V2"), Nemotron),
 }

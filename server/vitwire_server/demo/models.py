@@ -352,6 +352,15 @@ _WRITTEN: Mapping[str, DemoModel] = {
         text={"head_dim": 16, "rope_parameters": {"mrope_section": [2, 2, 2, 2]}},
         image={"resample": 1, "size": {"shortest_edge": 56**2, "longest_edge": 448**2}},
     ),
+    "hy_v4_vl": _authors(
+        "hy_v4_vl",
+        {
+            "architectures": ["HYV4VLForConditionalGeneration"],
+            "vision_config": {**_VIT, "max_image_size": 112, "out_hidden_size": 48},
+        },
+        saving.HY4_NAMES,
+        _demo(image={"resample": 1, "size": {"shortest_edge": 56**2, "longest_edge": 448**2}}, processor="hunyuan_vl"),
+    ),
     "idefics2": _demo(_LARGER, image={"size": {"longest_edge": 224, "shortest_edge": 56}}),
     "intern_vit_6b": _authors(
         "intern_vit_6b",
@@ -460,6 +469,24 @@ _WRITTEN: Mapping[str, DemoModel] = {
     },
     "paligemma": _demo(fields={"projection_dim": 64}),
     "paddleocr_vl": _demo(text={"rope_parameters": MROPE}),
+    "phi3_v": _authors(
+        "phi3_v",
+        {
+            "architectures": ["Phi3VForCausalLM"],
+            "embd_layer": {
+                "embedding_cls": "image",
+                "hd_transform_order": "sub_glb",
+                "projection_cls": "mlp",
+                "use_hd_transform": True,
+                "with_learnable_separator": True,
+            },
+            "hidden_size": 48,
+            "img_processor": {"image_dim_out": 64, "name": "clip_vision_model", "num_img_tokens": 4},
+            "vision_config": {**_VIT, "image_size": 56},
+        },
+        saving.PHI3_NAMES,
+        _demo(files=_file(**CLIP, image_processor_type="Phi3VImageProcessor", num_crops=4)),
+    ),
     "phi4-siglip": _authors(
         "phi4-siglip",
         {

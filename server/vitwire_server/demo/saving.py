@@ -300,9 +300,25 @@ _PHI4MM_NAMES = (
     (r"global_img_feature_extensor", "glb_GN"),
     (r"sub_img_feature_extensor", "sub_GN"),
 )
+PHI3_NAMES = (
+    (r"^tower\.", "model.vision_embed_tokens.img_processor.vision_model."),
+    (r"^projector\.", "model.vision_embed_tokens."),
+    *_PHI4MM_NAMES,
+)
 save_phi4mm = save_published(_phi4mm, _PHI4MM_NAMES)
 
 
+HY4_NAMES = (
+    (r"^tower\.", "vit."),
+    (r"\.mlp\.fc1\.", ".mlp.dense_h_to_4h."),
+    (r"\.mlp\.fc2\.", ".mlp.dense_4h_to_h."),
+    (r"\.layer_norm1\.", ".input_layernorm."),
+    (r"\.layer_norm2\.", ".post_attention_layernorm."),
+    (r"\.patch_merger\.proj_conv\.", ".perceive.proj.0."),
+    (r"\.patch_merger\.proj_out\.", ".perceive.proj.2."),
+    (r"\.patch_merger\.before_rms\.", ".perceive.norm."),
+    (r"\.patch_merger\.", ".perceive."),
+)
 PHI4_SIGLIP_NAMES = (
     (r"^tower\.", "model.vision_tower.vision_tower.vision_model."),
     (r"^projector\.linear_1\.", "model.mm_projector.0."),

@@ -79,8 +79,9 @@ class Budgeted:
         if max(self.footprint(grid).longest for grid in grids) <= budget.max_segment_patches:
             return grids
         side = isqrt(budget.max_segment_patches // merge**2)
-        count = min(budget.tokens // side**2, budget.max_items, budget.max_segments)
-        return [Grid(1, side * merge, side * merge)] * max(1, count)
+        square = Grid(1, side * merge, side * merge)
+        count = min(budget.tokens // self.footprint(square).tokens, budget.max_items, budget.max_segments)
+        return [square] * max(1, count)
 
 
 class Tower(Budgeted, ABC):

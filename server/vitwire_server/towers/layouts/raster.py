@@ -80,7 +80,8 @@ class RasterTower(PatchTower):
 
     @cached_property
     def footprint(self) -> Footprints:
-        return PatchFootprints(self.geometry.merge, one_row=self.geometry.one_row)
+        geometry = self.geometry
+        return PatchFootprints(geometry.merge, one_row=geometry.one_row, line_ends=geometry.line_ends)
 
     def rows(self, capacity: Capacity) -> int:
         return capacity.segments if self._pool else capacity.tokens

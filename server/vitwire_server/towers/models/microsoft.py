@@ -1,4 +1,4 @@
-"""Florence-2, Phi-4 multimodal and Phi-4-reasoning-vision (Microsoft)."""
+"""Florence-2, Phi-3 Vision, Phi-4 multimodal and Phi-4-reasoning-vision (Microsoft)."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -30,11 +30,12 @@ from vitwire_server.towers.processors.settings import (
     bounded,
     bounded_above,
     images,
+    unsized,
     whole,
 )
 from vitwire_server.towers.processors.tiles import tiled
-from vitwire_server.towers.shared.parts import projector, stock
-from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
+from vitwire_server.towers.shared.parts import part, projector, stock
+from vitwire_server.towers.shared.projected_tiles import ProjectedTiles, clip, shuffled
 from vitwire_server.towers.shared.siglip import masked_states
 
 _FLORENCE_SIZE = 768
@@ -112,17 +113,26 @@ def _turned(weights: Weights, _: Config) -> Weights:
     }
 
 
+_CLIP = {
+    "hidden_size": 1024,
+    "image_size": 336,
+    "intermediate_size": 4096,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "patch_size": 14,
+}
+"""Phi-3's tower: openai/clip-vit-large-patch14-336."""
 _NAFLEX_PATCHES = {"min_num_patches": 256, "max_num_patches": 3600}
 """Bounds of an image's patches that the authors' configuration has by default."""
 _MERGE = 2
 """Squares of patches of this side are averaged."""
-_TRANSFORM = {
+_HD_TRANSFORM = {
     "hd_transform_order": "sub_glb",
-    "image_token_compression_cls": "avg_pool_2d",
     "projection_cls": "mlp",
     "use_hd_transform": True,
     "with_learnable_separator": True,
 }
+_TRANSFORM = {**_HD_TRANSFORM, "image_token_compression_cls": "avg_pool_2d"}
 """Fields of the authors' config.json about the steps that follow the tower."""
 
 
@@ -136,13 +146,12 @@ def _phi_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
 class Separators(nn.Module):
     """The projector, with the embeddings of line ends and of what stands between crops and overview."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, columns: int, width: int) -> None:
         super().__init__()
-        columns = config.vision_config.hidden_size
         self.sub_img_feature_extensor = nn.Parameter(torch.zeros(1, 1, 1, columns))
         self.global_img_feature_extensor = nn.Parameter(torch.zeros(1, 1, columns))
-        self.img_projection_up = nn.Linear(columns, config.hidden_size)
-        self.img_projection_down = nn.Linear(config.hidden_size, config.hidden_size)
+        self.img_projection_up = nn.Linear(columns, width)
+        self.img_projection_down = nn.Linear(width, width)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Rows `(tiles, rows, C)` and behind them a line end and a separator, projected."""
@@ -206,36 +215,58 @@ class Phi4(AssembledEncoder, ProjectedTiles):
         return self._projector(functional.avg_pool2d(squares, _MERGE).flatten(2).transpose(1, 2))  # type: ignore[no-any-return]
 
 
+class Phi3(Phi4):
+    """CLIP on the overview and on crops of a canvas that has no background; squares of patches are projected."""
+
+    def __init__(self, parts: Parts, config: Config) -> None:
+        super().__init__(parts, config)
+        self.inputs = {}
+
+    @cached_property
+    def geometry(self) -> CanvasGeometry:
+        return replace(super().geometry, step=self._side)
+
+    def encode_units(self, tiles: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        del inputs
+        states = self._tower.pre_layrnorm(self._tower.embeddings(tiles))
+        for block in self.blocks:
+            states = block(states, None)
+        return self._projector(shuffled(states[:, 1:], _MERGE))  # type: ignore[no-any-return]
+
+
+_SIZES = (
+    Served(
+        "image_size",
+        lambda size, vision: size % (vision.patch_size * _MERGE) == 0 and size == vision.crop_size,
+        "crop_size, and a multiple of twice the patch_size",
+    ),
+    Served(
+        "feature_layer",
+        lambda layer, vision: -vision.num_hidden_layers - 1 <= layer <= vision.num_hidden_layers,
+        "from -num_hidden_layers - 1 to num_hidden_layers",
+    ),
+)
+_SEPARATORS = part(
+    Separators,
+    in_model("embed_tokens_extend.image_embed."),
+    renames=(
+        (r"^img_projection\.0\.", "img_projection_up."),
+        (r"^img_projection\.2\.", "img_projection_down."),
+        (r"^glb_GN$", "global_img_feature_extensor"),
+        (r"^sub_GN$", "sub_img_feature_extensor"),
+    ),
+    ignored=("img_processor.",),
+    arguments=lambda config: (config.vision_config.hidden_size, config.hidden_size),
+)
 _PHI4 = TileFamily(
     "phi4_multimodal",
     "Phi-4 multimodal",
     tower=stock(
         "phi4_multimodal.Phi4MultimodalVisionModel",
         in_model("embed_tokens_extend.image_embed.img_processor."),
-        served=(
-            Served(
-                "image_size",
-                lambda size, vision: size % (vision.patch_size * _MERGE) == 0 and size == vision.crop_size,
-                "crop_size, and a multiple of twice the patch_size",
-            ),
-            Served(
-                "feature_layer",
-                lambda layer, vision: -vision.num_hidden_layers - 1 <= layer <= vision.num_hidden_layers,
-                "from -num_hidden_layers - 1 to num_hidden_layers",
-            ),
-        ),
+        served=_SIZES,
     ),
-    beside=projector(
-        Separators,
-        in_model("embed_tokens_extend.image_embed."),
-        renames=(
-            (r"^img_projection\.0\.", "img_projection_up."),
-            (r"^img_projection\.2\.", "img_projection_down."),
-            (r"^glb_GN$", "global_img_feature_extensor"),
-            (r"^sub_GN$", "sub_img_feature_extensor"),
-        ),
-        ignored=("img_processor.",),
-    ),
+    beside={"projector": _SEPARATORS},
     transformers="5.23.0",
     encoder=Phi4,
     processor=images(_phi_settings),
@@ -254,6 +285,20 @@ def _original_config(_: Path, settings: Mapping[str, Any]) -> Config:
         vision_config=settings.get("vision_config") or {},
         dtype=dtype_of(settings),
     )
+
+
+def _phi3_config(_: Path, settings: Mapping[str, Any]) -> Config:
+    """The authors' config.json, which leaves out the tower's sizes too: CLIP's of 336 pixels."""
+    own, embedding = settings["img_processor"], settings["embd_layer"]
+    require("img_processor.name", own["name"], "clip_vision_model")
+    require("img_processor.type_feature", own.get("type_feature", "patch"), "patch")
+    for name, value in _HD_TRANSFORM.items():
+        require(f"embd_layer.{name}", embedding.get(name), value)
+    vision = {**_CLIP, **(settings.get("vision_config") or {}), "model_type": "clip_vision_model"}
+    config = new_config("llava", vision_config=vision, vision_feature_layer=-1, dtype=dtype_of(settings))
+    derived = {"crop_size": config.vision_config.image_size, "feature_layer": own.get("layer_idx", -2)}
+    fields = {f"vision_config.{name}": value for name, value in derived.items()}
+    return changed(config, {**fields, "hidden_size": settings["hidden_size"]})
 
 
 class Phi4Siglip(Siglip2Tower):
@@ -317,6 +362,23 @@ ROWS = (
         ),
         encoder=Florence2,
         processor=images(_florence_settings),
+    ),
+    replace(
+        _PHI4,
+        model_type="phi3_v",
+        title="Phi-3 Vision, Phi-3.5 Vision",
+        configuration=_phi3_config,
+        tower=replace(clip("vision_embed_tokens.img_processor."), served=_SIZES),
+        beside={
+            "projector": replace(
+                _SEPARATORS,
+                prefixes=in_model("vision_embed_tokens."),
+                arguments=lambda config: (_MERGE**2 * config.vision_config.hidden_size, config.hidden_size),
+            )
+        },
+        encoder=Phi3,
+        processor=images(lambda image, _: unsized(image, CLIP)),
+        transformers="5.17.0",
     ),
     _PHI4,
     replace(_PHI4, model_type="phi4mm", configuration=_original_config),
