@@ -24,7 +24,7 @@ PRODUCT = (
 STUBS = "v1"
 MOST_LINES, MOST_PARAMETERS, MOST_METHODS = 60, 6, 15
 CEILINGS = {
-    "product": 52_190,  # 50,800; 300 for one GPU, 400 for new users, 400 for towers, 180 for more until others go
+    "product": 52_081,  # 50,800; 300 for one GPU, 400 for new users, 400 for towers, 181 for more until others go
     "tests": 54_700,  # to come down to 52,000
     "bench": 5_500,
     "docs/performance": 1_000,

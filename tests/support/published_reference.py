@@ -245,9 +245,10 @@ class Phi3(Towered):
         """The overview is the first tile and comes last; a line of the others goes through all crops of a row."""
         states = self._tower(pixels, output_hidden_states=True).hidden_states[-2][:, 1:]
         tiles = torch.stack([squares(own, 2) for own in states])
-        side = round(tiles.shape[1] ** 0.5)
-        canvas = tiles[1:].view(grid[1] // (2 * side), -1, side, side, tiles.shape[-1]).transpose(1, 2)
-        parts = [self._lines(canvas.flatten(2, 3).flatten(0, 1)), self._lines(tiles[0].unflatten(0, (side, side)))]
+        side, (down, across) = round(tiles.shape[1] ** 0.5), (-(-own // 2) for own in grid[1:])
+        canvas = tiles[1:].view(-(-down // side), -1, side, side, tiles.shape[-1]).transpose(1, 2)
+        crops = canvas.flatten(2, 3).flatten(0, 1)[:down, :across]
+        parts = [self._lines(crops), self._lines(tiles[0].unflatten(0, (side, side)))]
         marked = torch.cat([parts[0], self.weight("model.vision_embed_tokens.glb_GN")[0], parts[1]])
         hidden = functional.gelu(self.linear(marked, "model.vision_embed_tokens.img_projection.0"))
         return self.linear(hidden, "model.vision_embed_tokens.img_projection.2")
@@ -304,10 +305,10 @@ class Hy4(Published):
         config: Any = CONFIG_MAPPING["hy_v4_vl"](**self.settings)
         module: Any = import_module("transformers.models.hy_v4_vl.modeling_hy_v4_vl")
         tower = module.HYV4VLVisionModel(config.vision_config).eval().to(self.device, self.dtype)
-        names = (("perceive.norm", "patch_merger.before_rms"), ("perceive.proj.0", "patch_merger.proj_conv"))
-        names += (("perceive.proj.2", "patch_merger.proj_out"), ("perceive.", "patch_merger."), ("vit.", ""))
-        names += (("dense_h_to_4h", "fc1"), ("dense_4h_to_h", "fc2"))
-        names += (("input_layernorm", "layer_norm1"), ("post_attention_layernorm", "layer_norm2"))
+        names = [("perceive.norm", "patch_merger.before_rms"), ("perceive.proj.0", "patch_merger.proj_conv")]
+        names += [("perceive.proj.2", "patch_merger.proj_out"), ("perceive.", "patch_merger."), ("vit.", "")]
+        names += [("dense_h_to_4h", "fc1"), ("dense_4h_to_h", "fc2")]
+        names += [("input_layernorm", "layer_norm1"), ("post_attention_layernorm", "layer_norm2")]
         own = {reduce(lambda key, pair: key.replace(*pair), names, key): each for key, each in self._weights.items()}
         tower.load_state_dict({key: each for key, each in own.items() if key != "embed_tokens.weight"})
         return tower(pixels, grid_thw=torch.tensor([grid], device=self.device)).pooler_output[0]  # type: ignore[no-any-return]

@@ -169,8 +169,6 @@ def draw_grids(rig: Rig, seed: int, count: int) -> list[Grid]:
         drawn = [Grid(1, 2, 2), Grid(3, 2, 2), Grid(1, 6, 12), Grid(2, 4, 6), Grid(1, 42, 36), *drawn, Grid(1, 8, 12)]
     if isinstance(geometry, MarginGeometry):  # odd sides too: patches of background are averaged with others
         drawn = [Grid(t, h - number % 2, w - number // 2 % 2) for number, (t, h, w) in enumerate(drawn)]
-    if (step := getattr(geometry, "step", 1)) > 1:
-        drawn = [Grid(t, -(-h // 6) * step, -(-w // 6) * step) for t, h, w in drawn]
     taken = [grid for grid in drawn if takes(rig, grid)]
     return taken[:count]
 

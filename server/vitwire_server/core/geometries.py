@@ -69,9 +69,6 @@ class MarginGeometry(TileGeometry):
 class CanvasGeometry(MarginGeometry):
     """An overview, and tiles of a canvas of any size whose lower and right margins are background."""
 
-    step: int = 1
-    """Sides without background are multiples of it."""
-
     def split(self, grid: Grid) -> tuple[int, int]:
         return 1 + ceil(grid.h / self.side) * ceil(grid.w / self.side), 0
 
@@ -79,9 +76,6 @@ class CanvasGeometry(MarginGeometry):
         del modality
         if grid.t != 1:
             yield "t", f"must be 1 for an image, got {grid.t}; h and w count its patches without background"
-        for name, value in (("h", grid.h), ("w", grid.w)):
-            if value % self.step:
-                yield name, f"must be a multiple of {self.step} for this model, got {value}"
 
 
 @dataclass(frozen=True, slots=True)

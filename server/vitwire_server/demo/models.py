@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification, 
 
 from vitwire_server.demo import published, saving
 from vitwire_server.demo.shrinking import CLIP, HALF, IMAGENET, MROPE, PINPOINTS, STEPS, Json
+from vitwire_server.towers.models.microsoft import HD_TRANSFORM
 from vitwire_server.towers.models.qwen import INTERN
 from vitwire_server.towers.registry import FAMILIES
 
@@ -287,10 +288,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
         _demo(files=_DEEPSEEK_FILES),
         fused=saving.FUSED,
     ),
-    "deepseek_vl_v2-deeplip_b_l": replace(
-        _DEEPSEEK_OCR,
-        save=saving.save_deepseek_ocr("deepseek_vl_v2", "DeepseekOCRForCausalLM"),
-    ),
+    "deepseek_vl_v2-deeplip_b_l": replace(_DEEPSEEK_OCR, save=saving.save_deepseek_ocr),
     "deit": _demo(image=IMAGENET),
     "diffusion_gemma": _demo(
         _GEMMA4,
@@ -354,10 +352,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
     ),
     "hy_v4_vl": _authors(
         "hy_v4_vl",
-        {
-            "architectures": ["HYV4VLForConditionalGeneration"],
-            "vision_config": {**_VIT, "max_image_size": 112, "out_hidden_size": 48},
-        },
+        {"vision_config": {**_VIT, "max_image_size": 112, "out_hidden_size": 48}},
         saving.HY4_NAMES,
         _demo(image={"resample": 1, "size": {"shortest_edge": 56**2, "longest_edge": 448**2}}, processor="hunyuan_vl"),
     ),
@@ -472,14 +467,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
     "phi3_v": _authors(
         "phi3_v",
         {
-            "architectures": ["Phi3VForCausalLM"],
-            "embd_layer": {
-                "embedding_cls": "image",
-                "hd_transform_order": "sub_glb",
-                "projection_cls": "mlp",
-                "use_hd_transform": True,
-                "with_learnable_separator": True,
-            },
+            "embd_layer": {**HD_TRANSFORM, "embedding_cls": "image"},
             "hidden_size": 48,
             "img_processor": {"image_dim_out": 64, "name": "clip_vision_model", "num_img_tokens": 4},
             "vision_config": {**_VIT, "image_size": 56},
@@ -490,7 +478,6 @@ _WRITTEN: Mapping[str, DemoModel] = {
     "phi4-siglip": _authors(
         "phi4-siglip",
         {
-            "architectures": ["Phi4ForCausalLMV"],
             "hidden_size": 48,
             "max_num_patches": 64,
             "min_num_patches": 4,
@@ -500,7 +487,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
             "vision_config": {**_USUAL, "model_type": "siglip2_vision_model", "num_patches": 64},
         },
         saving.PHI4_SIGLIP_NAMES,
-        _demo(files={}),
+        _demo(files={"processor_config.json": {"processor_class": "Phi4VisionRProcessor"}}),
     ),
     "phi4_multimodal": _PHI,
     "phi4mm": replace(_PHI, base="phi4_multimodal", save=saving.save_phi4mm),
@@ -542,7 +529,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
         {"image_size": 70, "num_register_tokens": 2, "use_swiglu_ffn": True},
         image={**_square(56), "do_normalize": False, "resample": 2},
     ),
-    "unlimited-ocr": replace(_DEEPSEEK_OCR, save=saving.save_deepseek_ocr("unlimited-ocr", "UnlimitedOCRForCausalLM")),
+    "unlimited-ocr": replace(_DEEPSEEK_OCR, save=saving.save_unlimited_ocr),
     "unlimited_ocr": _demo(
         {"sam_config": {**_SAM, "patch_size": 4}, "encoder_config": {"image_size": 32, "patch_size": 4}},
         image={**HALF, **_TILED, **_OCR_IMAGE, "min_patches": 2, "background_color": [127, 127, 127]},

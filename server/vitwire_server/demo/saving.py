@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from vitwire_server.demo.shrinking import Json
+from vitwire_server.towers.models.hunyuan import NAMES
+from vitwire_server.towers.models.microsoft import TRANSFORM
 
 FUSED = ".attn.qkv."
 SHARD = "180KB"
@@ -171,23 +173,21 @@ def save_step3(model_type: str) -> Save:
     return save_published(settings)
 
 
-def save_deepseek_ocr(model_type: str, architecture: str) -> Save:
-    """DeepSeek-OCR's layout, which Unlimited-OCR has too."""
+def _deepseek_ocr(whole: Json) -> Json:
+    sam, clip = (whole["vision_config"][f"{part}_config"] for part in ("sam", "encoder"))
+    same = "hidden_size:width num_attention_heads:heads num_hidden_layers:layers"
+    clip = taken(clip, f"{same} image_size patch_size")
+    layers = {"clip-l-14-224": clip, "sam_vit_b": taken(sam, f"{same} downsample_channels global_attn_indexes")}
+    return {
+        "language_config": whole["text_config"],
+        "model_type": "deepseek_vl_v2",
+        "projector_config": {"n_embed": whole["text_config"]["hidden_size"], "projector_type": "linear"},
+        "vision_config": {"image_size": sam["image_size"], "model_name": "deeplip_b_l", "width": layers},
+    }
 
-    def settings(whole: Json) -> Json:
-        sam, clip = (whole["vision_config"][f"{part}_config"] for part in ("sam", "encoder"))
-        same = "hidden_size:width num_attention_heads:heads num_hidden_layers:layers"
-        clip = taken(clip, f"{same} image_size patch_size")
-        layers = {"clip-l-14-224": clip, "sam_vit_b": taken(sam, f"{same} downsample_channels global_attn_indexes")}
-        return {
-            "architectures": [architecture],
-            "language_config": whole["text_config"],
-            "model_type": model_type,
-            "projector_config": {"n_embed": whole["text_config"]["hidden_size"], "projector_type": "linear"},
-            "vision_config": {"image_size": sam["image_size"], "model_name": "deeplip_b_l", "width": layers},
-        }
 
-    return save_published(settings)
+save_deepseek_ocr = save_published(_deepseek_ocr)
+save_unlimited_ocr = save_published(lambda whole: {**_deepseek_ocr(whole), "model_type": "unlimited-ocr"})
 
 
 _KIMI_NAMES = (
@@ -276,15 +276,7 @@ OVIS2_5_NAMES = (
 
 def _phi4mm(whole: Json) -> Json:
     """Microsoft's leaves out the tower's sizes, which this one is too small for."""
-    transform = {
-        "crop_size": 448,
-        "embedding_cls": "tune_image",
-        "hd_transform_order": "sub_glb",
-        "image_token_compression_cls": "avg_pool_2d",
-        "projection_cls": "mlp",
-        "use_hd_transform": True,
-        "with_learnable_separator": True,
-    }
+    transform = {**TRANSFORM, "crop_size": 448, "embedding_cls": "tune_image"}
     return {
         "architectures": ["Phi4MMForCausalLM"],
         "embd_layer": {"embedding_cls": "image_audio", "image_embd_layer": transform},
@@ -308,17 +300,7 @@ PHI3_NAMES = (
 save_phi4mm = save_published(_phi4mm, _PHI4MM_NAMES)
 
 
-HY4_NAMES = (
-    (r"^tower\.", "vit."),
-    (r"\.mlp\.fc1\.", ".mlp.dense_h_to_4h."),
-    (r"\.mlp\.fc2\.", ".mlp.dense_4h_to_h."),
-    (r"\.layer_norm1\.", ".input_layernorm."),
-    (r"\.layer_norm2\.", ".post_attention_layernorm."),
-    (r"\.patch_merger\.proj_conv\.", ".perceive.proj.0."),
-    (r"\.patch_merger\.proj_out\.", ".perceive.proj.2."),
-    (r"\.patch_merger\.before_rms\.", ".perceive.norm."),
-    (r"\.patch_merger\.", ".perceive."),
-)
+HY4_NAMES = ((r"^tower\.", "vit."), *((re.escape(new), re.sub(r"[\\^]", "", old)) for old, new in NAMES))
 PHI4_SIGLIP_NAMES = (
     (r"^tower\.", "model.vision_tower.vision_tower.vision_model."),
     (r"^projector\.linear_1\.", "model.mm_projector.0."),

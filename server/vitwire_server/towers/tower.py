@@ -64,6 +64,8 @@ class Budgeted:
     def samples(self, tokens: int, items: int) -> list[Grid]:
         """At most `items` images of `tokens` together, or of a few less: squares of 256, and a nearly square rest."""
         merge, longest = self.geometry.merge, self.geometry.longest_side
+        if self.geometry.line_ends:  # of squares one more token in 16, and of a rest as many as it has lines
+            tokens = max(1, 16 * tokens // 17 - isqrt(tokens))
         squares = min(tokens // _SQUARE**2, items - 1)
         rest = tokens - squares * _SQUARE**2
         rows = next((n for n in range(isqrt(rest), 0, -1) if rest % n == 0), 0)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,21 +15,27 @@ from vitwire_server.towers.family import in_model
 from vitwire_server.towers.layouts.patches import neighbours, taps
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower
 from vitwire_server.towers.metadata import Kind, Rows, Sources
-from vitwire_server.towers.processors.settings import BICUBIC, CLIP, bounded, images
+from vitwire_server.towers.processors.settings import BICUBIC, CLIP, AreaRule, areas, bounded, images
 from vitwire_server.towers.shared.learned import TAPPED
 from vitwire_server.towers.shared.parts import stock, variant
 
-_HY4 = {"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 40, "out_hidden_size": 6144}
-"""Fields that Hy4's configuration has by default."""
-_HUNYUAN_AREAS = (512 * 512, 2048 * 2048)
+_HY4_DEFAULTS = {"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 40, "out_hidden_size": 6144}
+NAMES = (
+    (r"\.mlp\.dense_h_to_4h\.", ".mlp.fc1."),
+    (r"\.mlp\.dense_4h_to_h\.", ".mlp.fc2."),
+    (r"\.input_layernorm\.", ".layer_norm1."),
+    (r"\.post_attention_layernorm\.", ".layer_norm2."),
+    (r"^perceive\.proj\.0\.", "patch_merger.proj_conv."),
+    (r"^perceive\.proj\.2\.", "patch_merger.proj_out."),
+    (r"^perceive\.norm\.", "patch_merger.before_rms."),
+    (r"^perceive\.", "patch_merger."),
+)
+"""Names in checkpoints, and in transformers."""
 
 
 def _hunyuan_settings(image: Mapping[str, Any], _: Config) -> Preprocessing:
     """Its processor resizes bicubically, whatever its files say."""
-    size = image.get("size") or {}
-    smallest = int(image.get("min_pixels") or size.get("shortest_edge", _HUNYUAN_AREAS[0]))
-    largest = int(image.get("max_pixels") or size.get("longest_edge", _HUNYUAN_AREAS[1]))
-    return bounded({**image, "resample": BICUBIC}, (smallest, largest), CLIP)
+    return bounded({**image, "resample": BICUBIC}, areas(image, AreaRule((512 * 512, 2048 * 2048))), CLIP)
 
 
 class HunyuanTower(RasterTower):
@@ -62,11 +67,7 @@ class HunyuanTower(RasterTower):
             states = layer(states, attention_mask=None, cu_seqlens=boundaries, max_seqlen=longest)
         merger, merge = model.patch_merger, self.geometry.merge
         squares = merger.before_rms(states[0])[tensors["neighbours"]].transpose(1, 2).unflatten(2, (merge, merge))
-        return self._merged(merger.proj_out(merger.proj_act(merger.proj_conv(squares))).flatten(1), tensors)
-
-    def _merged(self, tokens: Tensor, _: Mapping[str, Tensor]) -> Tensor:
-        """Rows of what the merger's convolutions give for each token."""
-        merger = self.model.patch_merger
+        tokens = merger.proj_out(merger.proj_act(merger.proj_conv(squares))).flatten(1)
         return merger.after_rms(merger.mlp(tokens))  # type: ignore[no-any-return]
 
 
@@ -76,19 +77,16 @@ class Hy4Tower(HunyuanTower):
     def _geometry(self, config: Config) -> Geometry:
         return replace(super()._geometry(config), line_ends=True)
 
-    def samples(self, tokens: int, items: int) -> list[Grid]:
-        """See Budgeted: of the most tokens that fit with the ends of their lines."""
-        fewer = (super(Hy4Tower, self).samples(count, items) for count in range(tokens - 1, 0, -1))
-        fitting = (grids for grids in fewer if sum(self.footprint(grid).tokens for grid in grids) <= tokens)
-        return next(fitting, [Grid(1, self.geometry.merge, self.geometry.merge)])
-
     def _inputs(self) -> dict[str, Kind]:
         return {**super()._inputs(), "ends": Rows((1,), torch.bool, per="tokens")}
 
     def _compute(self, grid: Grid) -> dict[str, Tensor]:
         """Positions as in HYV4VLVisionPatchEmbed of transformers 5.24. Ends of lines are merged of any patches."""
         side, columns = self.model.embeddings.position_edge, grid.w // self.geometry.merge
-        (down, above), (across, left) = (_axis(patches, side) for patches in (grid.h, grid.w))
+        (down, above), (across, left) = (
+            functional.interpolate(torch.eye(side)[None], scale_factor=(n + 0.1) / side, mode="linear")[0].T.topk(2)
+            for n in (grid.h, grid.w)
+        )
         computed = super()._compute(grid)
         lines = computed["neighbours"].unflatten(0, (-1, columns))
         return {
@@ -99,21 +97,9 @@ class Hy4Tower(HunyuanTower):
             "ends": (torch.arange(columns + 1) == columns).repeat(len(lines))[:, None],
         }
 
-    def _merged(self, tokens: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-        return torch.where(tensors["ends"], self.model.patch_merger.image_newline, tokens)
-
-
-def _axis(patches: int, side: int) -> tuple[Tensor, Tensor]:
-    """Weights and places of the two positions that each patch in a row or column is made of, `(patches, 2)` both."""
-    table = torch.eye(side)[None]
-    shares = functional.interpolate(table, scale_factor=(patches + 0.1) / side, mode="linear")[0]
-    return shares.T.topk(2)
-
-
-def _hy4_config(_: Path, settings: Mapping[str, Any]) -> Config:
-    """As a HunyuanOCR, since transformers has classes for it since 5.24 only."""
-    vision = {**_HY4, **settings["vision_config"], "model_type": "hunyuan_vl_vision"}
-    return new_config("hunyuan_vl", vision_config=vision, dtype=dtype_of(settings))
+    def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
+        rows = super()._rows(pixels, tensors, attended)
+        return torch.where(tensors["ends"], self.model.patch_merger.image_newline, rows)
 
 
 _HUNYUAN = RasterFamily(
@@ -122,16 +108,7 @@ _HUNYUAN = RasterFamily(
     tower=stock(
         "hunyuan_vl.HunYuanVLVisionTransformer",
         in_model("vision_tower.", "vit."),
-        renames=(
-            (r"\.mlp\.dense_h_to_4h\.", ".mlp.fc1."),
-            (r"\.mlp\.dense_4h_to_h\.", ".mlp.fc2."),
-            (r"\.input_layernorm\.", ".layer_norm1."),
-            (r"\.post_attention_layernorm\.", ".layer_norm2."),
-            (r"^perceive\.proj\.0\.", "patch_merger.proj_conv."),
-            (r"^perceive\.proj\.2\.", "patch_merger.proj_out."),
-            (r"^perceive\.", "patch_merger."),
-            (r"^patch_merger\.norm\.", "patch_merger.before_rms."),
-        ),
+        renames=NAMES,
         served=(one_of("interpolate_mode", "bilinear"),),
     ),
     width="vision_config.text_hidden_size",
@@ -149,7 +126,12 @@ ROWS = (
         "hy_v4_vl",
         "Hy4",
         "vitwire_server.towers.models.subclasses:Hy4",
-        configuration=_hy4_config,
+        # As a HunyuanOCR: transformers has classes for it since 5.24 only.
+        configuration=lambda _, settings: new_config(
+            "hunyuan_vl",
+            vision_config={**_HY4_DEFAULTS, **settings["vision_config"], "model_type": "hunyuan_vl_vision"},
+            dtype=dtype_of(settings),
+        ),
         width="vision_config.out_hidden_size",
         forward=Hy4Tower,
     ),

@@ -14,27 +14,17 @@ from torch.nn import functional
 from vitwire_server.core.footprints import CanvasFootprints
 from vitwire_server.core.geometries import CanvasGeometry
 from vitwire_server.core.grids import Grid
-from vitwire_server.core.models import Preprocessing, Resizing
+from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config, Served, changed, dtype_of, new_config, require
 from vitwire_server.towers.family import Accepts, Parts, Weights, in_model, of_transformers
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, UnitInput
 from vitwire_server.towers.layouts.raster import RasterFamily
 from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, TileTower, Unit
-from vitwire_server.towers.models.siglip import Siglip2Tower, headless
-from vitwire_server.towers.processors.settings import (
-    BILINEAR,
-    CLIP,
-    HALF,
-    ProcessorFiles,
-    bounded,
-    bounded_above,
-    images,
-    unsized,
-    whole,
-)
+from vitwire_server.towers.models.siglip import Siglip2Tower, most_patches, siglip2
+from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles, images, unsized, whole
 from vitwire_server.towers.processors.tiles import tiled
-from vitwire_server.towers.shared.parts import part, projector, stock
+from vitwire_server.towers.shared.parts import projector, stock
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles, clip, shuffled
 from vitwire_server.towers.shared.siglip import masked_states
 
@@ -113,45 +103,30 @@ def _turned(weights: Weights, _: Config) -> Weights:
     }
 
 
-_CLIP = {
-    "hidden_size": 1024,
-    "image_size": 336,
-    "intermediate_size": 4096,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 24,
-    "patch_size": 14,
-}
-"""Phi-3's tower: openai/clip-vit-large-patch14-336."""
-_NAFLEX_PATCHES = {"min_num_patches": 256, "max_num_patches": 3600}
-"""Bounds of an image's patches that the authors' configuration has by default."""
+_CLIP_L_336 = {"hidden_size": 1024, "image_size": 336, "intermediate_size": 4096, "patch_size": 14}
+_CLIP_L_336 |= {"num_attention_heads": 16, "num_hidden_layers": 24}
 _MERGE = 2
 """Squares of patches of this side are averaged."""
-_HD_TRANSFORM = {
+HD_TRANSFORM = {
     "hd_transform_order": "sub_glb",
     "projection_cls": "mlp",
     "use_hd_transform": True,
     "with_learnable_separator": True,
 }
-_TRANSFORM = {**_HD_TRANSFORM, "image_token_compression_cls": "avg_pool_2d"}
+TRANSFORM = {**HD_TRANSFORM, "image_token_compression_cls": "avg_pool_2d"}
 """Fields of the authors' config.json about the steps that follow the tower."""
-
-
-def _phi_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
-    """Clients cannot make the overview: its filter is one that only torchvision has, on normalised pixels."""
-    vision = config.vision_config
-    most = vision.crop_size**2 * (1 + whole(image, "dynamic_hd", 36))
-    return bounded_above(image, most, vision.patch_size, Resizing.OTHER, HALF)
 
 
 class Separators(nn.Module):
     """The projector, with the embeddings of line ends and of what stands between crops and overview."""
 
-    def __init__(self, columns: int, width: int) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
+        columns = config.vision_config.hidden_size * getattr(config, "patches", 1)
         self.sub_img_feature_extensor = nn.Parameter(torch.zeros(1, 1, 1, columns))
         self.global_img_feature_extensor = nn.Parameter(torch.zeros(1, 1, columns))
-        self.img_projection_up = nn.Linear(columns, width)
-        self.img_projection_down = nn.Linear(width, width)
+        self.img_projection_up = nn.Linear(columns, config.hidden_size)
+        self.img_projection_down = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Rows `(tiles, rows, C)` and behind them a line end and a separator, projected."""
@@ -222,10 +197,6 @@ class Phi3(Phi4):
         super().__init__(parts, config)
         self.inputs = {}
 
-    @cached_property
-    def geometry(self) -> CanvasGeometry:
-        return replace(super().geometry, step=self._side)
-
     def encode_units(self, tiles: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         del inputs
         states = self._tower.pre_layrnorm(self._tower.embeddings(tiles))
@@ -234,42 +205,40 @@ class Phi3(Phi4):
         return self._projector(shuffled(states[:, 1:], _MERGE))  # type: ignore[no-any-return]
 
 
-_SIZES = (
-    Served(
-        "image_size",
-        lambda size, vision: size % (vision.patch_size * _MERGE) == 0 and size == vision.crop_size,
-        "crop_size, and a multiple of twice the patch_size",
-    ),
-    Served(
-        "feature_layer",
-        lambda layer, vision: -vision.num_hidden_layers - 1 <= layer <= vision.num_hidden_layers,
-        "from -num_hidden_layers - 1 to num_hidden_layers",
-    ),
-)
-_SEPARATORS = part(
-    Separators,
-    in_model("embed_tokens_extend.image_embed."),
-    renames=(
-        (r"^img_projection\.0\.", "img_projection_up."),
-        (r"^img_projection\.2\.", "img_projection_down."),
-        (r"^glb_GN$", "global_img_feature_extensor"),
-        (r"^sub_GN$", "sub_img_feature_extensor"),
-    ),
-    ignored=("img_processor.",),
-    arguments=lambda config: (config.vision_config.hidden_size, config.hidden_size),
-)
 _PHI4 = TileFamily(
     "phi4_multimodal",
     "Phi-4 multimodal",
     tower=stock(
         "phi4_multimodal.Phi4MultimodalVisionModel",
         in_model("embed_tokens_extend.image_embed.img_processor."),
-        served=_SIZES,
+        served=(
+            Served(
+                "image_size",
+                lambda size, vision: size % (vision.patch_size * _MERGE) == 0 and size == vision.crop_size,
+                "crop_size, and a multiple of twice the patch_size",
+            ),
+            Served(
+                "feature_layer",
+                lambda layer, vision: -vision.num_hidden_layers - 1 <= layer <= vision.num_hidden_layers,
+                "from -num_hidden_layers - 1 to num_hidden_layers",
+            ),
+        ),
     ),
-    beside={"projector": _SEPARATORS},
+    beside=projector(
+        Separators,
+        in_model("embed_tokens_extend.image_embed.", "vision_embed_tokens."),
+        renames=(
+            (r"^img_projection\.0\.", "img_projection_up."),
+            (r"^img_projection\.2\.", "img_projection_down."),
+            (r"^glb_GN$", "global_img_feature_extensor"),
+            (r"^sub_GN$", "sub_img_feature_extensor"),
+        ),
+        ignored=("img_processor.",),
+    ),
     transformers="5.23.0",
     encoder=Phi4,
-    processor=images(_phi_settings),
+    # The filter of the overview is one that only torch has, on normalised pixels.
+    processor=images(lambda image, _: unsized(image, HALF)),
     images=Accepts.PIXELS,
 )
 
@@ -277,7 +246,7 @@ _PHI4 = TileFamily(
 def _original_config(_: Path, settings: Mapping[str, Any]) -> Config:
     """Microsoft's layout, whose config.json leaves out the tower's sizes: they are in its code."""
     embedding = (settings.get("embd_layer") or {}).get("image_embd_layer") or {}
-    for name, value in _TRANSFORM.items():
+    for name, value in TRANSFORM.items():
         require(f"embd_layer.image_embd_layer.{name}", embedding.get(name, value), value)
     return new_config(
         "phi4_multimodal",
@@ -288,17 +257,16 @@ def _original_config(_: Path, settings: Mapping[str, Any]) -> Config:
 
 
 def _phi3_config(_: Path, settings: Mapping[str, Any]) -> Config:
-    """The authors' config.json, which leaves out the tower's sizes too: CLIP's of 336 pixels."""
+    """The authors' config.json, which leaves out the tower's sizes too: openai/clip-vit-large-patch14-336's."""
     own, embedding = settings["img_processor"], settings["embd_layer"]
     require("img_processor.name", own["name"], "clip_vision_model")
     require("img_processor.type_feature", own.get("type_feature", "patch"), "patch")
-    for name, value in _HD_TRANSFORM.items():
+    for name, value in HD_TRANSFORM.items():
         require(f"embd_layer.{name}", embedding.get(name), value)
-    vision = {**_CLIP, **(settings.get("vision_config") or {}), "model_type": "clip_vision_model"}
+    vision = {**_CLIP_L_336, "feature_layer": own.get("layer_idx", -2), **(settings.get("vision_config") or {})}
+    vision |= {"crop_size": vision["image_size"], "model_type": "clip_vision_model"}
     config = new_config("llava", vision_config=vision, vision_feature_layer=-1, dtype=dtype_of(settings))
-    derived = {"crop_size": config.vision_config.image_size, "feature_layer": own.get("layer_idx", -2)}
-    fields = {f"vision_config.{name}": value for name, value in derived.items()}
-    return changed(config, {**fields, "hidden_size": settings["hidden_size"]})
+    return changed(config, {"hidden_size": settings["hidden_size"], "patches": _MERGE**2})
 
 
 class Phi4Siglip(Siglip2Tower):
@@ -306,10 +274,10 @@ class Phi4Siglip(Siglip2Tower):
 
     def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
         super().__init__(family, parts, config)
-        self.blocks = self.blocks[:-1]
+        self.blocks, self.model.post_layernorm = self.blocks[:-1], nn.Identity()
 
     def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
-        return self._projector(self._states(pixels, tensors, attended))  # type: ignore[no-any-return]
+        return self._projector(super()._rows(pixels, tensors, attended))  # type: ignore[no-any-return]
 
 
 def _phi4_siglip_config(_: Path, settings: Mapping[str, Any]) -> Config:
@@ -318,18 +286,12 @@ def _phi4_siglip_config(_: Path, settings: Mapping[str, Any]) -> Config:
     name = str(settings["mm_vision_tower"]).lower()
     if "naflex" not in name:
         raise ValueError(f"mm_vision_tower is {name!r}, but must be a NaFlex model")
-    usual = {"model_type": "siglip2_vision_model", "patch_size": 14 if "patch14" in name else 16}
-    text = {"model_type": "phi3", "hidden_size": settings["hidden_size"], "pad_token_id": None}
-    vision = {**usual, **settings["vision_config"]}
+    vision = {"patch_size": 14 if "patch14" in name else 16, **settings["vision_config"]}
+    vision |= {"model_type": "siglip2_vision_model", "vision_use_head": False}
+    text = {"model_type": "llama", "hidden_size": settings["hidden_size"], "num_attention_heads": 1}
     config = new_config("llava", vision_config=vision, text_config=text, dtype=dtype_of(settings))
-    bounds = {name: whole(settings, name, usual) for name, usual in _NAFLEX_PATCHES.items()}
-    return changed(headless(config), bounds)
-
-
-def _phi4_siglip_settings(_: Mapping[str, Any], config: Config) -> Preprocessing:
-    areas = (config.min_num_patches, config.max_num_patches)
-    least, most = (patches * config.vision_config.patch_size**2 for patches in areas)
-    return replace(bounded({}, (least, most), HALF, BILINEAR), resizing=Resizing.MOST_PATCHES)
+    patches = (whole(settings, "min_num_patches", 256), whole(settings, "max_num_patches", 3600))
+    return changed(config, {"areas": tuple(number * vision["patch_size"] ** 2 for number in patches)})
 
 
 ROWS = (
@@ -368,14 +330,7 @@ ROWS = (
         model_type="phi3_v",
         title="Phi-3 Vision, Phi-3.5 Vision",
         configuration=_phi3_config,
-        tower=replace(clip("vision_embed_tokens.img_processor."), served=_SIZES),
-        beside={
-            "projector": replace(
-                _SEPARATORS,
-                prefixes=in_model("vision_embed_tokens."),
-                arguments=lambda config: (_MERGE**2 * config.vision_config.hidden_size, config.hidden_size),
-            )
-        },
+        tower=replace(clip("vision_embed_tokens.img_processor."), served=_PHI4.tower.served),
         encoder=Phi3,
         processor=images(lambda image, _: unsized(image, CLIP)),
         transformers="5.17.0",
@@ -386,16 +341,14 @@ ROWS = (
         "phi4-siglip",
         "Phi-4-reasoning-vision",
         configuration=_phi4_siglip_config,
-        tower=stock(
-            "siglip2.Siglip2VisionModel", in_model("vision_tower.vision_tower.vision_model."), ignored=("head.",)
-        ),
+        tower=siglip2(in_model("vision_tower.vision_tower.vision_model.")),
         beside=projector(
             "llava.LlavaMultiModalProjector",
             {"model.mm_projector.0.": "linear_1.", "model.mm_projector.2.": "linear_2."},
         ),
         forward=Phi4Siglip,
         channels_last=True,
-        processor=images(_phi4_siglip_settings),
+        processor=images(lambda _, config: most_patches({}, config.areas)),
         in_code=True,
     ),
 )

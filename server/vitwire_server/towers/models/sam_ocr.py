@@ -1,7 +1,6 @@
 """DeepSeek-OCR-2, whose SAM feeds a language model's layers; DeepSeek-OCR and Unlimited-OCR (Baidu): CLIP's."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -219,7 +218,7 @@ ROWS = (
         in_code=True,
     ),
     _UNLIMITED_OCR,
-    replace(_UNLIMITED_OCR, model_type="unlimited-ocr", configuration=_deepseek_ocr_config),
+    variant(_UNLIMITED_OCR, "unlimited-ocr", "Unlimited-OCR", configuration=_deepseek_ocr_config),
     variant(
         _UNLIMITED_OCR,
         "deepseek_vl_v2",

@@ -30,8 +30,8 @@ class Hy4(HunYuanVLVisionTransformer):
     def __init__(self, config: HunYuanVLVisionConfig) -> None:
         super().__init__(config)
         merger: Any = self.patch_merger
-        for name in ("mlp", "after_rms", "image_begin", "image_end", "image_sep"):
-            delattr(merger, name)
+        merger.mlp = merger.after_rms = nn.Identity()
+        merger.image_begin = merger.image_end = merger.image_sep = None
         side, width = config.spatial_merge_size, config.hidden_size
         merger.proj_conv = nn.Conv2d(width, width * side**2, side, side)
         merger.proj_out = nn.Conv2d(width * side**2, config.out_hidden_size, 1)

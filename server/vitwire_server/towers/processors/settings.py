@@ -176,11 +176,11 @@ def read_areas(
 def _of_area(config: Mapping[str, Any], rule: AreaRule) -> Preprocessing:
     """May raise what `read_settings` catches."""
     own = config.get("media_proc_cfg") or config
-    settings = bounded(own, _areas(own, rule), (own["image_mean"], own["image_std"]))
+    settings = bounded(own, areas(own, rule), (own["image_mean"], own["image_std"]))
     return replace(settings, bounds_span_frames=rule.spans_frames, resizing=rule.resizing)
 
 
-def _areas(config: Mapping[str, Any], rule: AreaRule) -> tuple[int, int]:
+def areas(config: Mapping[str, Any], rule: AreaRule) -> tuple[int, int]:
     """Smallest and largest area. Raises KeyError."""
     if rule.resizing is Resizing.OTHER:
         return 1, 1
