@@ -106,9 +106,8 @@ def siglip2(folder: Path, image: Image.Image) -> tuple[Array, None]:
 def phi4_siglip(folder: Path, image: Image.Image) -> tuple[Array, None]:
     """SigLIP 2's processor, asked for the image's own patches within the bounds of config.json."""
     bounds = json.loads((folder / "config.json").read_text())
-    own = (image.width // 16) * (image.height // 16)
-    most = min(max(own, bounds["min_num_patches"]), bounds["max_num_patches"])
-    stock = Siglip2ImageProcessorPil(max_num_patches=most)([image], return_tensors="np")
+    own = max((image.width // 16) * (image.height // 16), bounds["min_num_patches"])
+    stock = Siglip2ImageProcessorPil(max_num_patches=min(own, bounds["max_num_patches"]))([image], return_tensors="np")
     return stock["pixel_values"][0][stock["pixel_attention_mask"][0] == 1], None
 
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from functools import reduce
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModel
 from reference import Alone, Array, stored
 from vitwire_server.demo.checkpoint import random_model
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
+from vitwire_server.towers.registry import FAMILIES
 
 Turned = Callable[[Tensor], Tensor]
 
@@ -266,9 +266,8 @@ class Phi4Siglip(Towered):
     def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
         """The embedding of one image."""
         mask = torch.ones(1, len(pixels), dtype=torch.int32, device=self.device)
-        given = {"pixel_attention_mask": mask, "spatial_shapes": torch.tensor([grid[1:]])}
-        states = self._tower(pixels[None], **given, output_hidden_states=True).hidden_states[-2][0]
-        return self.linear(functional.gelu(self.linear(states, "model.mm_projector.0")), "model.mm_projector.2")
+        states = self._tower(pixels[None], mask, torch.tensor([grid[1:]]), output_hidden_states=True).hidden_states[-2]
+        return self.linear(functional.gelu(self.linear(states[0], "model.mm_projector.0")), "model.mm_projector.2")
 
 
 class Hy4(Published):
@@ -278,9 +277,8 @@ class Hy4(Published):
         """The embedding of one image: a row for each square of patches, and one behind each line of them."""
         if "hy_v4_vl" in CONFIG_MAPPING:
             return self._stock(pixels, grid)
-        _, h, w = grid
-        vision, name = self.settings["vision_config"], "vit.embeddings.position_embedding.weight"
-        table = self.weight(name)[1:].float()
+        (_, h, w), vision = grid, self.settings["vision_config"]
+        table = self.weight("vit.embeddings.position_embedding.weight")[1:].float()
         side = round(len(table) ** 0.5)
         factors = ((h + 0.1) / side, (w + 0.1) / side)
         placed = functional.interpolate(table.T.view(1, -1, side, side), scale_factor=factors, mode="bilinear")[0]
@@ -293,11 +291,9 @@ class Hy4(Published):
             states = states + self.linear(mixed, f"{own}.self_attn.o_proj")
             hidden = self.linear(self.norm(states, f"{own}.post_attention_layernorm", 1e-5), f"{own}.mlp.dense_h_to_4h")
             states = states + self.linear(functional.gelu(hidden), f"{own}.mlp.dense_4h_to_h")
-        image = self.rms(states, "vit.perceive.norm", 1e-5).T.view(1, -1, h, w)
-        for step, stride in (("0", 2), ("2", 1)):
-            kernel, bias = (self.weight(f"vit.perceive.proj.{step}.{part}") for part in ("weight", "bias"))
-            image = functional.conv2d(image if stride == 2 else functional.gelu(image), kernel, bias, stride)
-        lines = image[0].permute(1, 2, 0)
+        image = self.rms(states, "vit.perceive.norm", 1e-5).T.view(-1, h, w)
+        hidden = functional.gelu(self.embedded(image, "vit.perceive.proj.0"))
+        lines = self.embedded(hidden, "vit.perceive.proj.2").unflatten(0, (h // 2, -1))
         ends = self.weight("vit.perceive.image_newline").expand(len(lines), 1, -1)
         return torch.cat([lines, ends], dim=1).flatten(0, 1)
 
@@ -305,12 +301,8 @@ class Hy4(Published):
         config: Any = CONFIG_MAPPING["hy_v4_vl"](**self.settings)
         module: Any = import_module("transformers.models.hy_v4_vl.modeling_hy_v4_vl")
         tower = module.HYV4VLVisionModel(config.vision_config).eval().to(self.device, self.dtype)
-        names = [("perceive.norm", "patch_merger.before_rms"), ("perceive.proj.0", "patch_merger.proj_conv")]
-        names += [("perceive.proj.2", "patch_merger.proj_out"), ("perceive.", "patch_merger."), ("vit.", "")]
-        names += [("dense_h_to_4h", "fc1"), ("dense_4h_to_h", "fc2")]
-        names += [("input_layernorm", "layer_norm1"), ("post_attention_layernorm", "layer_norm2")]
-        own = {reduce(lambda key, pair: key.replace(*pair), names, key): each for key, each in self._weights.items()}
-        tower.load_state_dict({key: each for key, each in own.items() if key != "embed_tokens.weight"})
+        named = {FAMILIES["hy_v4_vl"].tower.name(key): each for key, each in self._weights.items()}
+        tower.load_state_dict({name: each for name, each in named.items() if name})
         return tower(pixels, grid_thw=torch.tensor([grid], device=self.device)).pooler_output[0]  # type: ignore[no-any-return]
 
 
