@@ -146,7 +146,6 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
         ("hy_v4_vl", config(vision_config__interpolate_mode="bicubic"), "interpolate_mode is 'bicubic', but must be"),
         ("hy_v4_vl", config(vision_config__out_hidden_size=47), "do not fit the vision tower"),
         ("phi3_v", config(embd_layer__hd_transform_order="glb_sub"), "hd_transform_order is 'glb_sub', but must be"),
-        ("phi3_v", config(embd_layer__use_hd_transform=None), "use_hd_transform is None, but must be True"),
         ("phi3_v", config(img_processor__name="siglip"), "img_processor.name is 'siglip', but must be"),
         ("phi3_v", config(img_processor__layer_idx=-9), "feature_layer is -9, but must be from"),
         ("phi4-siglip", config(mm_projector_type="linear"), "mm_projector_type is 'linear', but must be 'mlp2x_gelu'"),

@@ -276,7 +276,12 @@ class Hy4(Published):
     def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
         """The embedding of one image: a row for each square of patches, and one behind each line of them."""
         if "hy_v4_vl" in CONFIG_MAPPING:
-            return self._stock(pixels, grid)
+            config: Any = CONFIG_MAPPING["hy_v4_vl"](**self.settings)
+            module: Any = import_module("transformers.models.hy_v4_vl.modeling_hy_v4_vl")
+            tower = module.HYV4VLVisionModel(config.vision_config).eval().to(self.device, self.dtype)
+            named = {FAMILIES["hy_v4_vl"].tower.name(key): each for key, each in self._weights.items()}
+            tower.load_state_dict({name: each for name, each in named.items() if name})
+            return tower(pixels, grid_thw=torch.tensor([grid], device=self.device)).pooler_output[0]  # type: ignore[no-any-return]
         (_, h, w), vision = grid, self.settings["vision_config"]
         table = self.weight("vit.embeddings.position_embedding.weight")[1:].float()
         side = round(len(table) ** 0.5)
@@ -296,14 +301,6 @@ class Hy4(Published):
         lines = self.embedded(hidden, "vit.perceive.proj.2").unflatten(0, (h // 2, -1))
         ends = self.weight("vit.perceive.image_newline").expand(len(lines), 1, -1)
         return torch.cat([lines, ends], dim=1).flatten(0, 1)
-
-    def _stock(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
-        config: Any = CONFIG_MAPPING["hy_v4_vl"](**self.settings)
-        module: Any = import_module("transformers.models.hy_v4_vl.modeling_hy_v4_vl")
-        tower = module.HYV4VLVisionModel(config.vision_config).eval().to(self.device, self.dtype)
-        named = {FAMILIES["hy_v4_vl"].tower.name(key): each for key, each in self._weights.items()}
-        tower.load_state_dict({name: each for name, each in named.items() if name})
-        return tower(pixels, grid_thw=torch.tensor([grid], device=self.device)).pooler_output[0]  # type: ignore[no-any-return]
 
 
 class Loaded(Published):

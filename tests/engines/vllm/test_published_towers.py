@@ -35,7 +35,7 @@ from vitwire import Client, Item
 _PROJECTOR = utils.WeightsMapper(orig_to_new_substr={"projector.proj.0": "projector.linear_1", ".proj.2": ".linear_2"})
 _VISUAL = utils.WeightsMapper(orig_to_new_prefix={"model.visual.": "visual."})
 _PHI = utils.WeightsMapper(orig_to_new_prefix={"model.vision_tower.": "", "model.": ""})
-_WIDE = """
+_WIDE = """  # as wide as vLLM's module asserts; CLIP's own activation is a kernel that CPUs lack
 from vitwire_server.demo import models, saving
 demo = models.DEMO_MODELS["phi3_v"]
 vision = {**demo.published["vision_config"], "hidden_act": "gelu", "hidden_size": 1024, "image_size": 336}
@@ -43,7 +43,6 @@ own = {**demo.published["img_processor"], "image_dim_out": 1024}
 given = {**demo.published, "img_processor": own, "vision_config": vision}
 models.DEMO_MODELS["phi3_v"] = models._authors("phi3_v", given, saving.PHI3_NAMES, demo)
 """
-"""Makes Phi-3's demo as wide as vLLM's module asserts that it is; CLIP's own activation is a kernel that CPUs lack."""
 _SHAPES = {"phi3_v": (3, 3, 336, 336), "phi4-siglip": (35, 768)}
 _SIGLIP: Any = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
 _NAVIT: Any = {"num_patches": -1, "preserve_original_pe": True, "temporal_patch_size": 1, "use_rope": True, **_SIGLIP}

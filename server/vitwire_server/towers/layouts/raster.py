@@ -41,9 +41,8 @@ class RasterFamily(PatchFamily):
         return self.forward(self, parts, config)
 
     def preprocessing(self, folder: Path, config: Config) -> dict[Modality, Preprocessing]:
-        return read_settings(
-            folder, lambda files: self.processor(files, config), required=not self.in_code, converts=self.converts
-        )
+        own = self.processor
+        return read_settings(folder, lambda files: own(files, config), in_code=self.in_code, converts=self.converts)
 
 
 class RasterTower(PatchTower):

@@ -193,9 +193,8 @@ class TileFamily(Family):
         return self.encoder(parts, config)
 
     def preprocessing(self, folder: Path, config: Config) -> dict[Modality, Preprocessing]:
-        return read_settings(
-            folder, lambda files: self.processor(files, config), required=not self.in_code, converts=self.converts
-        )
+        own = self.processor
+        return read_settings(folder, lambda files: own(files, config), in_code=self.in_code, converts=self.converts)
 
 
 def tile_steps(most: int) -> list[int]:

@@ -126,8 +126,7 @@ ROWS = (
         "hy_v4_vl",
         "Hy4",
         "vitwire_server.towers.models.subclasses:Hy4",
-        # As a HunyuanOCR: transformers has classes for it since 5.24 only.
-        configuration=lambda _, settings: new_config(
+        configuration=lambda _, settings: new_config(  # transformers has its classes since 5.24 only
             "hunyuan_vl",
             vision_config={**_HY4_DEFAULTS, **settings["vision_config"], "model_type": "hunyuan_vl_vision"},
             dtype=dtype_of(settings),

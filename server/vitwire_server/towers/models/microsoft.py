@@ -237,8 +237,7 @@ _PHI4 = TileFamily(
     ),
     transformers="5.23.0",
     encoder=Phi4,
-    # The filter of the overview is one that only torch has, on normalised pixels.
-    processor=images(lambda image, _: unsized(image, HALF)),
+    processor=images(lambda image, _: unsized(image, HALF)),  # only torch has the filter of the overview
     images=Accepts.PIXELS,
 )
 
