@@ -27,7 +27,7 @@ CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
     [
         ("internvl", config(vision_feature_layer=-2), "vision_feature_layer -2"),
         ("internvl", config(downsample_ratio=0.25), "do not fit the vision projector"),
-        ("internvl", config(vision_config__image_size=[112, 56]), "num_patches is 60, but must be a square"),
+        ("internvl", config(vision_config__image_size=[112, 56]), "not square|not a square"),
         ("internvl", edit(PROCESSOR, max_patches=0), "cannot be cut"),
         ("internvl", edit(PROCESSOR, min_patches=9), "cannot be cut"),
         ("internvl_chat", config(ps_version="v1"), "ps_version is 'v1'"),
