@@ -101,12 +101,10 @@ def _show(result: Run | Finding, shapes: Sequence[Shape], document: dict[str, ob
         console.print(report.list_table(result.trials))
     console.print(report.table(document))
     typer.echo(json.dumps(document))
-    if options.plot:
+    measured = result.last if isinstance(result, Finding) else result
+    if options.plot and measured:
         with reported():
-            if isinstance(result, Finding):
-                report.plot_trials(options.plot, result)
-            else:
-                report.plot(options.plot, result)
+            report.plot(options.plot, measured)
 
 
 def _check(result: Run | Finding) -> None:
