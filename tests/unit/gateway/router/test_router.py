@@ -58,7 +58,7 @@ def test_a_key_has_at_most_a_name(tmp_path: Path, line: str, caplog: pytest.LogC
     file.write_text(f"# keys\n{line}\n")
     for _ in range(3):
         keys.check("Bearer old")
-    assert caplog.messages == [f"{reason}; the keys stay as they were"]
+    assert caplog.messages == [f"keeping the previous API keys: {reason}"]
     file.write_text("new-key\n")
     keys.check("Bearer new-key")
     file.write_text(f"# more keys\n{line}\n")
