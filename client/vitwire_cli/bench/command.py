@@ -41,10 +41,7 @@ def bench(*, options: Options = _OPTIONS, connection: PatientConnection = _CONNE
         def run_at(pace: Pace) -> Run:
             return run(Load(client, work, pace, fresh=not options.repeat))
 
-        shapes = Load(client, work, pace).warm_up(model)
-        for shape in shapes:
-            if shape.resized_to:
-                warn(f"--size {shape.size}: the model takes it at {shape.resized_to}, {shape.tokens} tokens")
+        shapes = Load(client, work, pace).warm_up()
         result = _found(options, run_at) if options.search else run_at(pace)
     parameters = {
         "target": connection.target,
