@@ -1,6 +1,5 @@
 """Results: embeddings and their reports."""
 
-import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,11 +23,6 @@ DTYPES: dict[int, DType] = {number: name for name, number in OUTPUT_TYPES.items(
 _PATHS: dict[int, str] = {number: name.removeprefix("PATH_").lower() for name, number in pb.Path.items()}
 STORAGE: dict[DType, npt.DTypeLike] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 """numpy dtype of each type; bfloat16, which numpy lacks, is held as uint16."""
-_DLPACK_BFLOAT = 4
-"""`kDLBfloat`, https://dmlc.github.io/dlpack/latest/c_api.html."""
-_CAPSULE_CODE_OFFSETS = {b"dltensor": 20, b"dltensor_versioned": 52}
-"""Offset of the type code by name of the capsule. A tensor has data (8 bytes), device (8) and number of dimensions (4)
-before it; the versioned struct has version (8), context (8), deleter (8) and flags (8) before these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +125,6 @@ class Embedding:
             return rows.copy() if copy else rows
         return self.numpy().astype(wanted, copy=False)
 
-    def __dlpack__(self, **options: Any) -> Any:  # noqa: ANN401  # capsules have no type before 3.13
-        """The rows in the server's dtype, bfloat16 included, where `torch()` has them, sharing this object's memory."""
-        capsule = self._rows.__dlpack__(**options)
-        if self.dtype == "bfloat16" and isinstance(self._rows, np.ndarray):
-            _name_bfloat16(capsule)
-        return capsule
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        kind, number = self._rows.__dlpack_device__()
-        return int(kind), int(number)
-
     @property
     def main(self) -> Float32:
         """The rows without the deepstack levels, float32, `(tokens, width / (1 + levels))`.
@@ -180,15 +163,3 @@ def _float32(rows: npt.NDArray[Any], dtype: DType) -> Float32:
         widened: Float32 = np.left_shift(rows, 16, dtype=np.uint32).view(np.float32)
         return widened
     return rows.astype(np.float32, copy=False)
-
-
-def _name_bfloat16(capsule: object) -> None:
-    """Change the type of a DLPack capsule that is not yet consumed from uint16, as numpy exports it, to bfloat16."""
-    api = ctypes.pythonapi
-    api.PyCapsule_GetName.restype = ctypes.c_char_p
-    api.PyCapsule_GetName.argtypes = [ctypes.py_object]
-    api.PyCapsule_GetPointer.restype = ctypes.c_void_p
-    api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-    name = api.PyCapsule_GetName(capsule)
-    address = api.PyCapsule_GetPointer(capsule, name)
-    ctypes.c_uint8.from_address(address + _CAPSULE_CODE_OFFSETS[name]).value = _DLPACK_BFLOAT

@@ -1,12 +1,16 @@
 """Files that operators name: opened only if they are regular, as a pipe or a device may block for ever."""
 
 import errno
+import logging
 import os
 import stat
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import BinaryIO
+
+_log = logging.getLogger(__name__)
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
@@ -54,3 +58,36 @@ def _opened(path: str, flags: int) -> int:
 
 def _not_regular(path: str) -> OSError:
     return OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+class WatchedFiles(ABC):
+    """Files that are read again if they change. Used by one thread at a time."""
+
+    def __init__(self, what: str, *paths: Path) -> None:
+        """`what` the files hold, for the log."""
+        self._what = what
+        self._paths = paths
+        self._seen = [_signature(path) for path in paths]
+
+    def refresh(self) -> None:
+        """Read the files again if one changed. If they cannot be used, the previous content stays until they change."""
+        before, self._seen = self._seen, [_signature(path) for path in self._paths]
+        if self._seen == before:
+            return
+        try:
+            self._read_again()
+        except (OSError, ValueError) as error:
+            _log.error("keeping the previous %s: %s", self._what, error)
+
+    @abstractmethod
+    def _read_again(self) -> None:
+        """Raises OSError or ValueError, and changes nothing then."""
+
+
+def _signature(path: Path) -> tuple[int, int, int] | None:
+    """Differs when a file was written or replaced; None without a file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -26,9 +26,6 @@ from vitwire import Client, Item
 VITWIRE = Path(sys.executable).with_name("vitwire")
 HOPPER = Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"
 COFFEE = Path(skimage.__file__).parent / "data" / "coffee.png"
-NAMES = [os.path.relpath(file, os.path.commonpath([HOPPER, COFFEE])) for file in (HOPPER, COFFEE)]
-"""Of their rows, when both are encoded."""
-
 
 server = entered(lambda checkpoints: serving(checkpoints("qwen2_5_vl"), "--dtype", "float32"))
 
@@ -52,37 +49,24 @@ def started(*words: str | Path, flags: tuple[str, ...] = ()) -> Iterator[subproc
 
 
 def test_encode_writes_what_the_client_gets(server: ServerProcess, tmp_path: Path) -> None:
-    out = tmp_path / "rows.safetensors"
-    done = encode(server, HOPPER, COFFEE, "--out", out, "--json")
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout.splitlines()[-1])
-    assert len(document["items"]) == 2
-    with Client(server.target) as client:
-        expected = client.encode_images([HOPPER, COFFEE])
-    rows = load_file(out)
-    assert sorted(rows) == sorted(NAMES)
-    for name, each in zip(NAMES, expected, strict=True):
-        assert error(rows[name], each.numpy()) <= TOLERANCE
-    single = tmp_path / "one.npy"
-    assert encode(server, COFFEE, "--out", single).returncode == 0
-    assert np.load(single).shape == expected[1].shape
-
-
-def test_encode_takes_every_format_that_the_server_decodes(server: ServerProcess, tmp_path: Path) -> None:
-    folder, out = tmp_path / "files", tmp_path / "rows.safetensors"
+    """Of every format that the server decodes."""
+    folder, out, single = tmp_path / "files", tmp_path / "rows.safetensors", tmp_path / "one.npy"
     folder.mkdir()
     for kind in ("jpeg", "png", "webp", "gif", "bmp"):
         (folder / f"photo.{kind}").write_bytes(saved(photograph(), kind))
     (folder / "clip.mp4").write_bytes(clip(moving(10)))
-    done = encode(server, folder, "--out", out)
+    done = encode(server, folder, "--out", out, "--json")
     assert done.returncode == 0, done.stderr
     names = sorted(each.name for each in folder.iterdir())
+    assert len(json.loads(done.stdout.splitlines()[-1])["items"]) == len(names)
     with Client(server.target) as client:
-        expected = client.encode([Item.from_file(folder / name) for name in names])
+        *expected, coffee = client.encode([*(Item.from_file(folder / name) for name in names), Item.from_file(COFFEE)])
     rows = load_file(out)
     assert sorted(rows) == names
     for name, each in zip(names, expected, strict=True):
         assert error(rows[name], each.numpy()) <= TOLERANCE
+    assert encode(server, COFFEE, "--out", single).returncode == 0
+    assert error(np.load(single), coffee.numpy()) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -100,12 +84,6 @@ def test_wrong_words_are_one_line(words: list[str], message: str) -> None:
 def test_without_a_command_there_is_help() -> None:
     done = vitwire()
     assert (done.returncode, "Usage: vitwire" in done.stdout, done.stderr) == (2, True, "")
-
-
-def test_info_and_health(server: ServerProcess) -> None:
-    done = vitwire("info", "--target", server.target, "--json")
-    assert json.loads(done.stdout.splitlines()[-1])["model_type"] == "qwen2_5_vl"
-    assert vitwire("health", "--target", server.target).returncode == 0
 
 
 @pytest.fixture

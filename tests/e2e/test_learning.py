@@ -1,6 +1,7 @@
 """`--budgets learn` on real servers: padding falls, answers stay right, and a restart begins with what was learned."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -98,11 +99,10 @@ def test_a_load_is_learned_and_a_restart_begins_with_it(
         assert padding(server, lambda: image.send(client)) == pytest.approx(22 / 120)
         until_swapped(server, lambda: image.send(client), 1024)
         assert padding(server, lambda: [image.send(client) for _ in range(8)]) == 0
-        assert "learned ladder of" in server.log()
+        assert re.search(r"learned ladder of .* predicted to save [1-9]\d*\.\d %", server.log())
         assert {98, 256} <= set(budgets(server))
         assert len(budgets(server)) <= len(default)
         assert server.metric("vitwire_graphs_captured") == len(budgets(server))
-        assert server.metric("vitwire_ladder_gain_ratio") > 0
         learned = budgets(server)
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
     with learning(checkpoints("qwen2_vl"), tmp_path) as server, Client(server.target) as client:
@@ -185,7 +185,6 @@ def test_memory_is_flat_over_twenty_changes(checkpoints: Checkpoints, tmp_path: 
             until_swapped(server, lambda: client.encode([item], timeout=DEADLINE), 6000)  # noqa: B023 - called at once
             memory.append(psutil.Process(server.process.pid).memory_info().rss)
         assert max(memory[10:]) < 1.1 * max(memory[2:6])
-        assert server.metric("vitwire_ladder_grown_bytes") == 0
 
 
 @pytest.mark.matrix

@@ -1,4 +1,4 @@
-"""What an operator can follow a request by: ids, traces, exemplars, and logs that stay short."""
+"""What an operator can follow a request by: ids, traces, and logs that stay short."""
 
 import json
 import re
@@ -13,13 +13,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import trace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
-from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from checkpoints import Checkpoints
 from collectors import SOON, Collector, attributes, collecting
 from encoded_files import photograph, saved
 from entered import entered
-from processes import edges
 from routers import picture, router
 from servers import ServerProcess, serving
 from vitwire import Client, Item, NotCached
@@ -220,27 +218,6 @@ def test_a_collector_that_is_away_disturbs_nobody(checkpoints: Checkpoints) -> N
     ):
         assert len(client.encode([item()])) == 1
         assert process.stop() == 0
-
-
-def exemplars(server: ServerProcess, method: str) -> list[dict[str, str]]:
-    """The exemplars of a method's histogram, as OpenMetrics has them."""
-    asked = Request(
-        f"http://127.0.0.1:{server.metrics_port}/metrics", headers={"Accept": "application/openmetrics-text"}
-    )
-    with urlopen(asked, timeout=10) as answer:
-        text = answer.read().decode()
-    (family,) = (each for each in text_string_to_metric_families(text) if each.name == "vitwire_request_seconds")
-    samples = [each for each in family.samples if each.labels["method"] == method and each.exemplar]
-    return [each.exemplar.labels for each in samples if each.exemplar]
-
-
-def test_exemplars_lead_to_traces(server: ServerProcess, stub: EncoderServiceStub, collector: Collector) -> None:
-    if edges(server):
-        pytest.skip("edges record no exemplars, see docs/operations/tracing.md")
-    refused(stub, x_request_id="exemplary")
-    (span,) = collector.wait_for(of("Encode", "exemplary"))
-    assert {"trace_id": span.trace_id.hex()} in exemplars(server, "Encode")
-    assert "# {" not in server.page("/metrics")[1], "the classic format knows no exemplars"
 
 
 @pytest.mark.parametrize("rows", [16, 1024], ids=["Encode", "EncodeStream"])

@@ -37,23 +37,15 @@ def grpcurl(server: ServerProcess, *words: str) -> str:
     return done.stdout
 
 
-class TestGrpcurl:
-    """What reflection describes, and a call through it; test_readme.py runs the README's own lines."""
-
-    def test_list(self, server: ServerProcess) -> None:
-        assert {SERVICE, "grpc.health.v1.Health"} <= set(grpcurl(server, "list").split())
-
-    def test_describe(self, server: ServerProcess) -> None:
-        described = grpcurl(server, "describe", SERVICE)
-        for method in ("Encode", "EncodeStream", "GetModel"):
-            assert f"rpc {method} (" in described
-        assert "pixels = 15" in grpcurl(server, "describe", "vitwire.v1.Item")
-
-    def test_get_model(self, server: ServerProcess) -> None:
-        model = json.loads(grpcurl(server, f"{SERVICE}/GetModel"))
-        assert model["model_type"] == "qwen2_vl"
-        assert [budget["tokens"] for budget in model["budgets"]] == [16, 64]
-        assert (model["graphs"], model["attention_backend"], model["device"]) == ("simulated", "sdpa", "cpu")
+def test_what_reflection_describes(server: ServerProcess) -> None:
+    """test_readme.py runs the README's calls through it."""
+    assert {SERVICE, "grpc.health.v1.Health"} <= set(grpcurl(server, "list").split())
+    described = grpcurl(server, "describe", SERVICE)
+    assert all(f"rpc {method} (" in described for method in ("Encode", "EncodeStream", "GetModel"))
+    assert "pixels = 15" in grpcurl(server, "describe", "vitwire.v1.Item")
+    model = json.loads(grpcurl(server, f"{SERVICE}/GetModel"))
+    assert [budget["tokens"] for budget in model["budgets"]] == [16, 64]
+    assert (model["graphs"], model["attention_backend"], model["device"]) == ("simulated", "sdpa", "cpu")
 
 
 @pytest.mark.parametrize(("words", "policy"), [((), "PASSIVE"), (("OMP_WAIT_POLICY=ACTIVE",), "ACTIVE")])

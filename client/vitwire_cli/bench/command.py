@@ -41,10 +41,7 @@ def bench(*, options: Options = _OPTIONS, connection: PatientConnection = _CONNE
         def run_at(pace: Pace) -> Run:
             return run(Load(client, work, pace, fresh=not options.repeat))
 
-        shapes = Load(client, work, pace).warm_up(model)
-        for shape in shapes:
-            if shape.resized_to:
-                warn(f"--size {shape.size}: the model takes it at {shape.resized_to}, {shape.tokens} tokens")
+        shapes = Load(client, work, pace).warm_up()
         result = _found(options, run_at) if options.search else run_at(pace)
     parameters = {
         "target": connection.target,
@@ -101,12 +98,10 @@ def _show(result: Run | Finding, shapes: Sequence[Shape], document: dict[str, ob
         console.print(report.list_table(result.trials))
     console.print(report.table(document))
     typer.echo(json.dumps(document))
-    if options.plot:
+    measured = result.last if isinstance(result, Finding) else result
+    if options.plot and measured:
         with reported():
-            if isinstance(result, Finding):
-                report.plot_trials(options.plot, result)
-            else:
-                report.plot(options.plot, result)
+            report.plot(options.plot, measured)
 
 
 def _check(result: Run | Finding) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from vitwire import Client, Embedding, Item, Model, VitwireError
+from vitwire import Client, Embedding, Item, VitwireError
 from vitwire.items import pixel_bytes
 from vitwire_cli.bench.workload import Shape, Workload
 
@@ -88,13 +88,13 @@ class Load:
     _ended: float = float("inf")
     """When the last request was due, once that is known."""
 
-    def warm_up(self, model: Model) -> list[Shape]:
+    def warm_up(self) -> list[Shape]:
         """Open connections, and let the server do work that comes once; returns what the model makes of each size."""
         seen: dict[int, Embedding] = {}
         for items in self.workload.warmup:
             seen |= zip(map(id, items), self.client.encode(items), strict=True)
         found = [(size, seen[id(item)]) for size, item in self.workload.sizes.items() if id(item) in seen]
-        return [Shape.of(size, rows.grid, rows.shape[0], model) for size, rows in found]
+        return [Shape(str(size), rows.grid, rows.shape[0]) for size, rows in found]
 
     def run(self) -> float:
         """Run the load; returns its duration in seconds. An exception in a thread is raised once all have ended.

@@ -1,4 +1,4 @@
-"""Results of the benchmark as a table and plots."""
+"""Results of the benchmark as tables and a plot."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitwire.shared.extras import remedy
-from vitwire_cli.bench.capacity import Finding
 from vitwire_cli.bench.results import Run
 
 _FEW = 50
@@ -92,23 +91,4 @@ def plot(path: Path, run: Run) -> None:
     for share in (50, 95, 99):
         shares.axhline(share, color=_GREY, linewidth=0.5, linestyle="--")
     shares.set(xlabel="latency, ms", ylabel="% of requests at most", title="distribution", ylim=(0, 100))
-    figure.savefig(path, dpi=140)
-
-
-def plot_trials(path: Path, finding: Finding) -> None:
-    """Latency over rate, by trial."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  # as above
-
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
-    for holds, color, label in ((True, _BLUE, "holds"), (False, _RED, "fails")):
-        points = [
-            (each.rate, each.p99_ms) for each in finding.trials if each.holds is holds and each.p99_ms is not None
-        ]
-        axes.scatter([rate for rate, _ in points], [latency for _, latency in points], color=color, label=label)
-    axes.axhline(finding.options.p99_ms, color=_GREY, linewidth=0.5, linestyle="--")
-    if finding.rate is not None:
-        axes.axvline(finding.rate, color=_GREY, linewidth=0.5, linestyle="--")
-    axes.set(xlabel="requests per second", ylabel="p99 of answered requests, ms", yscale="log", title="trials")
-    axes.legend()
     figure.savefig(path, dpi=140)

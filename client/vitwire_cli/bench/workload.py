@@ -74,27 +74,8 @@ class Shape:
     """A size as the model resizes and cuts it."""
 
     size: str
-    resized_to: str | None
-    """The size at which it is encoded, if that differs by a token or more."""
     grid: Grid
     tokens: int
-
-    @classmethod
-    def of(cls, size: ImageSize, grid: Grid, tokens: int, model: Model) -> "Shape":
-        unit, slack = _unit(grid, model)
-        height, width = (count * side for count, side in zip(grid[1:], unit, strict=True))
-        same = abs(height - size.height) < slack and abs(width - size.width) < slack
-        return cls(str(size), None if same else f"{width}x{height}", grid, tokens)
-
-
-def _unit(grid: Grid, model: Model) -> tuple[tuple[int, int], int]:
-    """Height and width that one of a grid's rows and columns stands for, and how far sizes are from whole ones."""
-    tiles = model.tiles
-    if tiles is None:
-        return (model.patch_size, model.patch_size), model.patch_size * model.merge_size
-    if tiles.patch:
-        return (tiles.patch, tiles.patch), tiles.patch
-    return (tiles.crop if tiles.crop and not tiles.single and grid[0] > 1 else tiles.tile), 1
 
 
 def of_sizes(sizes: Sequence[ImageSize], items: Sequence[Item], count: int) -> Workload:

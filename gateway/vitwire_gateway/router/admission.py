@@ -15,7 +15,7 @@ from vitwire.content_ids import read_content_key
 from vitwire.shared.fairness.budgets import Budget, Holding
 from vitwire.shared.fairness.hosts import host_name
 from vitwire.shared.named_files import naming
-from vitwire_flags.regular_files import read_regular
+from vitwire_flags.regular_files import WatchedFiles, read_regular
 from vitwire_gateway.api_errors import ApiError, overloaded
 from vitwire_gateway.callers import Caller
 from vitwire_gateway.gateway_settings import RouterSettings
@@ -26,21 +26,18 @@ logger = logging.getLogger("vitwire.router")
 _MAX_KEY_BYTES = 16 << 20
 
 
-class ApiKeys:
+class ApiKeys(WatchedFiles):
     """The keys in a file, as `read_keys` reads it. It is read again when it changes."""
 
     def __init__(self, file: Path) -> None:
         """Raises ValueError for a file without keys."""
         self._file = file
-        self._seen: tuple[int, int, int] | None = None
-        self._digests: list[bytes] = []
-        self._failure = ""
-        with naming("--api-keys-file", file):
-            self._refresh()
+        super().__init__("API keys", file)
+        self._read_again()
 
     def check(self, authorization: str | None) -> str:
         """A name for the caller by its key, which it does not reveal. Raises ApiError for none of the keys."""
-        self._follow()
+        self.refresh()
         scheme, _, key = (authorization or "").partition(" ")
         digest = _digest(key.strip())
         # All are compared, so that the time taken says nothing about which one was close.
@@ -50,23 +47,9 @@ class ApiKeys:
             raise ApiError(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
         return digest.hex()
 
-    def _follow(self) -> None:
-        """A file that cannot be used leaves the keys as they are."""
-        try:
-            with naming("--api-keys-file", self._file):
-                self._refresh()
-            self._failure = ""
-        except ValueError as error:
-            if (failure := str(error)) != self._failure:
-                logger.warning("%s; the keys stay as they were", failure)
-            self._failure = failure
-
-    def _refresh(self) -> None:
-        stat = self._file.stat()
-        version = stat.st_mtime_ns, stat.st_size, stat.st_ino
-        if version != self._seen:
+    def _read_again(self) -> None:
+        with naming("--api-keys-file", self._file):
             self._digests = [_digest(key) for key in read_keys(self._file)]
-            self._seen = version
 
 
 def read_keys(file: Path) -> list[str]:

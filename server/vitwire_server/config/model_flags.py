@@ -106,7 +106,7 @@ class GraphSettings:
     max_items_per_batch: int = flag(64, "maximum items per forward", 1, MAX_ITEMS)
     max_frames_per_batch: int = flag(512, "maximum attention segments (frames) per forward", 1, MAX_PATCHES)
     attention_backend: str = flag(
-        "auto", "sdpa, triton, varlen, hopper, fa3, fa4, or auto: the fastest that passes the accuracy check"
+        "auto", "sdpa, triton, varlen, hopper, fa4, or auto: the fastest that passes the accuracy check"
     )
     given: frozenset[str] = frozenset()
     """Settings that are not left at their defaults."""

@@ -172,7 +172,7 @@ def _served(readings: Readings) -> dict[str, str]:
 
 
 def _prepared(readings: Readings) -> list[str]:
-    """Pictures prepared by place, and their times, if the server prepares."""
+    """Where pictures and files are prepared, if they are, and what waits for it."""
     places = {each["what"]: _place(each) for each in readings.labels("vitwire_preparation_info")}
     if not places:
         return []
@@ -180,17 +180,9 @@ def _prepared(readings: Readings) -> list[str]:
     facts = {
         "pictures are prepared": places["prepare"],
         "JPEG files are decoded": places["decode"],
-        **{
-            f"prepared {_place(each)}": _count(readings.total("vitwire_prepared_total", **each))
-            for each in readings.labels("vitwire_prepared_total")
-        },
         "decoders": f"{_count(busy)} of {_count(running)} busy",
         "waiting for one": _count(waiting),
     }
-    for each in readings.labels("vitwire_prepare_seconds_count"):
-        if count := readings.total("vitwire_prepare_seconds_count", **each):
-            mean = readings.total("vitwire_prepare_seconds_sum", **each) / count
-            facts[f"{each['stage']} {_place(each)}, mean"] = f"{1e3 * mean:.3g} ms"
     return [_facts("Prepared", facts)]
 
 

@@ -84,13 +84,6 @@ def trace_preparing(start: float, stages: Mapping[str, float], attributes: Attri
         at += seconds
 
 
-def exemplar() -> dict[str, str]:
-    """Exemplar of a histogram: the request's trace id, or its request id."""
-    if span := SPAN.get():
-        return {"trace_id": span.trace_id}
-    return {"request_id": name} if (name := REQUEST_ID.get()) else {}
-
-
 def request_id(offered: str | bytes | None) -> str:
     """The caller's id if it is safe to log, else a new one."""
     return offered if isinstance(offered, str) and _VALID.fullmatch(offered) else uuid4().hex

@@ -11,7 +11,7 @@ import grpc
 
 from vitwire_server.core.errors import EncoderError, Overloaded
 from vitwire_server.observe.metrics.rpc import RpcMetrics
-from vitwire_server.observe.tracing import REQUEST_ID, Span, Tracer, exemplar, request_id
+from vitwire_server.observe.tracing import REQUEST_ID, Span, Tracer, request_id
 from vitwire_server.rpc.credentials import IS_REFUSED
 from vitwire_server.rpc.grpc_types import Behaviour, Context, Continuation, RpcHandler, cancelled_if_gone, replaced
 from vitwire_server.rpc.status import code_of, message_of, trailers_of
@@ -100,7 +100,7 @@ class RpcBoundary(grpc.aio.ServerInterceptor):
                     self._metrics.inflight.dec(counts)
                     if counts:
                         self._metrics.requests.labels(method, counted.name).inc()
-                        self._metrics.request_seconds.labels(method).observe(time.perf_counter() - start, exemplar())
+                        self._metrics.request_seconds.labels(method).observe(time.perf_counter() - start)
                     _log_failure(method, context, code, span)
             assert answer is not None, "an RPC without an answer was aborted"
             return answer

@@ -4,7 +4,6 @@ import hashlib
 import logging
 import re
 import ssl
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -14,7 +13,7 @@ import grpc
 
 from vitwire.shared.fairness.hosts import peer_name
 from vitwire.shared.named_files import naming
-from vitwire_flags.regular_files import read_regular
+from vitwire_flags.regular_files import WatchedFiles, read_regular
 from vitwire_server.rpc.grpc_types import Context, Continuation, RpcHandler
 
 _log = logging.getLogger(__name__)
@@ -26,39 +25,6 @@ _SCHEME = "bearer "
 _token_name: ContextVar[str] = ContextVar("token_name", default="")
 IS_REFUSED: ContextVar[bool] = ContextVar("is_refused", default=False)
 """Whether the RPC of this task has no valid token."""
-
-
-class WatchedFiles(ABC):
-    """Files that are read again if they change. Used by one thread at a time."""
-
-    def __init__(self, what: str, *paths: Path) -> None:
-        """`what` the files hold, for the log."""
-        self._what = what
-        self._paths = paths
-        self._seen = [_signature(path) for path in paths]
-
-    def refresh(self) -> None:
-        """Read the files again if one changed. If they cannot be used, the previous content stays until they change."""
-        before, self._seen = self._seen, [_signature(path) for path in self._paths]
-        if self._seen == before:
-            return
-        try:
-            self._read_again()
-        except (OSError, ValueError) as error:
-            _log.error("keeping the previous %s: %s", self._what, error)
-
-    @abstractmethod
-    def _read_again(self) -> None:
-        """Raises OSError or ValueError, and changes nothing then."""
-
-
-def _signature(path: Path) -> tuple[int, int, int] | None:
-    """Differs when a file was written or replaced; None without a file."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 class Certificates(WatchedFiles):

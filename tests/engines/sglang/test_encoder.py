@@ -15,6 +15,7 @@ import torch
 from sglang.srt.disaggregation.encoder import receiver as receiving
 from sglang.srt.disaggregation.encoder.receiver import create_mm_receiver
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+from sglang.srt.models.qwen3_vl import Qwen3VLForConditionalGeneration
 from sglang.srt.sampling.sampling_params import SamplingParams
 from tests.engines.sglang.conftest import SGLang
 
@@ -40,6 +41,15 @@ def check(sglang: SGLang, inputs: Any, embeddings: list[Embedding]) -> None:
         assert torch.equal(item.precomputed_embeddings, expected.torch())
         assert list(inputs.input_ids)[start : end + 1] == [sglang.config.image_token_id] * expected.shape[0]
     assert inputs.mrope_positions.shape == (3, len(inputs.input_ids))
+
+
+def test_sglang_splits_deepstack_levels_as_vitwire_lays_them_out(sglang: SGLang, embeddings: list[Embedding]) -> None:
+    levels = len(sglang.config.vision_config.deepstack_visual_indexes)
+    model: Any = SimpleNamespace(config=sglang.config.text_config, num_deepstack_embeddings=levels)
+    main, deepstack = Qwen3VLForConditionalGeneration.separate_deepstack_embeds(model, embeddings[0].torch())
+    assert torch.equal(main.float(), torch.from_numpy(embeddings[0].main))
+    expected = torch.cat([torch.from_numpy(each) for each in embeddings[0].deepstack], dim=-1)
+    assert torch.equal(deepstack.float(), expected)
 
 
 # -- zmq_to_tokenizer ------------------------------------------------------------------------------

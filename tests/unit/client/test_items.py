@@ -115,14 +115,9 @@ def test_embeddings_widen_exactly(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    "tensor_of",
-    [Embedding.torch, torch.from_dlpack, lambda got: torch.utils.dlpack.from_dlpack(got.__dlpack__())],
-    ids=["torch", "dlpack", "the older capsule"],
-)
-def test_tensors_share_the_memory_in_the_servers_dtype(tensor_of: Any, dtype: torch.dtype) -> None:
+def test_tensors_share_the_memory_in_the_servers_dtype(dtype: torch.dtype) -> None:
     got = embedding(torch.randn(5, 12).to(dtype))
-    tensor = tensor_of(got)
+    tensor = got.torch()
     assert tensor.dtype == dtype
     tensor[2, 3] = 7
     assert got.numpy()[2, 3] == 7

@@ -127,7 +127,7 @@ def _reserve(file: Path) -> None:
 
 
 def merged(families: Iterable[Metric]) -> list[Metric]:
-    """One family for each name, its samples added by labels. The first family that has a sample gives its exemplar."""
+    """One family for each name, its samples added by labels."""
     found: dict[str, Metric] = {}
     sums: dict[str, dict[tuple[tuple[str, str], ...], dict[tuple[str, str], Sample]]] = {}
     for family in families:

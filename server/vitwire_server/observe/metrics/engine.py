@@ -133,25 +133,18 @@ class EngineMetrics:
 
 
 class LadderMetrics:
-    """Budgets in use, fits, and what the last change was predicted to bring; implements core's `LadderMonitor`.
+    """Budgets in use, fits, and the pause of the last change; implements core's `LadderMonitor`.
 
     Recorded on the engine thread.
     """
 
     def __init__(self, series: Series) -> None:
         self._refits = series.counter("ladder_refits", "Fits of the ladder to recent loads, by result", result=Refit)
-        self.spent = series.counter(
-            "ladder_refit_seconds", "Time of the engine thread spent on changes of the ladder"
-        ).inc
         self._captured = series.gauge("graphs_captured", "Budgets whose graph was captured and is in use")
         self._budgets = series.gauge(
             "ladder_budgets", "1 for budgets in use, 0 for those that were replaced", budget=()
         )
-        self._gain = series.gauge(
-            "ladder_gain_ratio", "Share of predicted time that the last change of the ladder saves"
-        )
         self._pause = series.gauge("ladder_pause_seconds", "Longest time that batches waited during the last change")
-        self._grown = series.gauge("ladder_grown_bytes", "Graph memory that changes of the ladder added")
         self._shown: set[str] = set()
 
     def in_use(self, ladder: Iterable[Budget]) -> None:
@@ -167,12 +160,10 @@ class LadderMetrics:
         """A fit came to this."""
         self._refits.labels(result).inc()
 
-    def changed(self, ladder: Iterable[Budget], gain: float, pause: float, grown: int) -> None:
-        """Another ladder is in use."""
+    def changed(self, ladder: Iterable[Budget], pause: float) -> None:
+        """Another ladder is in use, after batches waited for `pause` seconds at most."""
         self.in_use(ladder)
-        self._gain.set(gain)
         self._pause.set(pause)
-        self._grown.set(grown)
 
 
 class ModelMetrics:

@@ -5,7 +5,6 @@ A new backend is a function that returns it here, and an entry in `BACKENDS`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from inspect import signature
 from itertools import groupby, pairwise
@@ -118,13 +117,12 @@ def _hopper() -> Attend:
     return Tiled(hopper_tiles, hopper_attention)
 
 
-def _flash(package: str) -> Attend:
-    """Flash attention 3 or 4, called as its package is installed. Raises ImportError if it is missing.
+def _flash() -> Attend:
+    """Flash attention 4. Raises ImportError if it is missing.
 
-    torch's switch to them applies to the whole process, and in torch 2.11 to 2.13 expects two results where flash
-    attention 4 now returns five.
+    torch's switch to it applies to the whole process, and in torch 2.11 to 2.13 expects two results of now five.
     """
-    varlen = import_module(package).flash_attn_varlen_func
+    varlen = import_module("flash_attn.cute").flash_attn_varlen_func
 
     def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
         ends, most = segments.keys()
@@ -140,7 +138,6 @@ def _flash(package: str) -> Attend:
 _HALF = (torch.bfloat16, torch.float16)
 _TRITON_HEADS = frozenset({16, 32, 64, 72, 80, 88, 96, 128})
 _HOPPER_HEADS = frozenset({64, 72, 80, 88, 96, 128})
-_FA3, _FA4 = partial(_flash, "flash_attn_interface"), partial(_flash, "flash_attn.cute")
 BACKENDS = {
     backend.name: backend
     for backend in (
@@ -148,7 +145,6 @@ BACKENDS = {
         Backend("triton", _triton, ("cuda",), _HALF, _TRITON_HEADS, capability=AMPERE),
         Backend("varlen", _varlen, ("cuda", "meta"), _HALF, capability=AMPERE),
         Backend("hopper", _hopper, ("cuda",), _HALF[:1], _HOPPER_HEADS, generations=frozenset({9})),
-        Backend("fa3", _FA3, ("cuda",), _HALF, isolates=False, generations=frozenset({9})),
-        Backend("fa4", _FA4, ("cuda",), _HALF, isolates=False, capability=AMPERE),
+        Backend("fa4", _flash, ("cuda",), _HALF, isolates=False, capability=AMPERE),
     )
 }

@@ -219,16 +219,15 @@ class LadderLearner:
     def _spent(self, start: float) -> None:
         """A step is done, and the next one waits."""
         self._waits_since = now = self._clock()
-        spent = now - start
-        self._monitor.spent(spent)
         if self._change:
+            spent = now - start
             self._change.spent += spent
             self._change.longest = max(self._change.longest, spent)
 
     def _announce(self, change: Change, ladder: Ladder) -> None:
         proposal = change.proposal
         self._monitor.refitted(Refit.SWAPPED)
-        self._monitor.changed(ladder, change.gain, change.longest, self._capture.grown)
+        self._monitor.changed(ladder, change.longest)
         _log.info(
             "%s ladder of %d budgets in use, %d of them captured in %.2f s over %.1f s (longest pause %.0f ms): "
             "predicted to save %.1f %% of the time, padding %.1f instead of %.1f %%",

@@ -82,13 +82,6 @@ def test_encode_writes_safetensors(vitwire: Invoke, photos: list[Path], tmp_path
     assert done.stderr == ""
 
 
-def test_encode_writes_npy(vitwire: Invoke, photos: list[Path], tmp_path: Path) -> None:
-    assert vitwire("encode", photos[0], "--out", tmp_path / "one.npy").exit_code == 0
-    assert np.load(tmp_path / "one.npy").shape == (20, 12)
-    assert vitwire("encode", *photos, "--out", tmp_path / "new" / "folder").exit_code == 0
-    assert written(tmp_path / "new" / "folder") == ["a/cat.png.npy", "b/cat.png.npy", "dog.png.npy"]
-
-
 def written(folder: Path) -> list[str]:
     return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
 
@@ -241,15 +234,17 @@ def test_an_item_that_the_service_fails_does_not_lose_the_others(photos: list[Pa
     assert written(tmp_path / "out") == ["a/cat.png.npy", "dog.png.npy"]
 
 
-def test_the_case_of_a_suffix_does_not_count(vitwire: Invoke, photos: list[Path], tmp_path: Path) -> None:
-    assert vitwire("encode", photos[0], "--out", tmp_path / "all.SafeTensors").exit_code == 0
+def test_encode_writes_by_suffix(vitwire: Invoke, photos: list[Path], tmp_path: Path) -> None:
+    """In any case; a folder may have one too."""
+    for name in ("all.SafeTensors", "one.NPY", "two.npy"):
+        assert vitwire("encode", photos[0], "--out", tmp_path / name).exit_code == 0
     assert load_file(tmp_path / "all.SafeTensors")["cat.png"].shape == (20, 12)
-    assert vitwire("encode", photos[0], "--out", tmp_path / "one.NPY").exit_code == 0
-    assert np.load(tmp_path / "one.NPY").shape == (20, 12)
-    dotted = tmp_path / "rows.v2"
-    dotted.mkdir()
-    assert vitwire("encode", photos[0], "--out", dotted).exit_code == 0
-    assert [file.name for file in dotted.iterdir()] == ["cat.png.npy"]
+    assert np.load(tmp_path / "one.NPY").shape == np.load(tmp_path / "two.npy").shape == (20, 12)
+    assert vitwire("encode", *photos, "--out", tmp_path / "new" / "folder").exit_code == 0
+    assert written(tmp_path / "new" / "folder") == ["a/cat.png.npy", "b/cat.png.npy", "dog.png.npy"]
+    (tmp_path / "rows.v2").mkdir()
+    assert vitwire("encode", photos[0], "--out", tmp_path / "rows.v2").exit_code == 0
+    assert written(tmp_path / "rows.v2") == ["cat.png.npy"]
 
 
 def test_failures_of_the_service_are_one_line(photos: list[Path]) -> None:

@@ -53,37 +53,49 @@ def test_rows_are_encoded_as_the_request_is_sent() -> None:
     assert b"".join(body) == b"".join(sent)  # a request that is sent again
 
 
+FORMS: list[Any] = [
+    lambda field: {"type": field, field: {"url": "data:x"}},
+    lambda field: {"type": field, field: "data:x", "uuid": "u"},
+    lambda field: {field: {"url": "data:x"}},
+    lambda field: {"type": "text", field: "data:x", "uuid": "u"},  # vLLM reads it as an image or a clip
+]
+
+
 @pytest.mark.parametrize(
-    "part",
+    ("part", "field"),
     [
-        image({"url": "data:x", "detail": "low"}),
-        image("data:x"),
-        {"type": "input_image", "image_url": "data:x"},
-        {"image_url": {"url": "data:x"}},
-        {"type": "text", "image_url": "data:x", "uuid": "u"},  # vLLM reads it as an image
+        *((form(field), field) for form in FORMS for field in ("image_url", "video_url")),
+        (image({"url": "data:x", "detail": "low"}), "image_url"),
+        ({"type": "input_image", "image_url": "data:x"}, "image_url"),
     ],
 )
-def test_images_are_found_in_every_form(part: dict[str, Any]) -> None:
-    (ref,) = images_of(chat({"type": "text", "text": "t"}, part))
-    assert (ref.url, ref.param) == ("data:x", "messages[1].content[1].image_url")
+def test_images_and_clips_are_found_in_every_form(part: dict[str, Any], field: str) -> None:
+    (ref,) = images_of(chat({"type": "text", "text": "t"}, part), with_clips=True)
+    assert (ref.url, ref.param) == ("data:x", f"messages[1].content[1].{field}")
+    assert len(images_of(chat(part))) == (field == "image_url")
 
 
 @pytest.mark.parametrize(
     ("part", "param", "reason"),
     [
-        (image({}), "messages[1].content[0].image_url.url", "string"),
-        (image({"url": 5}), "messages[1].content[0].image_url.url", "string"),
-        (image({"url": ""}), "messages[1].content[0].image_url.url", "string"),
-        (image(None), "messages[1].content[0].image_url", "nothing"),
-        (image([]), "messages[1].content[0].image_url", "list"),
-        ({"type": "image_url"}, "messages[1].content[0].image_url", "nothing"),
-        ({"image_url": None, "uuid": "cached"}, "messages[1].content[0].image_url", "nothing"),
+        (image({}), "image_url.url", "string"),
+        (image({"url": 5}), "image_url.url", "string"),
+        (image({"url": ""}), "image_url.url", "string"),
+        (image(None), "image_url", "nothing"),
+        (image([]), "image_url", "list"),
+        ({"type": "image_url"}, "image_url", "nothing"),
+        ({"image_url": None, "uuid": "cached"}, "image_url", "nothing"),
+        ({"type": "video_url"}, "video_url", "nothing"),
+        ({"video_url": {"url": 5}}, "video_url.url", "string"),
+        ({"video_url": ["data:x"]}, "video_url", 'expected {"url": "data:video/..."}, got list'),
     ],
 )
 def test_malformed_parts_are_named(part: dict[str, Any], param: str, reason: str) -> None:
-    with pytest.raises(ApiError, match=reason) as caught:
-        images_of(chat(part))
-    assert (caught.value.status, caught.value.param) == (400, param)
+    with pytest.raises(ApiError, match=re.escape(reason)) as caught:
+        images_of(chat(part), with_clips=True)
+    code = "invalid_clip_url" if param.startswith("video") else "invalid_image_url"
+    found = (caught.value.status, caught.value.code, caught.value.param)
+    assert found == (400, code, f"messages[1].content[0].{param}")
     assert json.loads(caught.value.body)["error"]["type"] == "invalid_request_error"
 
 
@@ -92,35 +104,6 @@ def test_malformed_parts_are_named(part: dict[str, Any], param: str, reason: str
 )
 def test_what_is_no_image_is_left_to_the_engine(request_: dict[str, Any]) -> None:
     assert images_of(request_) == []
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"type": "video_url", "video_url": {"url": "data:x"}},
-        {"type": "video_url", "video_url": "data:x", "uuid": "u"},
-        {"video_url": {"url": "data:x"}},
-        {"type": "text", "video_url": "data:x", "uuid": "u"},  # vLLM reads it as a clip
-    ],
-)
-def test_clips_are_found_in_every_form(part: dict[str, Any]) -> None:
-    (ref,) = images_of(chat({"type": "text", "text": "t"}, part), with_clips=True)
-    assert (ref.url, ref.param) == ("data:x", "messages[1].content[1].video_url")
-    assert images_of(chat(part)) == []
-
-
-@pytest.mark.parametrize(
-    ("part", "param", "reason"),
-    [
-        ({"type": "video_url"}, "messages[1].content[0].video_url", "nothing"),
-        ({"video_url": {"url": 5}}, "messages[1].content[0].video_url.url", "string"),
-        ({"video_url": ["data:x"]}, "messages[1].content[0].video_url", 'expected {"url": "data:video/..."}, got list'),
-    ],
-)
-def test_malformed_clips_are_named(part: dict[str, Any], param: str, reason: str) -> None:
-    with pytest.raises(ApiError, match=re.escape(reason)) as caught:
-        images_of(chat(part), with_clips=True)
-    assert (caught.value.status, caught.value.code, caught.value.param) == (400, "invalid_clip_url", param)
 
 
 def test_nothing_of_a_part_can_take_the_place_of_its_embedding() -> None:

@@ -1,4 +1,4 @@
-"""The pure parts of the SGLang integration: requests, headers, registrations, images, precomputed embeddings."""
+"""The pure parts of the SGLang integration: requests, headers, registrations, images."""
 
 import asyncio
 import base64
@@ -10,14 +10,12 @@ from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from fake_service import Fake, model_message, serving
-from vitwire import AsyncClient, Embedding, Model, Report
-from vitwire.integrations.sglang import expanded, precomputed
+from vitwire import AsyncClient, Model, Report
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.callers import Caller
 from vitwire_gateway.gateway_settings import SglangSettings
@@ -273,42 +271,3 @@ def test_base64_is_bounded_before_it_is_decoded() -> None:
     assert found.read(base64.b64encode(content).decode()) == content
     with pytest.raises(ApiError, match="exceeds the limit of 300 bytes"):
         found.read("data:image/png;base64," + base64.b64encode(os.urandom(303)).decode())
-
-
-# -- precomputed -----------------------------------------------------------------------------------
-
-
-def embedding(rows: int, grid: tuple[int, int, int], value: int = 0) -> Embedding:
-    return Embedding(np.full((rows, 6), value, "<u2"), "bfloat16", 2, Report(), grid)
-
-
-def test_one_entry_has_all_images() -> None:
-    (entry,) = precomputed([embedding(4, (1, 4, 4), 1), embedding(6, (1, 4, 6), 2)])
-    rows, grids = entry.pop("precomputed_embeddings"), entry.pop("image_grid_thw")
-    assert entry == {"format": "processor_output", "modality": "IMAGE"}
-    assert rows.dtype == torch.bfloat16
-    assert rows.view(torch.uint16)[:, 0].tolist() == [1] * 4 + [2] * 6
-    assert grids.tolist() == [[1, 4, 4], [1, 4, 6]]
-    assert "video_grid_thw" in precomputed([embedding(8, (2, 4, 4))], modality="video")[0]
-
-
-def test_placeholders_are_repeated_per_row() -> None:
-    embeddings = [embedding(2, (1, 4, 2)), embedding(3, (1, 4, 3))]
-    assert expanded([1, 9, 2, 9, 3], embeddings, 9) == [1, 9, 9, 2, 9, 9, 9, 3]
-    with pytest.raises(ValueError, match=r"expected 2 placeholders \(token 9\), one per embedding, got 1"):
-        expanded([1, 9, 2], embeddings, 9)
-
-
-def test_embeddings_that_do_not_fit_together_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected at least one, got none"):
-        precomputed([])
-    with pytest.raises(ValueError, match=r"embeddings\[1\].grid is unknown"):
-        precomputed([embedding(4, (1, 4, 4)), embedding(4, (0, 0, 0))])
-    other = Embedding(np.zeros((4, 6), np.float32), "float32", 2, Report(), (1, 4, 4))
-    with pytest.raises(ValueError, match="expected one width and dtype"):
-        precomputed([embedding(4, (1, 4, 4)), other])
-    with pytest.raises(ValueError, match=r"embeddings\[0\].grid: \(2, 4, 4\) is the grid of a clip"):
-        precomputed([embedding(8, (2, 4, 4))])
-    pruned = Embedding(np.zeros((4, 6), np.float32), "float32", 2, Report(kept=(0, 1, 2, 5)), (2, 4, 4))
-    with pytest.raises(ValueError, match=r"embeddings\[0\]: its tokens were pruned"):
-        precomputed([pruned], modality="video")

@@ -89,6 +89,10 @@ def test_a_ladder_that_learns_has_no_sizes_of_its_own(tmp_path: Path) -> None:
         (["--otlp-endpoint", "grpc://collector:4317"], "--otlp-endpoint"),
         (["--otlp-endpoint", "http://collector:4317/v1 traces"], "--otlp-endpoint"),
         *(
+            ([f"--rpc-processes={text}"], f"^--rpc-processes: expected auto or a number from 1 to 64 .got '{text}'")
+            for text in ("0", "65", "-1", "two", "1.5")
+        ),
+        *(
             (["--store-bytes", text], r"'--store-bytes' .*: .* is not a size")
             for text in ("", "GiB", "1e9", "4 GiBs", "4GiB/s", "0x10", "inf")
         ),
@@ -304,18 +308,6 @@ def test_rpc_processes_are_auto_or_a_number(monkeypatch: pytest.MonkeyPatch, tmp
     if sys.platform == "linux":
         monkeypatch.setenv("VITWIRE_RPC_PROCESSES", "4")
         assert resolve(["--config", str(file)]).rpc_process_count == 4
-    for wrong in ("0", "65", "-1", "two", "1.5"):
-        with pytest.raises(
-            UsageError, match=f"^--rpc-processes .*: expected auto or a number from 1 to 64 .got '{wrong}'"
-        ):
-            resolve(["--model", "m", f"--rpc-processes={wrong}"])
-
-
-def test_what_can_be_closed_and_opened() -> None:
-    given = resolve(["--model", "m", "--no-metrics", "--nixl", "--otlp-endpoint", "https://collector:4317"])
-    assert (given.metrics, given.nixl, given.otlp_endpoint) == (False, True, "https://collector:4317")
-    default = resolve(["--model", "m"])
-    assert (default.metrics, default.nixl, default.otlp_endpoint) == (True, False, None)
 
 
 @pytest.mark.parametrize(

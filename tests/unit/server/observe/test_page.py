@@ -11,7 +11,7 @@ from vitwire_server.core.budgets import budget
 from vitwire_server.core.errors import EncodeFailed
 from vitwire_server.core.health import Health, State
 from vitwire_server.core.items import Modality
-from vitwire_server.core.models import NotOnDevice, Place, Preparation
+from vitwire_server.core.models import Place, Preparation
 from vitwire_server.core.plans import Fallback
 from vitwire_server.core.reports import BatchReport, Outcome, Waiting
 from vitwire_server.core.runner import Timings
@@ -108,26 +108,13 @@ def test_what_is_prepared_where(metrics: Metrics) -> None:
     metrics.model.described(given)
     assert "Prepared" not in render(metrics)
     metrics.model.described(replace(given, prepared=(Modality.IMAGE,)))
-    for reason in (None, None, NotOnDevice.TOO_LARGE):
-        metrics.rpc.prepared(reason)
     metrics.rpc.decoders(3, 2)
     metrics.rpc.waiting(5)
-    for seconds in (0.010, 0.015):
-        metrics.rpc.prepare_took(Place.CPU, {"decode": seconds})
     rows = Document(render(metrics)).rows
     assert ["pictures are prepared", "on the device"] in rows
     assert ["JPEG files are decoded", "on the CPU (no device)"] in rows
-    assert ["prepared on the device", "2"] in rows
-    assert ["prepared on the CPU (too large)", "1"] in rows
     assert ["decoders", "2 of 3 busy"] in rows
     assert ["waiting for one", "5"] in rows
-    assert ["decode on the CPU, mean", "12.5 ms"] in rows
-    assert not [row for row in rows if row[0].startswith("batch")], "none ran"
-    pictures = BatchReport(
-        [(Modality.IMAGE, EncodeFailed("x"))], 1, None, Fallback.OVERSIZE, 8, Timings(0, 1, 0, 0.002)
-    )
-    metrics.engine.batch_ran(pictures)
-    assert ["batch on the device, mean", "2 ms"] in Document(render(metrics)).rows
 
 
 def test_names_are_escaped(metrics: Metrics) -> None:

@@ -40,7 +40,7 @@ SIZES = [
         for size in ((30, 30), (40, 100), (56, 56), (57, 55), (113, 224), (12, 300), (2, 2))
     ),
 ]
-BACKGROUND = (122, 116, 104)
+BACKGROUND, SQUARE = (122, 116, 104), {"height": 56, "width": 56}
 PLAIN = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
 """Leaves the stock processors' pixels as they are after resizing and cutting."""
 
@@ -74,18 +74,13 @@ def image(size: tuple[int, int]) -> np.ndarray:
 class TestAgainstStock:
     """Pixels, layout and order of the tiles of images of all shapes."""
 
-    @pytest.mark.parametrize("most", [6, 12, 2])
-    def test_h2ovl(self, image: np.ndarray, most: int) -> None:
-        mine = ours(image, Tiling(TilingRule.TWO_RATIOS, (56, 56), Overview.LAST, max_tiles=most))
-        theirs = h2ovl_tiles(Image.fromarray(image), 56, most)
-        np.testing.assert_array_equal(mine.pixels, theirs.transpose(0, 3, 1, 2))
-        assert mine.grid == (len(theirs), 1, 1)
-
-    @pytest.mark.parametrize("most", [6, 12, 1])
-    def test_eagle(self, image: np.ndarray, most: int) -> None:
-        mine = ours(image, Tiling(TilingRule.RATIO_AND_AREA, (56, 56), Overview.LAST, max_tiles=most))
-        theirs = eagle_tiles(Image.fromarray(image), 56, most)
-        np.testing.assert_array_equal(mine.pixels, theirs.transpose(0, 3, 1, 2))
+    @pytest.mark.parametrize("most", [6, 12, 2, 1])
+    def test_h2ovl_and_eagle(self, image: np.ndarray, most: int) -> None:
+        for rule, tiles in ((TilingRule.TWO_RATIOS, h2ovl_tiles), (TilingRule.RATIO_AND_AREA, eagle_tiles)):
+            mine = ours(image, Tiling(rule, (56, 56), Overview.LAST, max_tiles=most))
+            theirs = tiles(Image.fromarray(image), 56, most)
+            np.testing.assert_array_equal(mine.pixels, theirs.transpose(0, 3, 1, 2))
+            assert rule is TilingRule.RATIO_AND_AREA or mine.grid == (len(theirs), 1, 1)
 
     @pytest.mark.parametrize("longest", [3, 2])
     def test_deepseek_vl2(self, image: np.ndarray, longest: int) -> None:
@@ -98,7 +93,7 @@ class TestAgainstStock:
 
     @pytest.mark.parametrize(("fewest", "most"), [(1, 12), (1, 6), (2, 5), (1, 1)])
     def test_internvl(self, image: np.ndarray, fewest: int, most: int) -> None:
-        stock = GotOcr2ImageProcessorPil(size={"height": 56, "width": 56}, crop_to_patches=True)
+        stock = GotOcr2ImageProcessorPil(size=SQUARE, crop_to_patches=True)
         theirs = stock([image], min_patches=fewest, max_patches=most, **PLAIN)
         mine = ours(image, Tiling(TilingRule.CLOSEST_RATIO, (56, 56), Overview.LAST, fewest, most))
         assert_near(mine.pixels, theirs["pixel_values"])
@@ -107,7 +102,7 @@ class TestAgainstStock:
 
     @pytest.mark.parametrize("covering", [True, False])
     def test_ovis2(self, image: np.ndarray, covering: bool) -> None:
-        stock = Ovis2ImageProcessorPil(size={"height": 56, "width": 56}, crop_to_patches=True)
+        stock = Ovis2ImageProcessorPil(size=SQUARE, crop_to_patches=True)
         theirs = stock([image], max_patches=9, use_covering_area_grid=covering, **PLAIN)
         mine = ours(image, Tiling(TilingRule.COVERING if covering else "closest_ratio", (56, 56), Overview.FIRST, 1, 9))
         assert_near(mine.pixels, theirs["pixel_values"])
@@ -121,7 +116,7 @@ class TestAgainstStock:
         assert mine.grid == (1, mask[:, 0].sum(), mask[0].sum())
 
     def test_mllama(self, image: np.ndarray) -> None:
-        theirs = MllamaImageProcessorPil(size={"height": 56, "width": 56})([image], **PLAIN)
+        theirs = MllamaImageProcessorPil(size=SQUARE)([image], **PLAIN)
         mine = ours(image, Tiling(TilingRule.CANVAS, (56, 56), max_tiles=4), resample=2)
         assert_near(mine.pixels, theirs["pixel_values"][0, 0, : mine.grid[0]])
         assert [[mine.grid[0]]] == theirs["num_tiles"]
@@ -130,27 +125,44 @@ class TestAgainstStock:
     def test_llava_onevision(self, image: np.ndarray) -> None:
         layouts = [(rows, columns) for rows in (1, 2, 3) for columns in (1, 2, 3)]
         points = [[56 * rows, 56 * columns] for rows, columns in layouts]
-        stock = LlavaOnevisionImageProcessorPil(size={"height": 56, "width": 56}, image_grid_pinpoints=points)
+        stock = LlavaOnevisionImageProcessorPil(size=SQUARE, image_grid_pinpoints=points)
         theirs = stock(image, **PLAIN)["pixel_values"][0]
         mine = ours(image, Tiling(TilingRule.BEST_FIT, (56, 56), Overview.FIRST, max_tiles=9, layouts=tuple(layouts)))
         assert_near(mine.pixels, theirs)
         assert mine.grid[0] == 1 + mine.grid[1] * mine.grid[2]
 
-    @pytest.mark.parametrize("shorter", [56, 63])
-    def test_llava(self, image: np.ndarray, shorter: int) -> None:
-        stock = LlavaImageProcessorPil(size={"shortest_edge": shorter}, crop_size={"height": 56, "width": 56})
-        mine = ours(image, Tiling(TilingRule.CENTER_CROP, (56, 56), min_side=shorter))
-        assert_near(mine.pixels, stock(image, **PLAIN)["pixel_values"])
-        assert mine.grid == (1, 1, 1)
-
-    def test_deit(self, image: np.ndarray) -> None:
-        stock = DeiTImageProcessorPil(size={"height": 64, "width": 64}, crop_size={"height": 56, "width": 42})
-        mine = ours(image, Tiling(TilingRule.STRETCHED_CROP, (56, 42), min_side=64))
+    @pytest.mark.parametrize(
+        ("stock", "tiling", "resample"),
+        [
+            *(
+                (
+                    LlavaImageProcessorPil(size={"shortest_edge": shorter}, crop_size=SQUARE),
+                    Tiling(TilingRule.CENTER_CROP, (56, 56), min_side=shorter),
+                    3,
+                )
+                for shorter in (56, 63)
+            ),
+            (
+                DeiTImageProcessorPil(size={"height": 64, "width": 64}, crop_size={"height": 56, "width": 42}),
+                Tiling(TilingRule.STRETCHED_CROP, (56, 42), min_side=64),
+                3,
+            ),
+            (Gemma3ImageProcessorPil(size=SQUARE), Tiling(TilingRule.STRETCH, (56, 56)), 2),
+            (
+                DeepseekVLImageProcessorPil(size=SQUARE),
+                Tiling(TilingRule.SQUARE, (56, 56), background=BACKGROUND, min_side=14),
+                3,
+            ),
+        ],
+        ids=["llava", "llava, cut", "deit", "gemma3", "deepseek_vl"],
+    )
+    def test_one_tile(self, image: np.ndarray, stock: Any, tiling: Tiling, resample: int) -> None:
+        mine = ours(image, tiling, resample)
         assert_near(mine.pixels, stock(image, **PLAIN)["pixel_values"])
         assert mine.grid == (1, 1, 1)
 
     def test_granite_docling(self, image: np.ndarray) -> None:
-        stock = GraniteDoclingImageProcessorPil(size={"height": 56, "width": 56}, max_patches=24)
+        stock = GraniteDoclingImageProcessorPil(size=SQUARE, max_patches=24)
         theirs = stock([image], **PLAIN)
         sides = range(1, 17)
         layouts = sorted(((r, c) for c in sides for r in sides if r * c <= 24), key=lambda pair: pair[0] * pair[1])
@@ -174,20 +186,8 @@ class TestAgainstStock:
         layout = (theirs["rows"][0][0], theirs["cols"][0][0])
         assert mine.grid[1:] == (layout if any(layout) else (1, 1))
 
-    def test_gemma3(self, image: np.ndarray) -> None:
-        theirs = Gemma3ImageProcessorPil(size={"height": 56, "width": 56})(image, **PLAIN)
-        mine = ours(image, Tiling(TilingRule.STRETCH, (56, 56)), resample=2)
-        assert_near(mine.pixels, theirs["pixel_values"])
-
-    def test_deepseek_vl(self, image: np.ndarray) -> None:
-        theirs = DeepseekVLImageProcessorPil(size={"height": 56, "width": 56})(image, **PLAIN)
-        mine = ours(image, Tiling(TilingRule.SQUARE, (56, 56), background=BACKGROUND, min_side=14))
-        assert_near(mine.pixels, theirs["pixel_values"])
-
     def test_deepseek_vl_hybrid(self, image: np.ndarray) -> None:
-        stock = DeepseekVLHybridImageProcessorPil(
-            size={"height": 56, "width": 56}, high_res_size={"height": 128, "width": 128}
-        )
+        stock = DeepseekVLHybridImageProcessorPil(size=SQUARE, high_res_size={"height": 128, "width": 128})
         theirs = stock(image, **PLAIN)
         mine = ours(
             image,
@@ -282,7 +282,7 @@ def test_llama4_takes_the_layout_that_scales_least(size: tuple[int, int], grid: 
 
 
 # What the stock processor, which needs torchvision, gave as num_patches and layout:
-# Cohere2VisionImageProcessor(size={"height": 56, "width": 56}, max_patches=6)([picture(*size)]), transformers 5.23
+# Cohere2VisionImageProcessor(size=SQUARE, max_patches=6)([picture(*size)]), transformers 5.23
 @pytest.mark.parametrize(
     ("size", "grid"),
     [

@@ -385,7 +385,7 @@ def test_the_model_names_the_attention_of_each_budget_and_what_is_unavailable() 
         CARD,
         ladder=Ladder((short, large)),
         backends={short: "triton", large: "fa4"},
-        unavailable={"fa3": "it has kernels for compute capability 9.x, the device has 8.0"},
+        unavailable={"hopper": "it has kernels for compute capability 9.x, the device has 8.0"},
     )
     model = model_message(card)
     assert [(each.tokens, each.segment_patches, each.attention_backend) for each in model.budgets] == [

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from certificates import Authority
-from vitwire_server.rpc.credentials import Certificates, Tokens, WatchedFiles
+from vitwire_flags.regular_files import WatchedFiles
+from vitwire_server.rpc.credentials import Certificates, Tokens
 
 ALICE, BOB, CAROL = "alice-0123456789abcdef", "bob-0123456789abcdef", "carol-0123456789abcdef"
 

@@ -241,7 +241,6 @@ class TestDevices:
         assert not BACKENDS["sdpa"].fault(cuda, torch.float32, 72, captured=False)
         hopper = device.capability == (9, 0)
         other = "" if hopper else f"it has kernels for compute capability 9.x, the device has {device.name}"
-        assert faults.pop("fa3") == other
         assert faults.pop("hopper") == "it does not compute float16"
         assert BACKENDS["hopper"].fault(cuda, torch.bfloat16, 72, captured=True) == other
         assert (
@@ -253,12 +252,12 @@ class TestDevices:
 
     def test_what_is_unavailable_is_listed(self, device: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(devices, "triton_fault", lambda: "")
-        cuda, faults = torch.device("cuda", 0), {"fa3": "it cannot be loaded", "varlen": ""}
+        cuda, faults = torch.device("cuda", 0), {"fa4": "it cannot be loaded", "varlen": ""}
         turing = device.capability < (8, 0)
         listed = devices.unavailable(cuda, faults, graphs=not turing)
         kernels = "kernels and captured attention need compute capability 8.0, the device has 7.5"
         expected = {"graphs": kernels, "fused blocks": kernels} if turing else {}
-        assert listed == expected | {"fa3": "it cannot be loaded"}
+        assert listed == expected | {"fa4": "it cannot be loaded"}
         assert devices.unavailable(torch.device("cpu"), faults, graphs=False) == {}
 
     def test_bfloat16_is_refused_where_it_is_not_computed(self, device: Architecture) -> None:
