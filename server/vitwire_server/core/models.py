@@ -330,6 +330,8 @@ class ModelCard:
     """Where pictures are prepared."""
     decoding: Preparation = field(default_factory=Preparation)
     """Where JPEG files are decoded."""
+    clip_decoding: Preparation = field(default_factory=Preparation)
+    """Where clips are decoded."""
     preparation_fingerprint: str = ""
     """SHA-256 over all that decides how these are prepared, in hex."""
     backends: Mapping[Budget, str] = field(default_factory=dict)

@@ -207,7 +207,11 @@ class ModelMetrics:
     def described(self, card: ModelCard) -> None:
         """Where pictures are prepared and JPEG files decoded, if they are."""
         if card.prepared:
-            for what, found in (("prepare", card.preparation), ("decode", card.decoding)):
+            for what, found in (
+                ("prepare", card.preparation),
+                ("decode", card.decoding),
+                ("decode_clips", card.clip_decoding),
+            ):
                 self._preparation.labels(what, found.place, found.reason or "").set(1)
 
     def captured(self, dropped: int, seconds: float, nbytes: int) -> None:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from io import BytesIO
+from math import prod
 from typing import NamedTuple
 
 import av
@@ -31,6 +32,9 @@ _MARKS = (
 """How files of each format begin: FFmpeg would try every format that it knows."""
 _CODECS = ("av1", "h264", "hevc", "mjpeg", "mpeg2video", "mpeg4", "vp8", "vp9")
 """FFmpeg's decoders that clips are made for today."""
+_ON_DEVICE = ("av1", "h264", "hevc", "vp9")
+_MOST_ON_DEVICE = 512 << 20
+"""Bytes of the chosen frames of a clip for the device."""
 _MAX_FRAMES = 1 << 20
 _LAYERS_AT = 21
 _FRAMES_OF_COST = 10
@@ -40,21 +44,23 @@ av.logging.set_level(None)  # files are untrusted: their oddities are not news
 
 def measure(data: bytes, recipe: Recipe, max_pixels: int) -> Measured:
     """Form and cost of the prepared clip; decodes at most one frame. Raises NotDone, ValueError or PyAV's errors."""
-    indices, (total, _), rate, _, (height, width) = _chosen(data, recipe, max_pixels)
+    indices, shown, rate, _, (height, width) = chosen(data, recipe, max_pixels)
     picture = (len(indices), height, width, CHANNELS)
     cost = width * height * (indices[-1] // _FRAMES_OF_COST + len(indices))
     seconds = tuple(index / rate for index in indices if rate)
-    interval = recipe.temporal / (len(indices) / total * rate) if rate else 0.0
+    interval = recipe.temporal / (len(indices) / shown.total * rate) if rate else 0.0
     measured = Measured.of(form_of(picture, recipe), cost, picture)
-    return replace(measured, frame_seconds=seconds, second_per_grid=interval)
+    with opened(data) as (_, stream):
+        is_film = suits_device(stream, shown) and prod(picture) <= _MOST_ON_DEVICE
+    return replace(measured, frame_seconds=seconds, second_per_grid=interval, is_film=is_film)
 
 
 @contextmanager
 def decoded(data: bytes, recipe: Recipe, max_pixels: int) -> Iterator[tuple[Iterator[Frame], int]]:
     """The chosen frames, each decoded when it is taken, and their number. Raises as `measure`."""
-    chosen = _chosen(data, recipe, max_pixels)
-    with _opened(data) as (container, stream):
-        yield map(chosen.rotation.applied, _frames(container, stream, chosen)), len(chosen.indices)
+    own = chosen(data, recipe, max_pixels)
+    with opened(data) as (container, stream):
+        yield map(own.rotation.applied, _frames(container, stream, own)), len(own.indices)
 
 
 class _Shown(NamedTuple):
@@ -77,10 +83,11 @@ class _Chosen(NamedTuple):
     """Height and width of a frame that is turned."""
 
 
-def _chosen(data: bytes, recipe: Recipe, max_pixels: int) -> _Chosen:
+def chosen(data: bytes, recipe: Recipe, max_pixels: int) -> _Chosen:
+    """The frames to use of a clip. Raises as `measure`."""
     if recipe.settings.sampling is None:
         raise NotDone(Fault.UNSUPPORTED, "the model has no rule to choose frames: send clips as pixels")
-    with _opened(data) as (container, stream):
+    with opened(data) as (container, stream):
         width, height = stream.width, stream.height
         if not width * height:
             raise NotDone(Fault.MALFORMED, "has no frame that can be decoded")
@@ -103,7 +110,7 @@ def _frames(container: InputContainer, stream: VideoStream, chosen: _Chosen) -> 
     """The chosen frames as they are stored, each decoded when it is taken. Raises NotDone, or what PyAV raises."""
     size, times = (stream.width, stream.height), chosen.shown.times
     places, found = [times[index] for index in chosen.indices] if times else chosen.indices, 0
-    for index, frame in enumerate(_needed(container, stream, set(places) if times else ())):
+    for index, frame in enumerate(needed(container, stream, set(places) if times else ())):
         if places[found] == (frame.pts if times else index):
             if (frame.width, frame.height) != size:
                 raise NotDone(Fault.UNSUPPORTED, "its frames change their size")
@@ -114,7 +121,7 @@ def _frames(container: InputContainer, stream: VideoStream, chosen: _Chosen) -> 
     raise NotDone(Fault.MALFORMED, f"frame {chosen.indices[found]} is missing or cannot be decoded")
 
 
-def _needed(container: InputContainer, stream: VideoStream, chosen: Collection[int]) -> Iterator[VideoFrame]:
+def needed(container: InputContainer, stream: VideoStream, chosen: Collection[int]) -> Iterator[VideoFrame]:
     """The frames of these times, and those that others refer to; all frames without times."""
     for packet in container.demux(stream):
         is_needed = not chosen or not packet.size or packet.pts in chosen
@@ -122,8 +129,21 @@ def _needed(container: InputContainer, stream: VideoStream, chosen: Collection[i
         yield from packet.decode()
 
 
+def suits_device(stream: VideoStream, shown: _Shown) -> bool:
+    """Whether NVDEC decodes its frames as libavcodec does, and `device.colours` converts them as swscale."""
+    context = stream.codec_context
+    return (
+        bool(shown.times)
+        and context.codec.canonical_name in _ON_DEVICE
+        and context.pix_fmt in ("yuv420p", "yuvj420p")
+        and context.height % 2 == 0
+        and context.field_order in (0, 1)  # unknown or progressive: NVDEC would mix fields
+    )
+
+
 @contextmanager
-def _opened(data: bytes) -> Iterator[tuple[InputContainer, VideoStream]]:
+def opened(data: bytes) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """A clip's file and its first stream. Raises NotDone or PyAV's errors."""
     name = next((name for name, start in _MARKS if start.match(data)), None)
     if name is None:
         raise NotDone(Fault.UNSUPPORTED, "is neither an MP4, WebM, AVI nor MPEG-TS file")
@@ -175,7 +195,7 @@ def _marks_references(stream: VideoStream) -> bool:
 
 def _first_shown(data: bytes) -> int:
     """When the first frame is shown. Raises NotDone, or what PyAV raises."""
-    with _opened(data) as (container, stream):
+    with opened(data) as (container, stream):
         frame = next(container.decode(stream), None)
     if frame is None or frame.pts is None:
         raise NotDone(Fault.MALFORMED, "has no frame that can be decoded")
