@@ -13,113 +13,49 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import BytesIO
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any
 
 import av
 import numpy as np
 import torch
-from av import Packet
 from av.container import InputContainer
 from av.video.stream import VideoStream
 from msgspec import to_builtins
 from torch import Tensor
 
 from vitwire_children.confine import May
+from vitwire_children.landlock import bind
 from vitwire_children.serving import Answering, Fault, NotDone, serve
 from vitwire_server.preparing.device.colours import Colours, rgb
-from vitwire_server.preparing.device.hardware import DRAWN, NO_MPS, difference_of, write
+from vitwire_server.preparing.device.hardware import DRAWN, difference_of, take, write
 from vitwire_server.preparing.device.resizing import prepared
+from vitwire_server.preparing.device.sources import Coded, Nvdec, OnCpu, Source
 from vitwire_server.preparing.files import clips
 from vitwire_server.preparing.files.messages import Decode, Decoded, Setup
 from vitwire_server.preparing.files.worker import shared_memory
 from vitwire_server.preparing.rules.recipe import Recipe
 
-_FILTERS = {"h264": "h264_mp4toannexb", "hevc": "hevc_mp4toannexb"}
-"""FFmpeg's filters that bring packets into the form that NVDEC reads."""
-_CODECS = {"h264": "H264", "hevc": "HEVC", "vp9": "VP9", "av1": "AV1"}
-"""NVDEC's names."""
-_DECODERS = 4
-"""At the same time for one clip; an H100 and an H200 have seven."""
-_PROBE = (130, 194)
+_ENCODERS = {"libx264": {"bf": "2", "g": "4"}, "libx265": {"x265-params": "log-level=none"}}
+"""Encoders of the drawn clips, with their options."""
+_SEEN = (
+    "/usr",
+    "/lib",
+    "/lib64",
+    "/opt",
+    "/proc",
+    "/sys",
+    "/etc/ld.so.cache",
+    "/etc/passwd",
+    "/dev/urandom",
+    "/dev/zero",
+)
+"""What Python, CUDA and a C compiler read, beside Python's own folders."""
+_CACHES = {"TRITON_CACHE_DIR": "~/.triton", "CUDA_CACHE_PATH": "~/.nv", "TMPDIR": gettempdir()}
+"""Folders that CUDA, Triton and a C compiler write into, by the variable that moves each."""
+_PROBE = (144, 194)
 _PROBE_FRAMES = 8
-
-
-class Samples(NamedTuple):
-    """A frame in NV12, on the device."""
-
-    time: int
-    luma: Tensor
-    """`(H, W)` uint8."""
-    chroma: Tensor
-    """`(H / 2, ceil(W / 2), 2)` uint8."""
-
-
-class Coded(NamedTuple):
-    """A frame in a file."""
-
-    time: int
-    packet: "Packet[VideoStream]"
-
-
-class Source(Protocol):
-    """Decodes frames of a stream that begin with a keyframe."""
-
-    def __call__(self, stream: VideoStream, coded: Sequence[Coded]) -> Iterator[Samples]:
-        """Their samples in the order in which they are shown; each is valid until the next. Raises NotDone."""
-
-
-def on_cpu(stream: VideoStream, coded: Sequence[Coded]) -> Iterator[Samples]:
-    """PyAV's."""
-    context: Any = av.CodecContext.create(stream.codec_context.codec, "r")
-    context.extradata, context.thread_count = stream.codec_context.extradata, 1
-    for packet in (*(each.packet for each in coded), None):
-        for frame in context.decode(packet):
-            luma, u, v = (
-                np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size)[:, : plane.width]
-                for plane in frame.planes
-            )
-            yield Samples(frame.pts, torch.from_numpy(luma), torch.from_numpy(np.stack([u, v], -1)))
-
-
-class Nvdec:
-    """NVIDIA's decoders, by PyNvVideoCodec."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Raises ImportError or RuntimeError."""
-        import PyNvVideoCodec  # noqa: PLC0415 - it needs a driver
-
-        self._nvc: Any = PyNvVideoCodec
-        self._device = device
-
-    def __call__(self, stream: VideoStream, coded: Sequence[Coded]) -> Iterator[Samples]:
-        """As of Source."""
-        name = stream.codec_context.codec.canonical_name
-        decoder = self._nvc.CreateDecoder(
-            gpuid=self._device.index or 0,
-            codec=getattr(self._nvc.cudaVideoCodec, _CODECS[name]),
-            cudacontext=0,
-            cudastream=0,
-            usedevicememory=1,
-            maxwidth=stream.width,
-            maxheight=stream.height,
-        )
-        annex_b = av.BitStreamFilterContext(_FILTERS[name], stream) if name in _FILTERS else None
-        for each in coded:
-            for packet in annex_b.filter(each.packet) if annex_b else (each.packet,):
-                yield from self._decoded(decoder, bytes(packet), each.time)
-        yield from self._decoded(decoder, b"", None)
-
-    def _decoded(self, decoder: Any, data: bytes, at: int | None) -> Iterator[Samples]:  # noqa: ANN401 - no types
-        array = np.frombuffer(data, np.uint8)
-        given = self._nvc.PacketData()
-        given.bsl, given.bsl_data = len(array), array.ctypes.data if len(array) else 0
-        if at is not None:
-            given.pts = at
-        for frame in decoder.Decode(given):
-            if frame.format != self._nvc.Pixel_Format.NV12:
-                raise NotDone(Fault.LOST, f"NVDEC decodes it to {frame.format}")
-            luma, chroma = (torch.as_tensor(plane, device=self._device) for plane in frame.cuda())
-            yield Samples(frame.timestamp, luma[..., 0], chroma)
 
 
 def _coded(container: InputContainer, stream: VideoStream) -> Iterator[Coded]:
@@ -128,25 +64,44 @@ def _coded(container: InputContainer, stream: VideoStream) -> Iterator[Coded]:
             yield Coded(packet.pts, packet)
 
 
-def is_unneeded(codec: str, coded: Coded) -> bool:
-    """Whether it is an H.264 frame of an MP4 that no other refers to: `nal_ref_idc` is 0 (ITU-T H.264, 7.4.1)."""
-    at, packet = 0, bytes(coded.packet) if codec == "h264" else b""
-    while at + 5 <= len(packet):
-        length, head = int.from_bytes(packet[at : at + 4], "big"), packet[at + 4]
-        if 1 <= head & 31 <= 5:
-            return head >> 5 & 3 == 0
-        at += 4 + length
-    return False
+def _heads(packet: bytes) -> Iterator[int]:
+    """The first byte of each unit of H.264 or HEVC; units have their length in front, of four bytes."""
+    at = 0
+    while at + 4 < len(packet):
+        yield packet[at + 4]
+        at += 4 + int.from_bytes(packet[at : at + 4], "big")
 
 
-def parts_of(coded: Sequence[Coded], chosen: Collection[int], most: int) -> list[list[Coded]]:
-    """Runs of frames that can be decoded alone, with all chosen times in them; about `most`, equally long.
+def is_unneeded(codec: str, packet: bytes) -> bool:
+    """Whether it is an H.264 frame that no other refers to: `nal_ref_idc` is 0 (ITU-T H.264, 7.4.1)."""
+    slices = (head for head in _heads(packet) if 1 <= head & 31 <= 5) if codec == "h264" else iter(())
+    return next(slices, 1 << 5) >> 5 & 3 == 0
 
-    A run begins with a keyframe that is shown after all frames before it, and before all behind it.
+
+def starts_stream(codec: str, packet: bytes) -> bool:
+    """Whether a decoder can start there, by the frame and not by the file, so that it shows nothing of another clip.
+
+    It is an IDR picture of H.264 or a random access point of HEVC.
+    """
+    if codec == "h264":
+        return any(head & 31 == 5 for head in _heads(packet))
+    return any(16 <= head >> 1 & 63 <= 21 for head in _heads(packet))
+
+
+def parts_of(codec: str, coded: Sequence[Coded], chosen: Collection[int], most: int) -> list[list[Coded]]:
+    """Runs of frames that can be decoded alone, with all chosen times in them; at most `most`, about equally long.
+
+    A run begins with a keyframe that is shown after all frames before it, and before all behind it. Raises NotDone.
     """
     before = [-1 << 62, *accumulate((each.time for each in coded), max)]
     behind = [*accumulate((each.time for each in reversed(coded)), min)][::-1]
-    starts = [at for at, each in enumerate(coded) if each.packet.is_keyframe and before[at] < each.time <= behind[at]]
+    starts = [
+        at
+        for at, each in enumerate(coded)
+        if each.packet.is_keyframe and before[at] < each.time <= behind[at] and starts_stream(codec, bytes(each.packet))
+    ]
+    if not starts or starts[0]:
+        raise NotDone(Fault.LOST, "it does not start with a keyframe")
     groups = [coded[start:end] for start, end in pairwise([*starts, len(coded)])]
     needed = [group for group in groups if any(each.time in chosen for each in group)]
     total, done = sum(map(len, needed)), 0
@@ -154,7 +109,7 @@ def parts_of(coded: Sequence[Coded], chosen: Collection[int], most: int) -> list
     for group in needed:
         parts[done * most // total] += group
         done += len(group)
-    return [part for part in parts if part]
+    return [part[: max(at for at, each in enumerate(part, 1) if each.time in chosen)] for part in parts if part]
 
 
 def frames_of(data: bytes, recipe: Recipe, max_pixels: int, source: Source, device: torch.device) -> Tensor:
@@ -162,74 +117,84 @@ def frames_of(data: bytes, recipe: Recipe, max_pixels: int, source: Source, devi
     own = clips.chosen(data, recipe, max_pixels)
     with clips.opened(data) as (container, stream):
         colours, codec = Colours.of(stream), stream.codec_context.codec.canonical_name
-        if not clips.suits_device(stream, own.shown) or not colours.is_known:
+        if not own.suits_device or not colours.is_known:
             raise NotDone(Fault.LOST, "it is not for the device")
+        most = source.most(stream)
         places = {own.shown.times[index]: at for at, index in enumerate(own.indices)}
-        coded = [each for each in _coded(container, stream) if each.time in places or not is_unneeded(codec, each)]
+        coded = [
+            each
+            for each in _coded(container, stream)
+            if each.time in places or not is_unneeded(codec, bytes(each.packet))
+        ]
         pictures = torch.empty((len(places), *own.size, 3), dtype=torch.uint8, device=device)
 
         def convert(part: Sequence[Coded]) -> int:
-            last, found = max(each.time for each in part if each.time in places), 0
-            for samples in source(stream, part):
-                if (at := places.get(samples.time)) is not None:
-                    if samples.luma.shape != (stream.height, stream.width):
-                        raise NotDone(Fault.UNSUPPORTED, "its frames change their size")
-                    pictures[at] = own.rotation.turned(rgb(samples.luma, samples.chroma, colours))
-                    found += 1
-                if samples.time == last:
-                    break
-            return found
+            found = set()
+            for samples in source.decoded(stream, part, places):
+                found.add(samples.time)
+                if samples.luma.shape != (stream.height, stream.width):
+                    raise NotDone(Fault.LOST, "its frames change their size")
+                picture = rgb(samples.luma, samples.chroma, colours)
+                pictures[places[samples.time]] = own.rotation.turned(picture)
+            return len(found)
 
-        with ThreadPoolExecutor(_DECODERS) as threads:
-            found = sum(threads.map(convert, parts_of(coded, places, _DECODERS)))
-    if found != len(places):
-        raise NotDone(Fault.LOST, "a frame was not decoded")
+        with ThreadPoolExecutor(most) as threads:
+            found = sum(threads.map(convert, parts_of(codec, coded, places, most)))
+    if source.is_damaged() or found != len(places):
+        raise NotDone(Fault.LOST, "it is damaged")
     return pictures
 
 
-def _drawn() -> bytes:
-    """A clip with smooth and noisy parts. Raises PyAV's errors without an encoder for H.264."""
+def drawn() -> list[bytes]:
+    """Clips with smooth and noisy parts, one for each codec. Raises PyAV's errors without an encoder."""
     rng, (height, width) = np.random.default_rng(0), _PROBE
     whole = rng.integers(0, 256, (height // 8, (width + _PROBE_FRAMES) // 8 + 1, 3), np.uint8).repeat(8, 0).repeat(8, 1)
-    with BytesIO() as file:
-        with av.open(file, "w", "mp4") as container:
-            stream: Any = container.add_stream("libx264", rate=10, options={"bf": "2", "g": "4"})
-            stream.height, stream.width, stream.pix_fmt = len(whole), width, "yuv420p"
-            for at in range(_PROBE_FRAMES):
-                picture = np.ascontiguousarray(whole[:, at : at + width])
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, "rgb24")))
-            container.mux(stream.encode())
-        return file.getvalue()
+    made = []
+    for encoder, options in _ENCODERS.items():
+        with BytesIO() as file:
+            with av.open(file, "w", "mp4") as container:
+                stream: Any = container.add_stream(encoder, rate=10, options=options)
+                stream.height, stream.width, stream.pix_fmt = len(whole), width, "yuv420p"
+                for at in range(_PROBE_FRAMES):
+                    picture = np.ascontiguousarray(whole[:, at : at + width])
+                    container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, "rgb24")))
+                container.mux(stream.encode())
+            made.append(file.getvalue())
+    return made
 
 
-def fault_of(source: Source) -> str:
-    """Why clips are not decoded by it; empty if a drawn clip's frames are close enough to PyAV's."""
-    data = _drawn()
-    with clips.opened(data) as (container, stream):
-        expected = {frame.pts or 0: frame.to_ndarray(format="rgb24") for frame in container.decode(stream)}
-    made = {}
-    with clips.opened(data) as (container, stream):
-        for samples in source(stream, list(_coded(container, stream))):
-            made[samples.time] = rgb(samples.luma, samples.chroma, Colours.of(stream)).cpu().numpy()
-    if made.keys() != expected.keys():
-        return f"a clip of {len(expected)} frames has {len(made)}"
-    differences = [np.abs(made[at].astype(np.int16) - expected[at]) for at in expected]
-    return difference_of(np.stack(differences), "PyAV")
+def fault_of(source: Source, files: Sequence[bytes]) -> str:
+    """Why clips are not decoded by it; empty if the frames of these are close enough to PyAV's."""
+    for data in files:
+        with clips.opened(data) as (container, stream):
+            expected = {frame.pts or 0: frame.to_ndarray(format="rgb24") for frame in container.decode(stream)}
+        made = {}
+        with clips.opened(data) as (container, stream):
+            name = stream.codec_context.codec.canonical_name
+            source.most(stream)
+            for samples in source.decoded(stream, list(_coded(container, stream)), expected):
+                made[samples.time] = rgb(samples.luma, samples.chroma, Colours.of(stream)).cpu().numpy()
+        if source.is_damaged() or made.keys() != expected.keys():
+            return f"a clip in {name} of {len(expected)} frames has {len(made)}"
+        differences = [np.abs(made[at].astype(np.int16) - expected[at]) for at in expected]
+        if fault := difference_of(np.stack(differences), "PyAV"):
+            return f"{name} {fault}"
+    return ""
 
 
 def _source(device: torch.device) -> Source:
-    if device.type != "cuda":
-        return on_cpu
-    os.environ["CUDA_MPS_PIPE_DIRECTORY"] = NO_MPS
-    torch.cuda.set_device(device)
-    return Nvdec(device)
+    """Where this process decodes. Raises OSError, ImportError, or what the library raises."""
+    caches = [os.environ.get(name, str(Path(default).expanduser())) for name, default in _CACHES.items()]
+    folders = (sys.prefix, sys.base_prefix, *sys.path, *os.environ.get("LD_LIBRARY_PATH", "").split(":"))
+    bind([*_SEEN, *filter(None, folders)], [*map(str, Path("/dev").glob("nvidia*")), "/dev/null", *caches])
+    return Nvdec(take(device)) if device.type == "cuda" else OnCpu()
 
 
 def _ahead() -> Answering:
-    """Decodes and prepares a drawn clip: the first use loads libraries and kernels, which is not possible later."""
+    """Decodes and prepares drawn clips: the first use loads libraries and kernels, which is not possible later."""
     device = torch.device(sys.argv[3])
     source = _source(device)
-    fault_of(source)
+    fault_of(source, drawn())
     prepared(torch.zeros(2, *_PROBE, 3, dtype=torch.uint8, device=device), DRAWN)[0].cpu()
     return partial(_answering, source, device)
 
@@ -253,13 +218,15 @@ def _answering(source: Source, device: torch.device, setup: Setup) -> tuple[Call
 
 
 def _check() -> Answering:
-    """Its job is to say why this device cannot decode; empty if it can."""
+    """Its job is to say why this device cannot decode; empty if it can, confined as a decoder is."""
     try:
-        fault = fault_of(_source(torch.device(sys.argv[3])))
+        source, files = _source(torch.device(sys.argv[3])), drawn()
+        fault_of(source, files)
     except Exception as error:  # noqa: BLE001 - of a driver or library: the reason is the answer
         fault = f"NVDEC cannot be used: {str(error).partition(chr(10))[0]}"
-    return lambda _: (lambda _: fault, None)
+        return lambda _: (lambda _: fault, None)
+    return lambda _: (lambda _: fault_of(source, files), None)
 
 
 if __name__ == "__main__":
-    serve(_check if sys.argv[2] == "check" else _ahead, may=May.USE_DEVICE)
+    serve(_check if sys.argv[2] == "check" else _ahead, may=May.OPEN)

@@ -45,7 +45,7 @@ _PROBE = (333, 517)
 DRAWN = Recipe(Preprocessing(1, 1 << 16, (0.5,) * 3, (0.5,) * 3, 1 / 255, Image.Resampling.BICUBIC), 16, 2, 1)
 """Shrinks the probe along both axes."""
 _EXTENSIONS = ("libnvjpeg_ext.*", "libjpeg_turbo_ext.*")
-NO_MPS = "/nonexistent"
+_NO_MPS = "/nonexistent"
 """A fault under MPS ends the contexts of all its clients, such as the engine's: files are decoded outside of it."""
 _BLOCKING = 4
 """CU_CTX_SCHED_BLOCKING_SYNC: waits do not use a core."""
@@ -61,11 +61,7 @@ class Hardware:
         self.max_pixels = MAX_PICTURE_PIXELS
         on_device = self._device.type == "cuda"
         if on_device:
-            os.environ["CUDA_MPS_PIPE_DIRECTORY"] = NO_MPS
-            index = self._device.index or 0
-            ctypes.CDLL("libcuda.so.1").cuInit(0)
-            ctypes.CDLL("libcuda.so.1").cuDevicePrimaryCtxSetFlags_v2(index, _BLOCKING)
-            torch.cuda.set_device(index)
+            index = take(self._device)
         nvimgcodec = _library()
         kinds = nvimgcodec.BackendKind
         self._decoder = nvimgcodec.Decoder(
@@ -107,6 +103,16 @@ class Hardware:
         if self._device.type == "cuda":
             return torch.as_tensor(self._image, device=self._device)
         return torch.from_numpy(np.asarray(self._image))
+
+
+def take(device: torch.device) -> int:
+    """Make a context on the device, outside of MPS, for this process. Returns the device's index."""
+    os.environ["CUDA_MPS_PIPE_DIRECTORY"] = _NO_MPS
+    index = device.index or 0
+    ctypes.CDLL("libcuda.so.1").cuInit(0)
+    ctypes.CDLL("libcuda.so.1").cuDevicePrimaryCtxSetFlags_v2(index, _BLOCKING)
+    torch.cuda.set_device(index)
+    return index
 
 
 def _library() -> ModuleType:

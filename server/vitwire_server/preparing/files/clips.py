@@ -32,7 +32,6 @@ _MARKS = (
 """How files of each format begin: FFmpeg would try every format that it knows."""
 _CODECS = ("av1", "h264", "hevc", "mjpeg", "mpeg2video", "mpeg4", "vp8", "vp9")
 """FFmpeg's decoders that clips are made for today."""
-_ON_DEVICE = ("av1", "h264", "hevc", "vp9")
 _MOST_ON_DEVICE = 512 << 20
 """Bytes of the chosen frames of a clip for the device."""
 _MAX_FRAMES = 1 << 20
@@ -44,14 +43,14 @@ av.logging.set_level(None)  # files are untrusted: their oddities are not news
 
 def measure(data: bytes, recipe: Recipe, max_pixels: int) -> Measured:
     """Form and cost of the prepared clip; decodes at most one frame. Raises NotDone, ValueError or PyAV's errors."""
-    indices, shown, rate, _, (height, width) = chosen(data, recipe, max_pixels)
+    own = chosen(data, recipe, max_pixels)
+    indices, rate, (height, width) = own.indices, own.rate, own.size
     picture = (len(indices), height, width, CHANNELS)
     cost = width * height * (indices[-1] // _FRAMES_OF_COST + len(indices))
     seconds = tuple(index / rate for index in indices if rate)
-    interval = recipe.temporal / (len(indices) / shown.total * rate) if rate else 0.0
+    interval = recipe.temporal / (len(indices) / own.shown.total * rate) if rate else 0.0
     measured = Measured.of(form_of(picture, recipe), cost, picture)
-    with opened(data) as (_, stream):
-        is_film = suits_device(stream, shown) and prod(picture) <= _MOST_ON_DEVICE
+    is_film = own.suits_device and prod(picture) <= _MOST_ON_DEVICE
     return replace(measured, frame_seconds=seconds, second_per_grid=interval, is_film=is_film)
 
 
@@ -81,6 +80,8 @@ class _Chosen(NamedTuple):
     rotation: Rotation
     size: tuple[int, int]
     """Height and width of a frame that is turned."""
+    suits_device: bool
+    """Whether NVDEC decodes its frames as libavcodec does, and `device.colours` converts them as swscale."""
 
 
 def chosen(data: bytes, recipe: Recipe, max_pixels: int) -> _Chosen:
@@ -97,13 +98,14 @@ def chosen(data: bytes, recipe: Recipe, max_pixels: int) -> _Chosen:
         rate = float(stream.average_rate or 0)
         shown = _shown(data, container, stream)
         rotation = rotation_of(stream)
+        suits_device = bool(shown.times) and _suits_device(stream)
     if given := recipe.settings.sampling.given:
         if given[-1] >= shown.total:
             raise NotDone(Fault.UNSUPPORTED, f"has {shown.total} frames, and options.frames asks for frame {given[-1]}")
         if rotation.is_mirror_image:
             raise NotDone(Fault.UNSUPPORTED, "is mirrored by its display matrix, and options.frames chooses its frames")
     indices = sampled(shown.total, rate, recipe.settings.sampling, recipe.temporal)
-    return _Chosen(indices, shown, rate, rotation, rotation.size(height, width))
+    return _Chosen(indices, shown, rate, rotation, rotation.size(height, width), suits_device)
 
 
 def _frames(container: InputContainer, stream: VideoStream, chosen: _Chosen) -> Iterator[Frame]:
@@ -129,16 +131,20 @@ def needed(container: InputContainer, stream: VideoStream, chosen: Collection[in
         yield from packet.decode()
 
 
-def suits_device(stream: VideoStream, shown: _Shown) -> bool:
-    """Whether NVDEC decodes its frames as libavcodec does, and `device.colours` converts them as swscale."""
+def _suits_device(stream: VideoStream) -> bool:
     context = stream.codec_context
     return (
-        bool(shown.times)
-        and context.codec.canonical_name in _ON_DEVICE
+        _has_whole_lengths(context.codec.canonical_name, context.extradata or b"")
         and context.pix_fmt in ("yuv420p", "yuvj420p")
-        and context.height % 2 == 0
+        and not (context.height | context.width) & 1
         and context.field_order in (0, 1)  # unknown or progressive: NVDEC would mix fields
     )
+
+
+def _has_whole_lengths(codec: str, settings: bytes) -> bool:
+    """Whether it is H.264 or HEVC, and units have lengths of four bytes in front, which `device.films` reads."""
+    at = {"h264": 4, "hevc": _LAYERS_AT}.get(codec, len(settings))
+    return settings[:1] == b"\x01" and settings[at : at + 1] != b"" and settings[at] & 3 == 3
 
 
 @contextmanager
