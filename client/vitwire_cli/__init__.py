@@ -29,6 +29,5 @@ def main() -> None:
         from vitwire.shared.extras import remedy  # noqa: PLC0415  # as above
 
         command = next((each for each in sys.argv[1:] if not each.startswith("-")), "")
-        extra = "otlp" if missing == "opentelemetry" else _EXTRA_OF.get(command, "cli")
-        print(f"vitwire: {missing} is not installed; {remedy(extra)}", file=sys.stderr)
+        print(f"vitwire: {missing} is not installed; {remedy(_EXTRA_OF.get(command, 'cli'))}", file=sys.stderr)
         raise SystemExit(1) from None

@@ -9,7 +9,7 @@ from vitwire_gateway.gateway_settings import RouterSettings, SglangSettings
 @reported(RouterSettings.prefix)
 @with_options
 def router(settings: RouterSettings) -> None:
-    """Serve OpenAI's API in front of vLLM or SGLang: images of chat requests are encoded by Vitwire.
+    """Serve OpenAI's API in front of vLLM: images of chat requests are encoded by Vitwire.
 
     Every flag is also an environment variable: --engine-url is VITWIRE_ROUTER_ENGINE_URL.
     """

@@ -9,7 +9,6 @@ from starlette.requests import Request
 from vitwire.shared.fairness.budgets import Holding
 from vitwire_gateway.api_errors import ApiError, invalid
 from vitwire_gateway.gateway_settings import GatewaySettings
-from vitwire_gateway.spans import short
 
 Json = dict[str, Any]
 
@@ -68,12 +67,6 @@ def parse(body: bytes | bytearray) -> Json:
     if not isinstance(request, dict):
         raise invalid("the body is not a JSON object", None, "invalid_json")
     return request
-
-
-def model_of(request: Json) -> str:
-    """The model that a request names, for its span: 256 characters at most."""
-    model = request.get("model")
-    return short(model) if isinstance(model, str) else ""
 
 
 def _integer(digits: str) -> int:

@@ -15,7 +15,6 @@ Mode = Literal["inline", "reference"]
 MIB = 1 << 20
 _MAX_PORT = 65535
 _PATH = re.compile(r"(/[!-~]*)?")
-_COLLECTOR = re.compile(r"(https?://)?[^/\s]+/?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +51,7 @@ class GatewaySettings:
     drain_seconds: float = flag(
         60.0, "seconds for requests in flight to end after SIGTERM, once no more are accepted", 0
     )
-    otlp_endpoint: str | None = flag(
-        None, "OpenTelemetry collector to send traces to: host:4317, or https://host:4317 for TLS"
-    )
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "lowest level that is logged")
-
-    def __post_init__(self) -> None:
-        if self.otlp_endpoint is not None and not _COLLECTOR.fullmatch(self.otlp_endpoint):
-            expected = "host:port, http://host:port or https://host:port"
-            raise ValueError(f"--otlp-endpoint {self.otlp_endpoint!r}: expected {expected}")
 
     @property
     def refusal(self) -> str:
@@ -86,7 +77,6 @@ class RouterSettings(GatewaySettings):
 
     prefix: ClassVar[str] = "VITWIRE_ROUTER_"
 
-    engine: Literal["vllm", "sglang"] = flag("vllm", "the engine's dialect")
     engine_url: str = flag("http://127.0.0.1:8000", "address of the engine's HTTP server, without /v1")
     engine_health_path: str = flag(
         "/health", "path of the engine's health, which answers 200; empty: /health does not ask the engine"
@@ -95,10 +85,7 @@ class RouterSettings(GatewaySettings):
         False, "run without an engine: only embeddings of images are answered", param_decls=["--no-engine"]
     )
     engine_ca: Path | None = flag(None, "root certificates of the engine, PEM, for an https:// address")
-    mode: Mode | None = flag(
-        None,
-        "inline: requests carry embeddings (vLLM's default); reference: the engine fetches them (SGLang's default)",
-    )
+    mode: Mode = flag("inline", "inline: requests carry embeddings; reference: the engine fetches them")
     api_keys_file: Path | None = flag(None, "accept only these API keys, one per line; read again when it changes")
     content_key_file: Path | None = flag(None, "file with the secret of ids, 32 bytes or more; default: random")
     allow_caller_embeds: bool = flag(False, "pass on embeddings that callers send; trust them all")
@@ -131,7 +118,6 @@ class RouterSettings(GatewaySettings):
     log_format: Literal["text", "json"] = flag("text", "format of log lines")
 
     def __post_init__(self) -> None:
-        GatewaySettings.__post_init__(self)
         _check_url(self.engine_url)
         if self.engine_url.rstrip("/").endswith("/v1"):
             raise ValueError(f"--engine-url {self.engine_url!r} ends in /v1: leave that out, request paths include it")
@@ -140,7 +126,7 @@ class RouterSettings(GatewaySettings):
         if self.max_image_bytes > self.max_body_bytes:
             raise ValueError("--max-image-bytes exceeds --max-body-bytes")
         engines = {
-            "--mode": self.mode,
+            "--mode": self.mode == "reference",
             "--engine-api-key-file": self.engine_api_key_file,
             "--on-encoder-failure engine": self.on_encoder_failure == "engine",
         }

@@ -16,7 +16,7 @@ def ladder_of(settings: ServeSettings, tower: Tower) -> Ladder:
     return default_ladder(settings, bounds_of(settings, tower), tower, "simulated")
 
 
-@pytest.mark.parametrize("model_type", ["aria", "mllama", "phi4_multimodal"])
+@pytest.mark.parametrize("model_type", ["aria", "mllama", "moondream3", "phi4_multimodal"])
 def test_samples_fit_their_budgets(model_type: str, checkpoints: Checkpoints) -> None:
     tower = broken.load(checkpoints(model_type)).tower
     sizes = tower.sizes(3000)
@@ -61,3 +61,12 @@ def test_what_does_not_fit_is_refused(checkpoints: Checkpoints) -> None:
     tower.prepare([Grid(1, 1, 1)], metadata)
     with pytest.raises(ValueError, match="2 units of tiles do not fit"):
         tower.prepare([Grid(1, 1, 1)] * 2, metadata)
+
+
+@pytest.mark.parametrize("grid", [Grid(1, 1, 1), Grid(4, 2, 2), Grid(3, 1, 1)])
+def test_a_layout_without_its_overview_is_refused(grid: Grid, checkpoints: Checkpoints) -> None:
+    geometry = broken.load(checkpoints("moondream3")).tower.geometry
+    (wrong,) = geometry.wrong(grid, Modality.IMAGE)
+    side, reason = wrong
+    assert side == "t"
+    assert f"must be {1 + grid.h * grid.w} for {grid.h} rows and {grid.w} columns" in reason

@@ -131,6 +131,9 @@ def test_what_is_broken_is_named(harm: Break, message: str, copied: Checkpoints)
         ),
         ("kimi_k25", config(vision_config__num_attention_heads=0), "num_attention_heads is 0, but must be"),
         ("kimi_k3", config(vision_config__norm_type="layernorm"), "vision_config.norm_type is 'layernorm'"),
+        ("moondream3", config(config__vision__enc_n_layers=3), "enc_n_layers is 3, but must be crop_size / .*, 4"),
+        ("moondream3", config(config__vision__overlap_margin=2), "overlap_margin is 2, but must be from 0 to 1"),
+        ("moondream3", config(config__vision__max_crops="x"), "config.vision.max_crops is 'x', but must be from 1"),
         ("llava_onevision2", config(vision_config__num_attention_heads=3), "hidden_size is 64, but must be heads of"),
         ("videollama3_qwen2", config(mm_projector_type="linear"), "mm_projector_type is 'linear', but must"),
         (

@@ -79,4 +79,4 @@ def test_an_unknown_extra_is_named() -> None:
 
 
 def test_the_gateway_is_all_of_its_extras() -> None:
-    assert selected("gateway") == selected("otlp,router,sglang")
+    assert selected("gateway") == selected("router,sglang")

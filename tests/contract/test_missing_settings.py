@@ -16,7 +16,7 @@ from vitwire_server.towers.registry import FAMILIES
 
 FILE, OTHER = "preprocessor_config.json", "processor_config.json"
 IN_CODE = {"deepseek_ocr2", "unlimited_ocr", "step3p7", "step3_vl", "step5_vl", "step_robotics"}
-IN_CODE |= {"deepseek_vl_v2", "deepseek_vl_v2-deeplip_b_l"}
+IN_CODE |= {"moondream3", "deepseek_vl_v2", "deepseek_vl_v2-deeplip_b_l"}
 """Their authors publish no such file: the settings are in the processor's code, or at the top of the other file."""
 KEYS = ("image_mean", "image_std", "resample", "rescale_factor", "do_rescale", "do_normalize")
 OF_CODE = {"NVLM_D", "h2ovl_chat", "internvl_chat", "skywork_chat"}

@@ -107,7 +107,15 @@ CONFIGS["internlm/Intern-S1-Pro"] = {
     "text_config": {"dtype": "bfloat16", "hidden_size": 4096, "model_type": "interns1_pro_text"},
     "vision_config": {"depth": 24, "hidden_size": 1024, "model_type": "interns1_pro_vision", "out_hidden_size": 4096},
 }
+CONFIGS["moondream/moondream3-preview"] = {"model_type": "moondream3", "config": {}, "dtype": "bfloat16"}
 WEIGHTS = {
+    "moondream/moondream3-preview": {
+        "projector 0.weight": (8192, 2304),
+        "projector 2.weight": (2048, 8192),
+        "start weight": (1, 2048),
+        "tower embeddings.position_embedding.weight": (729, 1152),
+        "tower encoder.layers.26.mlp.fc1.weight": (4304, 1152),
+    },
     "internlm/Intern-S1-Pro": {"tower merger.linear_fc2.weight": (4096, 4096)},
     "inclusionAI/Ling-3.0-flash-VL": {
         "tower merger.linear_fc1.weight": (2560, 4608),

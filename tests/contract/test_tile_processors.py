@@ -39,7 +39,7 @@ from checkpoints import Checkpoints, sampled
 from clear_files import faded
 from client_models import client_model
 from prepared import image_items, of_images, photograph
-from published_processors import deepseek_vl2_tiles, eagle_tiles, h2ovl_tiles
+from published_processors import deepseek_vl2_tiles, eagle_tiles, h2ovl_tiles, moondream_crops
 from vitwire import InvalidItem, Item
 from vitwire_server.preparing.rules.recipe import Recipe
 from vitwire_server.towers.checkpoints.checkpoint import open_checkpoint
@@ -72,6 +72,11 @@ def msac(folder: Path, image: Image.Image) -> tuple[Array, None]:
 def deepseek_vl2(folder: Path, image: Image.Image) -> tuple[Array, None]:
     sides = json.loads((folder / "processor_config.json").read_text())["candidate_resolutions"]
     return (deepseek_vl2_tiles(image, sides, 127).transpose(0, 3, 1, 2) / 255 - 0.5) / 0.5, None
+
+
+def moondream(_: Path, image: Image.Image) -> tuple[Array, None]:
+    crops = moondream_crops(image, tile=56, most=6, margin=14).transpose(0, 3, 1, 2)
+    return (crops / 255 - 0.5) / 0.5, None
 
 
 def eagle(folder: Path, image: Image.Image) -> tuple[Array, None]:
@@ -120,6 +125,7 @@ STOCK: dict[str, Stock] = {
     ),
     "deepseek_vl_v2": deepseek_vl2,
     "eagle_2_5_vl": eagle,
+    "moondream3": moondream,
     "llava_onevision": tiles(LlavaOnevisionImageProcessorPil, first=True),
     "aya_vision": tiles(GotOcr2ImageProcessorPil, crop_to_patches=True),
     "janus": tiles(JanusImageProcessorPil),
@@ -207,7 +213,7 @@ def test_a_setting_that_is_not_served_is_named(
         open_checkpoint(str(folder)).preprocessing()
 
 
-AUTHORS = ("deepseek_vl_v2", "eagle_2_5_vl", "h2ovl_chat")
+AUTHORS = ("deepseek_vl_v2", "eagle_2_5_vl", "h2ovl_chat", "moondream3")
 """Their authors' processors are written down for pictures in RGB, which vLLM's reader makes on white."""
 
 

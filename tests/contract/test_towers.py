@@ -131,7 +131,7 @@ class TestGraphs:
         self, model_type: str, rigs: Rigs, references: References
     ) -> None:
         rig, reference = rigs(model_type, graphs=True), references(model_type, torch.float32)
-        large, small = (Grid(2, 1, 2), Grid(1, 1, 1)) if tiled(rig) else (Grid(1, 12, 12), half(rig))
+        large, small = Grid(2, 1, 2) if tiled(rig) else Grid(1, 12, 12), half(rig)
         large = large if takes(rig, large) else small
         crops = rig.crops(large, 0)
         hole = torch.full_like(rig.pixels(large, 0), torch.nan)
@@ -218,7 +218,7 @@ class TestItems:
 
     def test_uint8_equals_normalised_floats(self, model_type: str, rigs: Rigs) -> None:
         rig = rigs(model_type, graphs=True)
-        grid = Grid(1, 1, 1) if tiled(rig) else Grid(1, 12, half(rig).w)
+        grid = half(rig) if tiled(rig) else Grid(1, 12, half(rig).w)
         settings = rig.modalities[Modality.IMAGE]
         raw, crops = (
             torch.randint(0, 256, own.shape, dtype=torch.uint8) if own is not None else None
@@ -252,7 +252,9 @@ class TestItems:
 
 
 def half(rig: Rig) -> Grid:
-    """A square of about half of twelve patches a side, in whole tokens."""
+    """A square of about half of twelve patches a side, in whole tokens; of tiles, the smallest image."""
+    if tiled(rig):
+        return next(grid for grid in (Grid(1, 1, 1), Grid(2, 1, 1)) if takes(rig, grid))
     side = 4 if rig.tower.geometry.merge == 4 else 6
     return Grid(1, side, side)
 

@@ -52,7 +52,7 @@ def test_a_front_end_behind_tls_and_tokens(checkpoints: Checkpoints, tmp_path: P
 
 
 @pytest.mark.parametrize(("name", "value", "message"), [
-    ("MODE", "inline", "--mode (VITWIRE_ROUTER_MODE) needs an engine: leave it out where there is none"),
+    ("MODE", "reference", "--mode (VITWIRE_ROUTER_MODE) needs an engine: leave it out where there is none"),
     ("MAX_IMAGES", "x", "Invalid value for VITWIRE_ROUTER_MAX_IMAGES: Input should be a valid integer, unable to parse "
                         "string as an integer"),
     ("ALLOW_IMAGE_HOST", "http://a", "--allow-image-host (VITWIRE_ROUTER_ALLOW_IMAGE_HOST) 'http://a': expected host, "

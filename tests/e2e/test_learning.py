@@ -102,7 +102,7 @@ def test_a_load_is_learned_and_a_restart_begins_with_it(
         assert {98, 256} <= set(budgets(server))
         assert len(budgets(server)) <= len(default)
         assert server.metric("vitwire_graphs_captured") == len(budgets(server))
-        assert "time saved by the last, predicted" in server.page("/")[1]
+        assert server.metric("vitwire_ladder_gain_ratio") > 0
         learned = budgets(server)
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
     with learning(checkpoints("qwen2_vl"), tmp_path) as server, Client(server.target) as client:

@@ -20,6 +20,7 @@ from collectors import SOON, Collector, attributes, collecting
 from encoded_files import photograph, saved
 from entered import entered
 from processes import edges
+from routers import picture, router
 from servers import ServerProcess, serving
 from vitwire import Client, Item, NotCached
 from vitwire.v1 import encoder_pb2 as pb
@@ -189,6 +190,17 @@ class TestTraces:
         collector.wait_for(of("Encode", "who"))
         assert all(each["service.name"] == "vitwire-server" for each in collector.resources)
         assert all(each["service.version"] for each in collector.resources)
+
+
+def test_a_router_passes_the_callers_span_on(server: ServerProcess, collector: Collector) -> None:
+    headers = {"traceparent": f"00-{TRACE_ID + 1:032x}-{PARENT_ID:016x}-01", "content-type": "application/json"}
+    with router(server.target, None) as proxy:
+        body = json.dumps({"input": picture(56, 56)}).encode()
+        with urlopen(Request(f"{proxy.url}/v1/embeddings", body, headers), timeout=60) as answer:
+            assert answer.status == 200
+    mine = (TRACE_ID + 1).to_bytes(16, "big")
+    (span,) = collector.wait_for(lambda each: each.trace_id == mine and each.name.endswith("/Encode"))
+    assert int.from_bytes(span.parent_span_id, "big") == PARENT_ID
 
 
 def test_an_endpoint_may_stand_without_its_scheme(collector: Collector) -> None:

@@ -206,7 +206,12 @@ def test_errors_of_the_engine_pass(llm: OpenAI, status: int, kind: type[openai.A
 def test_other_routes_pass_as_they_are(llm: OpenAI, proxy: RouterProcess, received: EngineProcess) -> None:
     assert [each.id for each in llm.models.list()] == ["tiny"]
     body = bytes(range(256)) * 10
-    headers = {"content-type": "application/x-any", "traceparent": "00-a-b-01", "x-request-id": "mine-1"}
+    headers = {
+        "content-type": "application/x-any",
+        "traceparent": "00-a-b-01",
+        "tracestate": "v=1",
+        "x-request-id": "mine-1",
+    }
     answer = httpx2.put(f"{proxy.url}/v1/things/a%2Fb?x=1&y=%20", content=body, headers=headers)
     assert (answer.content, answer.headers["content-type"]) == (body, "application/x-any")
     assert answer.headers["x-request-id"] == "mine-1"

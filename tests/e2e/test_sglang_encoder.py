@@ -5,7 +5,7 @@ tests/engines/sglang drives it by SGLang's own code.
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,9 @@ import numpy as np
 import pytest
 import torch
 import zmq
-from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from PIL import Image
 
 from adapters import Adapter, adapting, read, receiving
-from collectors import attributes, collecting
 from encoded_files import clip, moving
 from entered import entered
 from routers import serving_file
@@ -57,10 +55,10 @@ def uris(images: Sequence[Path]) -> list[str]:
     return ["data:image/png;base64," + base64.b64encode(each.read_bytes()).decode() for each in images]
 
 
-def post(adapter: Adapter, path: str, body: object, headers: Mapping[str, str] = {}) -> tuple[int, Any]:
+def post(adapter: Adapter, path: str, body: object) -> tuple[int, Any]:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
-        with urlopen(Request(adapter.http + path, content, dict(headers)), timeout=_SECONDS) as response:
+        with urlopen(Request(adapter.http + path, content), timeout=_SECONDS) as response:
             return response.status, json.loads(response.read())
     except HTTPError as error:
         return error.code, json.loads(error.read())
@@ -232,23 +230,3 @@ def test_urls_and_receivers_follow_their_rules(
     assert header.error_msg is None
     assert rows is not None
     assert torch.equal(rows, embeddings[0].torch())
-
-
-def test_spans_go_to_a_collector(vitwire: ServerProcess, images: list[Path]) -> None:
-    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
-    parent = f"00-{trace_id}-00f067aa0ba902b7-01"
-    with collecting() as collector, zmq.Context() as context, context.socket(zmq.PULL) as socket:
-        port = socket.bind_to_random_port("tcp://127.0.0.1")
-        with adapting(vitwire.target, "--otlp-endpoint", collector.endpoint) as adapter:
-            headers = {"traceparent": parent}
-            assert post(adapter, "/encode", part(uris(images[:2]), port), headers)[0] == 200
-            assert post(adapter, "/encode", part(["no image"], None))[0] == 400
-            assert adapter.server.stop() == 0
-    assert {each["service.name"] for each in collector.resources} == {"vitwire-sglang-encoder"}
-    good, failed = (each for each in collector.spans if each.name == "POST /encode")
-    assert (good.trace_id.hex(), good.parent_span_id.hex()) == (trace_id, "00f067aa0ba902b7")
-    below = [each for each in collector.spans if each.parent_span_id == good.span_id]
-    assert [each.name for each in below] == ["encode", "encode", "deliver"]
-    assert attributes(good)["http.response.status_code"] == 200
-    assert attributes(failed)["error.type"] == "400"
-    assert failed.status.code == Status.STATUS_CODE_UNSET

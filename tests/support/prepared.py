@@ -143,6 +143,7 @@ MODELS: dict[str, Recipes] = {
     "corner": _tiling(TilingRule.CORNER, min_side=24, patch=8),
     "stretched": _tiling(TilingRule.STRETCHED_CROP, min_side=64),
     "square": _tiling(TilingRule.SQUARE, background=(9, 8, 7), min_side=14, crop=(96, 96), crop_background=(1, 2, 3)),
+    "overlapping": _tiling(TilingRule.OVERLAPPING, max_tiles=6, margin=16),
     "windows": _tiling(TilingRule.WINDOWS, max_tiles=20, max_side=300, crop=CROP),
     "crops": _tiling(TilingRule.CLOSEST_RATIO, min_tiles=2, max_tiles=6, crop=CROP),
 }

@@ -72,6 +72,33 @@ def eagle_tiles(image: Image.Image, tile: int, most: int) -> Tiles:
     return _stacked([*parts, image.resize((tile, tile))] if len(parts) > 1 else parts)
 
 
+def moondream_crops(image: Image.Image, *, tile: int, most: int, margin: int) -> Tiles:
+    """The whole image, and crops that overlap; `margin` in pixels.
+
+    huggingface.co/moondream/moondream3-preview, image_crops.py, as in vLLM's `Moondream3Processor`.
+    """
+    window = tile - 2 * margin
+    height, width = image.height - 2 * margin, image.width - 2 * margin
+    if height <= window or width <= window:
+        rows = columns = 1
+    elif (fewest := math.ceil(height / window) * math.ceil(width / window)) > most:
+        rows, columns = (
+            max(1, math.floor(math.ceil(length / window) * math.sqrt(most / fewest))) for length in (height, width)
+        )
+    else:
+        rows = max(math.floor(math.sqrt(most * height / width)), math.ceil(height / window))
+        columns = max(math.floor(math.sqrt(most * width / height)), math.ceil(width / window))
+        if rows * columns > most and columns > rows:
+            columns = math.floor(most / rows)
+        elif rows * columns > most:
+            rows = math.floor(most / columns)
+    sides = rows * window + 2 * margin, columns * window + 2 * margin
+    whole = np.asarray(image.resize(sides[::-1], Image.Resampling.LANCZOS))
+    corners = [(row * window, column * window) for row in range(rows) for column in range(columns)]
+    crops = [whole[top : top + tile, left : left + tile] for top, left in corners]
+    return np.stack([np.asarray(image.resize((tile, tile), Image.Resampling.LANCZOS)), *crops])
+
+
 def minicpm_slices(image: Image.Image, *, most: int = 9, scale: int = 448, patch: int = 14) -> list[Image.Image]:
     """The whole image and its slices. huggingface.co/openbmb/MiniCPM-V-2_6, image_processing_minicpmv.py."""
 

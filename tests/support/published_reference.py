@@ -277,6 +277,43 @@ class DeepseekVL2(PublishedTiles):
         return self.linear(functional.gelu(self.linear(squares, "projector.layers.0")), "projector.layers.2")
 
 
+class Moondream(PublishedTiles):
+    """huggingface.co/moondream/moondream3-preview, vision.py and image_crops.py: `_run_vision_encoder`.
+
+    The first row is the embedding of the token that `encode_image` puts before it.
+    """
+
+    def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        vision = self.settings["config"]["vision"]
+        _, rows, columns = grid
+        side, margin = vision["crop_size"] // 14, vision["overlap_margin"]
+        window = side - 2 * margin
+        overview, *crops = (self._rows(tile).view(side, side, -1) for tile in pixels)
+        whole = overview.new_zeros(rows * window + 2 * margin, columns * window + 2 * margin, overview.shape[-1])
+        for number, crop in enumerate(crops):  # what is inside a crop's margins is written last
+            row, column = divmod(number, columns)
+            top, left = margin * (row > 0), margin * (column > 0)
+            own = crop[top : side - margin * (row < rows - 1), left : side - margin * (column < columns - 1)]
+            down, right = row * window + top, column * window + left
+            whole[down : down + own.shape[0], right : right + own.shape[1]] = own
+        pooled = functional.adaptive_avg_pool2d(whole.permute(2, 0, 1), (vision["enc_n_layers"],) * 2)
+        joined = torch.cat([overview.flatten(0, 1), pooled.flatten(1).T], dim=-1)
+        hidden = functional.gelu(self.linear(joined, "model.vision.proj_mlp.fc1"), approximate="tanh")
+        return torch.cat([self.weight("model.text.wte")[:1], self.linear(hidden, "model.vision.proj_mlp.fc2")])
+
+    def _rows(self, tile: Tensor) -> Tensor:
+        vision, name = self.settings["config"]["vision"], "model.vision"
+        patches = functional.unfold(tile, 14, stride=14).T
+        states = self.linear(patches, f"{name}.patch_emb") + self.weight(f"{name}.pos_emb")[0]
+        for block in range(vision["enc_n_layers"]):
+            own = f"{name}.blocks.{block}"
+            q, k, v = self.linear(self.norm(states, f"{own}.ln1", 1e-5), f"{own}.attn.qkv").chunk(3, dim=-1)
+            states = states + self.linear(attention(q, k, v, vision["enc_n_heads"]), f"{own}.attn.proj")
+            hidden = self.linear(self.norm(states, f"{own}.ln2", 1e-5), f"{own}.mlp.fc1")
+            states = states + self.linear(functional.gelu(hidden, approximate="tanh"), f"{own}.mlp.fc2")
+        return self.norm(states, f"{name}.post_ln", 1e-5)
+
+
 def squares(states: Tensor, side: int) -> Tensor:
     """A square of patches `(patches, C)` as `(patches / side², side² C)`: the patches of a token side by side."""
     tokens = round(len(states) ** 0.5) // side
@@ -299,6 +336,7 @@ PUBLISHED: dict[str, type[Published]] = {
     "eagle_2_5_vl": Eagle,
     "kimi_k3": KimiK3,
     "llava_onevision2": Loaded,
+    "moondream3": Moondream,
     **dict.fromkeys(("Llama_Nemotron_Nano_VL", "NemotronH_Nano_VL_V2"), Nemotron),
 }
 """The reference of each published layout, by `model_type`."""

@@ -8,8 +8,6 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from vitwire_gateway import span_exporter
-from vitwire_gateway.spans import request_span, stage
 from vitwire_server.observe import otlp
 
 ENDPOINT = "127.0.0.1:1"
@@ -20,8 +18,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     """What would be sent to a collector."""
     kept, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(kept))
-    for module in (otlp, span_exporter):
-        monkeypatch.setattr(module, "tracer_provider", lambda *_: provider)
+    monkeypatch.setattr(otlp, "tracer_provider", lambda _: provider)
     return kept
 
 
@@ -42,12 +39,4 @@ def test_of_a_server(spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatc
         assert span
         began = time.monotonic()
         span.stage("execute", began, time.monotonic() - began, {})
-    check(spans)
-
-
-def test_of_a_router(spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch) -> None:
-    with request_span(span_exporter.SpanExporter(ENDPOINT, "router").request, "GET", {}, {}):
-        set_back(monkeypatch)
-        with stage("images"):
-            pass
     check(spans)

@@ -47,7 +47,7 @@ _IMAGE_GRIDS = (
     "num_patches",
 )
 """Keys with the grids, sizes in patches or numbers of tiles of images."""
-_LAYOUTS = ("aspect_ratios", "grids")
+_LAYOUTS = ("aspect_ratios", "grids", "tilings")
 """Keys with the rows and columns of tiles that images were cut in."""
 _UNCUT = "batch_num_images"
 """Key of a processor that cuts no image of a prompt with several."""
@@ -168,7 +168,7 @@ def _image_grids(  # noqa: PLR0911  # one for each kind of output
     if _has(outputs, "images_spatial_crop"):
         return beside_overviews("images_spatial_crop", outputs["images_spatial_crop"])
     if key := next((key for key in _LAYOUTS if _has(outputs, key)), None):
-        return with_overviews(Grids.of(key, outputs[key]))
+        return with_overviews(Grids.of(key, outputs[key]), always=key == "tilings")
     if len(batch) and rank(batch) == 5:
         tiles = model.tiles if model else None
         if tiles and tiles.layouts and _has(outputs, "image_sizes") and not _has(outputs, _UNCUT):

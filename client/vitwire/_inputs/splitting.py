@@ -143,12 +143,12 @@ def patches_of_strip(batch: Batch, field: str) -> Batch:
     return _side_by_side(batch[0])
 
 
-def with_overviews(layouts: Grids) -> Grids:
-    """Grids of images that were cut in rows and columns, with a tile of the whole image if there are several."""
+def with_overviews(layouts: Grids, *, always: bool = False) -> Grids:
+    """Grids of images that were cut in rows and columns, with a tile of the whole image, `always` or behind several."""
     tiles = layouts.patches()
     return Grids(
         layouts.field,
-        [(count + (count > 1), *layout) for count, layout in zip(tiles, layouts.entries, strict=True)],
+        [(count + (always or count > 1), *layout) for count, layout in zip(tiles, layouts.entries, strict=True)],
     )
 
 

@@ -65,7 +65,7 @@ def openai_request(body: bytes, limits: Limits, *, has_engine: bool) -> Embeddin
         raise invalid("expected true or false", "normalize")
     by_item = _choice(request, "errors", ("request", "item")) == "item"
     options = EmbeddingOptions((encoding,), _dimensions(request, "dimensions"), normalize, by_item)
-    return EmbeddingRequest(options, images_in(request, found, limits))
+    return EmbeddingRequest(options, images_in(found, limits))
 
 
 def cohere_request(body: bytes, limits: Limits) -> EmbeddingRequest:
@@ -82,7 +82,7 @@ def cohere_request(body: bytes, limits: Limits) -> EmbeddingRequest:
         if each not in _COHERE_TYPES:
             raise invalid(f"expected {', '.join(_COHERE_TYPES)}, got {each[:32]!r}", "embedding_types")
     options = EmbeddingOptions(tuple(dict.fromkeys(types)), _dimensions(request, "output_dimension"))
-    return EmbeddingRequest(options, images_in(request, found, limits))
+    return EmbeddingRequest(options, images_in(found, limits))
 
 
 def _is_of_images(request: Json) -> bool:

@@ -28,7 +28,6 @@ from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.callers import Caller
 from vitwire_gateway.images.batching import Batches
 from vitwire_gateway.images.image_files import Header, ImageFile, clip_kind, header_of, media_type_of
-from vitwire_gateway.spans import stage
 from vitwire_gateway.workers import Workers
 
 _MODEL_SECONDS = 2.0
@@ -109,7 +108,7 @@ class Encoder:
 
         Raises VitwireError, or ApiError if no worker is left, or the server prepares no such files.
         """
-        async with self._placed("encode", image):
+        async with self._places.place(self.caller.path):
             with self.batches.together() if together else nullcontext():
                 model = await self.model.get()
                 answer = self.batches.add(await self._item(image, model))
@@ -154,15 +153,8 @@ class Encoder:
                 item = Item(content_id=content_id, modality=image.modality)
                 await self.client.store([item])
 
-    @asynccontextmanager
-    async def _placed(self, name: str, image: ImageFile) -> AsyncGenerator[None, None]:
-        """A place for a file, with the wait for it in a span."""
-        with stage(name, {"vitwire.bytes": len(image.content)}):
-            async with self._places.place(self.caller.path):
-                yield
-
     async def _store(self, image: ImageFile, accepted: "asyncio.Future[Referenced]") -> str:
-        async with self._placed("store", image):
+        async with self._places.place(self.caller.path):
             model = await self.model.get()
             if not model.limits.cached_bytes:
                 message = "the encoder keeps no embeddings: --mode reference needs --cache-bytes on every server"

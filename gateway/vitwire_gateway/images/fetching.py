@@ -16,7 +16,6 @@ import httpx2
 from vitwire_gateway.api_errors import ApiError, invalid
 from vitwire_gateway.gateway_settings import GatewaySettings
 from vitwire_gateway.images.image_hosts import AllowedHost, Network, is_permitted, parse_networks
-from vitwire_gateway.spans import short, stage
 
 logger = logging.getLogger("vitwire.images")
 
@@ -25,6 +24,7 @@ Hold = Callable[[int], None]
 
 _MAX_REDIRECTS = 3
 _MAX_CONNECTIONS = 64
+_MAX_ORIGIN = 256
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _HEADERS = ((b"user-agent", b"vitwire-router"), (b"accept", b"image/*, video/*"), (b"accept-encoding", b"identity"))
 
@@ -94,11 +94,8 @@ class Fetcher:
 
     async def _fetched(self, url: str, param: str | None, hold: Hold) -> bytes:
         try:
-            with stage("fetch", is_call=True) as note:
-                async with asyncio.timeout(self._seconds):
-                    image = await self._follow(url, param, hold)
-                note({"vitwire.bytes": len(image)})
-                return image
+            async with asyncio.timeout(self._seconds):
+                return await self._follow(url, param, hold)
         except TimeoutError as error:
             raise _failed(f"it took longer than {self._seconds:g} s", param) from error
         except _ForbiddenAddress as error:
@@ -163,7 +160,7 @@ def _origin(url: str) -> str:
     """What a log may have of a URL: no user name, password, path or query, each of which may be a secret."""
     try:
         found = httpx2.URL(url)
-        return short(f"{found.scheme}://{found.netloc.decode('ascii')}")
+        return f"{found.scheme}://{found.netloc.decode('ascii')}"[:_MAX_ORIGIN]
     except (httpx2.InvalidURL, UnicodeError, ValueError):
         return "a malformed URL"
 

@@ -6,8 +6,8 @@ from vitwire_gateway.requests.image_refs import ImageRef, check_options, url_of
 _IMAGE_TYPES = ("image_url", "input_image")
 
 
-def images_of(request: Json, *, with_clips: bool = False, sized: bool = False) -> list[ImageRef]:
-    """The images of all messages, and perhaps the clips, in order. `sized` is as for `check_options`.
+def images_of(request: Json, *, with_clips: bool = False) -> list[ImageRef]:
+    """The images of all messages, and perhaps the clips, in order.
 
     Raises ApiError for a malformed part of these, and for options of images and clips.
     Every part with a field `image_url` (or `video_url`) counts, as engines read it whatever the part's type says.
@@ -22,7 +22,7 @@ def images_of(request: Json, *, with_clips: bool = False, sized: bool = False) -
             if field == "image_url" or (field and with_clips):
                 path = ("messages", number, "content", position, field)
                 found.append(ImageRef(path, url_of(part.get(field), path)))
-                check_options(request, part[field], found[-1], sized=sized)
+                check_options(request, part[field], found[-1])
     return found
 
 

@@ -18,7 +18,7 @@ from vitwire_gateway.images.encoding import Encoded, Encoder
 from vitwire_gateway.images.fetching import Fetcher, Hold
 from vitwire_gateway.images.image_files import ImageFile
 from vitwire_gateway.metrics import Metrics
-from vitwire_gateway.requests.dialects import MakePart, Part
+from vitwire_gateway.requests.engine_parts import MakePart, Part
 from vitwire_gateway.requests.image_sources import RequestImages
 
 Errors = dict[Any, ApiError]

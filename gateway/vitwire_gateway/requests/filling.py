@@ -3,16 +3,13 @@
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 from uuid import uuid4
 
 from vitwire.wire import Buffer
 from vitwire_gateway.api_errors import invalid
 from vitwire_gateway.bodies import Json
 from vitwire_gateway.requests.image_refs import ImageRef
-
-Hole = Literal["part", "url"]
-"""The engine gets another part in the place of an image or clip, or the part with another URL."""
 
 _REPLACED = frozenset(
     {"type", "detail", "uuid", "image_url", "image_embeds", "image_pil", "video_url", "video_embeds", "audio_embeds"}
@@ -28,7 +25,7 @@ class Late(Protocol):
     def __iter__(self) -> Iterator[bytes]: ...
 
 
-def cut(request: Json, refs: Iterable[ImageRef], hole: Hole) -> list[bytes]:
+def cut(request: Json, refs: Iterable[ImageRef]) -> list[bytes]:
     """The request as JSON, cut in the part of each image and clip where `filled` puts members of the engine's part.
 
     Raises ApiError for numbers that JSON cannot carry.
@@ -37,14 +34,14 @@ def cut(request: Json, refs: Iterable[ImageRef], hole: Hole) -> list[bytes]:
     root = request.copy()
     copied = set[int]()
     for ref in refs:
-        *path, last, field = ref.path
+        *path, last, _ = ref.path
         inner: Any = root
         for key in path:
             if id(inner[key]) not in copied:
                 inner[key] = inner[key].copy()
                 copied.add(id(inner[key]))
             inner = inner[key]
-        inner[last] = _opened(inner[last], str(field), hole, mark)
+        inner[last] = {name: value for name, value in inner[last].items() if name not in _REPLACED} | {mark: 0}
     return serialised(root).split(f'"{mark}":0'.encode())
 
 
@@ -54,16 +51,6 @@ def serialised(request: Json) -> bytes:
         return json.dumps(request, separators=(",", ":"), allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise invalid(f"the body cannot be sent as JSON: {error}", None, "invalid_json") from error
-
-
-def _opened(part: Json, field: str, hole: Hole, mark: str) -> Json:
-    """The part without what is replaced, and with the mark among its members or the field's."""
-    kept = {name: value for name, value in part.items() if name not in _REPLACED}
-    if hole == "part":
-        return kept | {mark: 0}
-    source = part[field]
-    others = {name: value for name, value in source.items() if name != "url"} if isinstance(source, dict) else {}
-    return kept | {"type": field, field: others | {mark: 0}}
 
 
 class Filled:

@@ -41,15 +41,10 @@ def param_of(path: Path) -> str:
     return "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in path)[1:]
 
 
-def check_options(request: Json, source: object, ref: ImageRef, *, sized: bool) -> None:
-    """Raises ApiError if an image or clip has options that would have no effect on its embedding.
-
-    sized: the encoder gets the options by `options_of`.
-    """
+def check_options(request: Json, source: object, ref: ImageRef) -> None:
+    """Raises ApiError if an image or clip has options that would have no effect on its embedding."""
     is_clip = ref.modality == "video"
-    others, known = (set[str](), ("url",)) if is_clip else (_NOT_OF_IMAGES, ("url", "detail"))
-    if sized and not is_clip:
-        others = others | _OF_ENCODER
+    others, known = (set[str](), ("url",)) if is_clip else (_NOT_OF_IMAGES | _OF_ENCODER, ("url", "detail"))
     options = {name: request.get(name) for name in (_CLIP_OPTIONS if is_clip else _OPTIONS)}
     given = [
         name for name, value in options.items() if value and not (isinstance(value, dict) and value.keys() <= others)

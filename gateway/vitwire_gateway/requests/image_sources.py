@@ -8,7 +8,6 @@ from vitwire.items import Modality
 from vitwire.shared.data_uris import decoded, mistaken, payload_of
 from vitwire.wire import Buffer
 from vitwire_gateway.api_errors import ApiError, invalid, released
-from vitwire_gateway.bodies import Json, model_of
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.images.fetching import too_large
 from vitwire_gateway.requests.image_refs import ImageRef
@@ -49,19 +48,17 @@ class RequestImages(NamedTuple):
     """Where images and clips stand, in the request's order."""
     sources: Sequence[Source]
     """Each once."""
-    model: str = ""
-    """As the request names it, cut to 256 characters."""
     options: Sequence[tuple[str, int]] = ()
     """Name and value of each option of all images: workers send no objects."""
 
     @classmethod
     def of(cls, answer: Sequence[Any]) -> Self:
         """The images as a worker sends them."""
-        places, sources, model, options = answer
-        return cls([Place(*each) for each in places], [Source(*each) for each in sources], model, options)
+        places, sources, options = answer
+        return cls([Place(*each) for each in places], [Source(*each) for each in sources], options)
 
 
-def images_in(request: Json, refs: Sequence[ImageRef], limits: Limits) -> RequestImages:
+def images_in(refs: Sequence[ImageRef], limits: Limits) -> RequestImages:
     """The images and clips of a request. Raises ApiError for too many."""
     if len(refs) > limits.max_images:
         what = "images and clips" if any(each.modality == "video" for each in refs) else "images"
@@ -76,7 +73,7 @@ def images_in(request: Json, refs: Sequence[ImageRef], limits: Limits) -> Reques
             numbers[key] = len(sources)
             sources.append(_source(ref, limits.max_image_bytes))
         places.append(Place(ref.param, numbers[key]))
-    return RequestImages(places, sources, model_of(request))
+    return RequestImages(places, sources)
 
 
 def _source(ref: ImageRef, max_bytes: int) -> Source:

@@ -11,7 +11,7 @@ from vitwire_gateway.bodies import is_small
 from vitwire_gateway.callers import Caller
 from vitwire_gateway.requests.caller_fields import cleaned
 from vitwire_gateway.requests.chat import images_of
-from vitwire_gateway.requests.filling import Hole, cut, serialised
+from vitwire_gateway.requests.filling import cut, serialised
 from vitwire_gateway.requests.image_refs import options_of
 from vitwire_gateway.requests.image_sources import Limits, RequestImages, images_in
 from vitwire_gateway.workers import Workers
@@ -42,16 +42,13 @@ async def read(workers: Workers, caller: Caller, job: Callable[..., Any], body: 
     return await workers.run(caller, job, body, 4 * len(body) + _LONGER_BYTES, limits)
 
 
-def cut_request(body: bytes, limits: Limits, hole: Hole, *, with_clips: bool, sized: bool = False) -> CutRequest:
-    """The chat request in a body. Clips are perhaps the engine's. Raises ApiError.
-
-    sized: images may have options that set their size.
-    """
+def cut_request(body: bytes, limits: Limits, *, with_clips: bool) -> CutRequest:
+    """The chat request in a body. Clips are perhaps the engine's. Raises ApiError."""
     request, is_new = cleaned(body, limits)
-    found = images_of(request, with_clips=with_clips, sized=sized)
-    images = images_in(request, found, limits)
-    if sized and any(each.modality == "image" for each in found):
+    found = images_of(request, with_clips=with_clips)
+    images = images_in(found, limits)
+    if any(each.modality == "image" for each in found):
         images = images._replace(options=options_of(request))
     if not found:
         return CutRequest([serialised(request)] if is_new else [], images)
-    return CutRequest(cut(request, found, hole), images)
+    return CutRequest(cut(request, found), images)

@@ -99,7 +99,7 @@ def engine_key_of(settings: RouterSettings) -> str | None:
 def content_key_of(settings: RouterSettings) -> bytes:
     """The secret of ids: of its file, else empty for a random one. Raises ValueError if it cannot be used."""
     file = settings.content_key_file
-    if settings.no_engine or settings.engine == "sglang":  # nobody gets ids
+    if settings.no_engine:  # nobody gets ids
         return b""
     if file is None:
         if (count := os.environ.get("WEB_CONCURRENCY", "1")) != "1":

@@ -6,7 +6,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -18,9 +18,7 @@ from vitwire_gateway.api_errors import ApiError, released
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.metrics import Metrics
 from vitwire_gateway.router.admission import Admission, Ticket
-from vitwire_gateway.router.conventions import VITWIRE, attributes_of, error_of, name_of
 from vitwire_gateway.router.llm_engine import Headers, from_transport, is_of_events, returned
-from vitwire_gateway.spans import SPAN, Ending, Spans, request_span
 
 logger = logging.getLogger("vitwire.router")
 
@@ -43,12 +41,6 @@ class Exchange:
         self.stage: Stage = "receive"
         self.status = 0
         self.images = 0
-        self.model = ""
-        """That the request names, for its span; empty if the router does not read it."""
-        self.is_vitwires = False
-        """Vitwire answers it, not the engine."""
-        self.first_event: float | None = None
-        """When the first bytes of a stream of events arrived, by `time.perf_counter`."""
         self.is_complete = False
         self._receive = receive
         self._send = send
@@ -63,9 +55,7 @@ class Exchange:
 
     @property
     def trace(self) -> dict[str, str]:
-        """Metadata that joins the encoder's logs and traces to this request; the client adds the current span."""
-        if SPAN.get():
-            return {"x-request-id": self.request_id}
+        """Metadata that joins the encoder's logs and traces to this request."""
         parent = self.request.headers.get("traceparent", "")
         return {"x-request-id": self.request_id} | ({"traceparent": parent} if _TRACEPARENT.fullmatch(parent) else {})
 
@@ -125,8 +115,6 @@ class Exchange:
         is_stream = is_of_events(response)
         try:
             async for chunk in cast("httpx2.AsyncByteStream", response.stream):
-                if is_stream and self.first_event is None:
-                    self.first_event = time.perf_counter()
                 await self._write(chunk, more=True)
         except httpx2.TransportError as error:
             failure = from_transport(error)
@@ -166,68 +154,42 @@ class Endpoint:
     settings: RouterSettings
     admission: Admission
     metrics: Metrics
-    spans: Spans | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, self.settings.stall_seconds)
         outcome = "done"
-        with self._span(exchange) as ending:
-            began = time.perf_counter()
-            try:
-                exchange.check_head(self.settings.max_header_bytes)
-                async with self.admission.admitted(exchange.request) as ticket:
-                    await self.answer(exchange, ticket)
-            except ApiError as error:
-                outcome = error.code
-                upstream = error.code.partition("_")[0]
-                if upstream in _UPSTREAMS:
-                    self.metrics.failures.labels(upstream, error.code).inc()
-                released(error)
-                await exchange.refuse(error)
-            except ClientDisconnect:
-                outcome = "client disconnected"
-                self.metrics.cancelled.labels(exchange.stage).inc()
-            except asyncio.CancelledError:  # the time to drain is over: the connection is closed by returning
-                outcome = "cut off by shutdown"
-            except Exception:
-                outcome = "internal error"
-                logger.exception("request %s failed", exchange.request_id)
-                await exchange.refuse(ApiError(500, "the router failed; its log has the reason", "internal_error"))
-            finally:
-                self._ended(exchange, outcome, began, ending)
+        began = time.perf_counter()
+        try:
+            exchange.check_head(self.settings.max_header_bytes)
+            async with self.admission.admitted(exchange.request) as ticket:
+                await self.answer(exchange, ticket)
+        except ApiError as error:
+            outcome = error.code
+            upstream = error.code.partition("_")[0]
+            if upstream in _UPSTREAMS:
+                self.metrics.failures.labels(upstream, error.code).inc()
+            released(error)
+            await exchange.refuse(error)
+        except ClientDisconnect:
+            outcome = "client disconnected"
+            self.metrics.cancelled.labels(exchange.stage).inc()
+        except asyncio.CancelledError:  # the time to drain is over: the connection is closed by returning
+            outcome = "cut off by shutdown"
+        except Exception:
+            outcome = "internal error"
+            logger.exception("request %s failed", exchange.request_id)
+            await exchange.refuse(ApiError(500, "the router failed; its log has the reason", "internal_error"))
+        finally:
+            self._ended(exchange, outcome, began)
 
-    def _span(self, exchange: Exchange) -> AbstractContextManager[Ending]:
-        request = exchange.request
-        method, path = request.method, request.scope["path"]
-        host, port = request.scope["server"]
-        attributes = {
-            **attributes_of(method, path, VITWIRE if self.settings.no_engine else self.settings.engine),
-            "vitwire.request_id": exchange.request_id,
-            "server.address": host,
-            "server.port": port,
-        }
-        return request_span(self.spans, name_of(method, path), request.headers, attributes)
-
-    def _ended(self, exchange: Exchange, outcome: str, began: float, ending: Ending) -> None:
-        """Count and log the request, and describe its end."""
-        method, path = exchange.request.method, exchange.request.scope["path"]
+    def _ended(self, exchange: Exchange, outcome: str, began: float) -> None:
+        """Count and log the request."""
         self.metrics.answered(self.route, exchange.status)
-        ending.name = name_of(method, path, exchange.model)
-        ending.attributes["vitwire.images"] = exchange.images
-        if exchange.status:
-            ending.attributes["http.response.status_code"] = exchange.status
-        if exchange.model:
-            ending.attributes["gen_ai.request.model"] = exchange.model
-        if exchange.is_vitwires:
-            ending.attributes["gen_ai.provider.name"] = VITWIRE
-        if exchange.first_event is not None:
-            ending.attributes["gen_ai.response.time_to_first_chunk"] = exchange.first_event - began
-        ending.error, ending.is_fault = error_of(exchange.status, outcome)
         logger.info(
             "%s %s %s %d %s images=%d %.1f ms",
             exchange.request_id,
-            method,
-            path.encode("unicode_escape").decode(),
+            exchange.request.method,
+            exchange.request.scope["path"].encode("unicode_escape").decode(),
             exchange.status,
             outcome,
             exchange.images,

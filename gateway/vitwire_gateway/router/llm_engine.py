@@ -10,7 +10,6 @@ from vitwire.shared.named_files import trusting
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.requests.filling import Filled
-from vitwire_gateway.spans import Attributes, stage, trace_headers
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -19,7 +18,6 @@ _HOP_BY_HOP = frozenset(
      b"trailer", b"transfer-encoding", b"upgrade")
 )  # fmt: skip
 _SET_HERE = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
-_TRACE = (b"traceparent", b"tracestate")
 _IDLE_SECONDS = 2.0
 """Less than engines keep idle connections (5 s), so that none is used while the engine closes it."""
 _PROBE_SECONDS = 2.0
@@ -31,8 +29,6 @@ class Engine:
     def __init__(self, settings: RouterSettings) -> None:
         """Raises ValueError for a file without certificates."""
         self._base = httpx2.URL(settings.engine_url.rstrip("/"))
-        port = self._base.port or (443 if self._base.scheme == "https" else 80)
-        self._address: Attributes = {"server.address": self._base.host, "server.port": port}
         self._name = self._base.netloc.decode()  # without a password
         self._health_path = settings.engine_health_path
         connect, wait = settings.engine_connect_seconds, settings.engine_seconds
@@ -51,18 +47,6 @@ class Engine:
 
         `target` is the path and query, sent byte for byte. Raises ApiError if the engine does not respond.
         """
-        with stage("engine", {"http.request.method": method, **self._address}, is_call=True) as note:
-            if parent := trace_headers():
-                headers = [each for each in headers if each[0] not in _TRACE]
-                headers += [(name.encode(), value.encode()) for name, value in parent.items()]
-            async with self._sent(method, target, headers, body) as response:
-                note({"http.response.status_code": response.status_code})
-                yield response
-
-    @asynccontextmanager
-    async def _sent(
-        self, method: str, target: bytes, headers: Headers, body: bytes | Filled
-    ) -> AsyncIterator[httpx2.Response]:
         request = httpx2.Request(
             method,
             self._base,

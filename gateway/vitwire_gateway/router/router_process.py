@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -31,15 +31,13 @@ from vitwire_gateway.images.fetching import Fetcher
 from vitwire_gateway.listening import configured, listening
 from vitwire_gateway.metrics import Metrics
 from vitwire_gateway.requests.content_parts import Images
-from vitwire_gateway.requests.dialects import dialect_of, mode_of
+from vitwire_gateway.requests.engine_parts import part_of
 from vitwire_gateway.router.admission import Admission, Ticket, content_key_of, engine_key_of
 from vitwire_gateway.router.embedding_apis import embedding_apis
 from vitwire_gateway.router.endpoint import Endpoint, Exchange, RouteName
 from vitwire_gateway.router.llm_engine import Engine
 from vitwire_gateway.router.readiness import Readiness
 from vitwire_gateway.router.routing import Router
-from vitwire_gateway.spans import Spans
-from vitwire_gateway.tracing import collecting
 from vitwire_gateway.workers import Workers, memory_for
 
 logger = logging.getLogger("vitwire.router")
@@ -66,7 +64,7 @@ def _client(settings: RouterSettings, *, is_child: bool) -> AsyncClient:
     )
 
 
-def _application(settings: RouterSettings, metrics: Metrics, admission: Admission, spans: Spans | None) -> Starlette:
+def _application(settings: RouterSettings, metrics: Metrics, admission: Admission) -> Starlette:
     """The application. Raises ValueError for settings, and OSError for files, that cannot be used."""
     supervisor = heartbeat.inherited()
     client = _client(settings, is_child=supervisor is not None)
@@ -102,14 +100,14 @@ def _application(settings: RouterSettings, metrics: Metrics, admission: Admissio
         return Response(metrics.page(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     def endpoint(route: RouteName, answer: Callable[[Exchange, Ticket], Awaitable[None]]) -> Endpoint:
-        return Endpoint(route, answer, settings, admission, metrics, spans)
+        return Endpoint(route, answer, settings, admission, metrics)
 
     if settings.no_engine:
         models = endpoint("embeddings", router.models)
         others = [Route("/openapi.json", Response(_OPENAPI.read_bytes(), media_type="application/json"))]
         others += [Route(path, models) for path in ("/v1/models", "/v1/models/{model:path}")]
     else:
-        others = [Route(_CHAT, endpoint("chat", partial(router.chat, dialect_of(settings))))]
+        others = [Route(_CHAT, endpoint("chat", partial(router.chat, part_of(settings.mode))))]
     embeddings = embedding_apis(has_engine=not settings.no_engine)
     routes = [
         Route("/health", health),
@@ -206,19 +204,17 @@ def serve(settings: RouterSettings) -> None:
     logger.setLevel(settings.log_level.upper())
     metrics = Metrics()
     admission = Admission(settings, metrics)
-    with ExitStack() as stack:
-        spans = stack.enter_context(collecting(settings.otlp_endpoint, "vitwire-router"))
-        at = httpx2.URL(settings.engine_url).netloc.decode()  # without a password
-        engine = f"engine {settings.engine} at {at}, mode {mode_of(settings)}"
-        logger.info("encoder %s, %s", settings.target, "no engine" if settings.no_engine else engine)
-        config = configured(
-            _application(settings, metrics, admission, spans),
-            settings.stall_seconds,
-            settings.drain_seconds,
-            lifespan="on",
-            h11_max_incomplete_event_size=settings.max_header_bytes,
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-        )
-        listener = stack.enter_context(listening(settings.host, settings.port))
+    at = httpx2.URL(settings.engine_url).netloc.decode()  # without a password
+    engine = f"engine at {at}, mode {settings.mode}"
+    logger.info("encoder %s, %s", settings.target, "no engine" if settings.no_engine else engine)
+    config = configured(
+        _application(settings, metrics, admission),
+        settings.stall_seconds,
+        settings.drain_seconds,
+        lifespan="on",
+        h11_max_incomplete_event_size=settings.max_header_bytes,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+    )
+    with listening(settings.host, settings.port) as listener:
         _Server(config, admission, settings.lame_duck_seconds).run(sockets=[listener])
     logger.info("ended")

@@ -12,7 +12,6 @@ from typing import Any
 from anyio.to_thread import run_sync
 
 from vitwire.shared.fairness.places import Places
-from vitwire_gateway import spans
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import read_body
 from vitwire_gateway.embeddings.embedding_answers import Answer, Vectors, vectors_of
@@ -21,7 +20,7 @@ from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.metrics import FALLBACKS, Metrics
 from vitwire_gateway.requests.caller_fields import clean_body
 from vitwire_gateway.requests.content_parts import Errors, Images, size_of
-from vitwire_gateway.requests.dialects import Dialect, Part, whole_part
+from vitwire_gateway.requests.engine_parts import MakePart, Part, whole_part
 from vitwire_gateway.requests.filling import Filled, filled
 from vitwire_gateway.requests.image_sources import Limits
 from vitwire_gateway.requests.request_reading import CutRequest, cut_request, read
@@ -57,15 +56,14 @@ class Router:
     answering: Places = field(default_factory=lambda: Places(1))
     """To write vectors as JSON, which takes 2 ms for 64 KiB."""
 
-    async def chat(self, dialect: Dialect, exchange: Exchange, ticket: Ticket) -> None:
+    async def chat(self, make: MakePart, exchange: Exchange, ticket: Ticket) -> None:
         """A chat completion, whose images become embeddings."""
         _check_method(exchange, "POST")
         body = await self._body(exchange, ticket)
-        await exchange.unless_disconnected(self._completed(dialect, exchange, ticket, body))
+        await exchange.unless_disconnected(self._completed(make, exchange, ticket, body))
 
     async def embeddings(self, api: EmbeddingApi, exchange: Exchange, ticket: Ticket) -> None:
         """Embeddings: of images, or the engine's."""
-        exchange.is_vitwires = True
         if api.is_shared and exchange.request.method != "POST":
             await self.proxied(exchange, ticket)
             return
@@ -75,7 +73,6 @@ class Router:
 
     async def models(self, exchange: Exchange, ticket: Ticket) -> None:
         """The encoder's model, in OpenAI's form: in a list, or by its id."""
-        exchange.is_vitwires = True
         _check_method(exchange, "GET")
         model = await self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take).model()
         found = {"id": model.model_id, "object": "model", "created": 0, "owned_by": "vitwire"}
@@ -119,14 +116,13 @@ class Router:
         limits = Limits(settings.max_images, settings.max_image_bytes, settings.allow_caller_embeds)
         return await read(workers, ticket.caller, job, body, limits)
 
-    async def _completed(self, dialect: Dialect, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
-        clips = self.settings.clips == "encode"
-        job = partial(cut_request, hole=dialect.hole, with_clips=clips, sized=dialect.sized)
+    async def _completed(self, make: MakePart, exchange: Exchange, ticket: Ticket, body: bytes) -> None:
+        job = partial(cut_request, with_clips=self.settings.clips == "encode")
         request = CutRequest.of(await self._read(job, exchange, ticket, body))
-        exchange.images, exchange.model = len(request.images.places), request.images.model
+        exchange.images = len(request.images.places)
         if request.images.places:
             images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take)
-            await self._encoded(dialect, exchange, ticket, images, request)
+            await self._encoded(make, exchange, ticket, images, request)
             return
         if request.pieces:  # cleaned
             body = b"".join(request.pieces)
@@ -139,7 +135,7 @@ class Router:
             await self._passed(exchange, ticket, body)
             return
         request = EmbeddingRequest.of(found)
-        exchange.images, exchange.model = len(request.images.places), request.images.model
+        exchange.images = len(request.images.places)
         images = self.images.serving(ticket.caller, exchange.trace, ticket.bytes.take)
         with self._timed("images"):
             model = await images.model()
@@ -165,7 +161,7 @@ class Router:
         await exchange.respond_in_chunks(api.answer(answer), lambda: self.answering.place(ticket.caller.path))
 
     async def _encoded(
-        self, dialect: Dialect, exchange: Exchange, ticket: Ticket, images: Images, request: CutRequest
+        self, make: MakePart, exchange: Exchange, ticket: Ticket, images: Images, request: CutRequest
     ) -> None:
         async def forward(parts: Sequence[Part], ids: Sequence[str] = (), check: Check | None = None) -> None:
             limit = self.settings.max_buffered_bytes
@@ -181,8 +177,9 @@ class Router:
                 with self._timed("images"):
                     loaded = await images.load(request.images)
                     async with images.in_time(loaded):
-                        parts = await images.parts(loaded, dialect.part)
-                ids = [part["uuid"] for part in parts] if dialect.has_ids else []
+                        parts = await images.parts(loaded, make)
+                # vLLM replaces the uuids of parts if it has options of media.
+                ids = [part["uuid"] for part in parts] if self.settings.mode == "reference" else []
                 await forward(parts, ids, lambda failed: images.check_stored(loaded, still=failed))
                 return
         except ApiError as error:  # of the encoder only before the response has begun
@@ -204,7 +201,6 @@ class Router:
     ) -> None:
         """Send the request to the engine, and its response to the caller."""
         exchange.stage = "engine"
-        exchange.is_vitwires = False
         request = exchange.request
         changed: dict[bytes, bytes | None] = {b"x-request-id": exchange.request_id.encode()}
         kind = request.headers.get("content-type")  # of several, the one by which the body was read
@@ -224,8 +220,7 @@ class Router:
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
         began = time.perf_counter()
-        with spans.stage(stage):
-            yield
+        yield
         self.metrics.seconds.labels(stage).observe(time.perf_counter() - began)
 
 
@@ -233,8 +228,8 @@ def refused_path(path: str, *, has_engine: bool) -> ApiError | None:
     """The error for a path that is not passed on to an engine."""
     if [each for each in path.split("/") if each][:2] in _ENGINES_ALONE:
         text = (
-            "the router serves chat completions and embeddings; vLLM's and SGLang's own servers take messages and "
-            "responses, with images for the encoder (docs/vllm.md, docs/sglang.md)"
+            "the router serves chat completions and embeddings; vLLM's own server takes messages and responses, with "
+            "images for the encoder (docs/vllm.md)"
         )
         return ApiError(404, text, "unsupported_api")
     first, second, *_ = parts = [*path[1:].split("/"), ""]

@@ -19,7 +19,6 @@ from vitwire_gateway.sglang.media import Media
 from vitwire_gateway.sglang.receiver_messages import Frame, Pusher, embedding_header, error_header, times_of
 from vitwire_gateway.sglang.receiver_requests import Part, ReceiverRequest, refused
 from vitwire_gateway.sglang.receivers import Receivers
-from vitwire_gateway.spans import stage
 
 logger = logging.getLogger("vitwire.sglang")
 
@@ -109,9 +108,8 @@ class Adapter:
             async with AsyncExitStack() as stack:
                 for holding in holdings:
                     await stack.enter_async_context(holding.losable(math.inf, _GRACE_SECONDS))
-                with stage("deliver"):
-                    receivers = part.receivers or await self._receivers.take(part.req_id, caller.name)
-                    await self._pusher.push_all(receivers, frames, caller)
+                receivers = part.receivers or await self._receivers.take(part.req_id, caller.name)
+                await self._pusher.push_all(receivers, frames, caller)
         except TimeoutError:
             raise _crowded() from None
 

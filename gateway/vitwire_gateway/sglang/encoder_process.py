@@ -23,7 +23,6 @@ from vitwire_gateway.sglang.media import Media
 from vitwire_gateway.sglang.receiver_messages import Pusher
 from vitwire_gateway.sglang.receiver_requests import refused
 from vitwire_gateway.sglang.services import http_app
-from vitwire_gateway.tracing import collecting
 from vitwire_gateway.workers import Workers, memory_for
 
 logger = logging.getLogger("vitwire.sglang")
@@ -59,7 +58,6 @@ async def _serve(settings: SglangSettings) -> None:
     media = Media(settings.max_image_bytes, fetcher)
     pusher = Pusher(settings.send_seconds, tuple(map(ipaddress.ip_network, settings.receiver_network)))
     async with AsyncExitStack() as stack:
-        spans = stack.enter_context(collecting(settings.otlp_endpoint, "vitwire-sglang-encoder"))
         stack.callback(pusher.close)
         client = AsyncClient(
             settings.target,
@@ -75,7 +73,7 @@ async def _serve(settings: SglangSettings) -> None:
         exempt_loaded(logger)
         listener = listening(settings.host, settings.port)
         bodies = Budget(_BODIES, lambda: refused("the requests in flight are too large together", 503))
-        app = http_app(adapter, workers, bodies, settings, spans)
+        app = http_app(adapter, workers, bodies, settings)
         limit, seconds = 4 * settings.max_requests, max(1.0, settings.drain_seconds)
         server = _HttpServer(configured(app, settings.send_seconds, seconds, lifespan="off", limit_concurrency=limit))
         serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -1,7 +1,6 @@
 """SGLang's encoder protocol over HTTP."""
 
 import json
-from collections.abc import Awaitable, Callable
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -16,17 +15,12 @@ from vitwire_gateway.callers import Caller
 from vitwire_gateway.gateway_settings import SglangSettings
 from vitwire_gateway.sglang.adapter import Adapter
 from vitwire_gateway.sglang.receiver_requests import Kind, read
-from vitwire_gateway.spans import Attributes, Spans, request_span
 from vitwire_gateway.workers import Workers
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 _BODY_SECONDS = 60.0
 
 
-def http_app(
-    adapter: Adapter, workers: Workers, bodies: Budget, settings: SglangSettings, spans: Spans | None
-) -> Starlette:
+def http_app(adapter: Adapter, workers: Workers, bodies: Budget, settings: SglangSettings) -> Starlette:
     """The ASGI application; `bodies` counts the bytes of bodies until their requests end."""
 
     async def health(_: Request) -> Response:
@@ -52,7 +46,7 @@ def http_app(
                 return Response(status_code=499)
             return JSONResponse(None)
 
-        return Route(path, _traced(path, endpoint, spans), methods=["POST"])
+        return Route(path, endpoint, methods=["POST"])
 
     return Starlette(
         routes=[
@@ -64,22 +58,3 @@ def http_app(
             Route("/health_generate", health),
         ]
     )
-
-
-def _traced(path: str, endpoint: Endpoint, spans: Spans | None) -> Endpoint:
-    """The endpoint, each of whose requests has a span."""
-    name = f"POST {path}"
-    known: Attributes = {"http.request.method": "POST", "http.route": path, "url.path": path, "url.scheme": "http"}
-
-    async def traced(request: Request) -> Response:
-        status = 500
-        with request_span(spans, name, request.headers, known) as ending:
-            try:
-                response = await endpoint(request)
-                status = response.status_code
-                return response
-            finally:
-                ending.attributes["http.response.status_code"] = status
-                ending.error, ending.is_fault = str(status) if status >= 400 else "", status >= 500
-
-    return traced

@@ -56,9 +56,12 @@ class TileFootprints:
     """Each tile comes with a crop."""
     one_row: bool = False
     """A tile has one row, whatever its tokens."""
+    rows: int = 0
+    """Rows of an item whose tiles are merged, whatever their number; 0 if they are not."""
 
     def __call__(self, grid: Grid) -> Footprint:
-        pooled = grid.t * (self.tokens - 1) if self.one_row else 0
+        merged = grid.t * self.tokens - self.rows if self.rows else 0
+        pooled = grid.t * (self.tokens - 1) if self.one_row else merged
         crops = grid.t if self.paired else 0
         return Footprint(grid.t, grid.t * self.tokens, grid.t, self.longest, crops, pooled)
 

@@ -132,6 +132,8 @@ class TileGeometry(Geometry):
     """Height and width of a crop; None if the tower takes none."""
     crops_replace: bool = False
     """Pixels hold only the overview; the tiles come as crops."""
+    merged: bool = False
+    """Rows depend on the layout, and every image has one tile more than that, which shows all of it."""
 
     @property
     def row(self) -> int:
@@ -164,7 +166,9 @@ class TileGeometry(Geometry):
 
     def wrong(self, grid: Grid, modality: Modality | None) -> Iterator[tuple[str, str]]:
         tiles = grid.h * grid.w
-        if modality is Modality.VIDEO:
+        if self.merged and grid.t != tiles + 1:
+            yield "t", f"must be {tiles + 1} for {grid.h} rows and {grid.w} columns of tiles, got {grid.t}"
+        elif modality is Modality.VIDEO:
             if tiles != 1:
                 yield "", f"of a clip is (frames, 1, 1), got {grid}"
             elif self.crops_replace and grid.t > 1:

@@ -40,6 +40,9 @@ class TilingRule(StrEnum):
     WINDOWS = "windows"
     """Square windows over an image that is too large or too long for the overview alone; each is resized to a crop."""
 
+    OVERLAPPING = "overlapping"
+    """The whole image, and tiles of it that overlap by twice the `margin`, also if there is one tile only."""
+
 
 class Overview(StrEnum):
     """Position of the tile that shows the whole of an image that was cut into several."""
@@ -72,5 +75,7 @@ class Tiling:
     crop_background: tuple[int, ...] = ()
     patch: int = 0
     """Side of the patches that grids count, in pixels; 0 if they count tiles."""
+    margin: int = 0
+    """Pixels at each side of a tile that its neighbours show too."""
     crop_resample: int | None = None
     """Pillow's number of the filter for crops, if it is another one."""

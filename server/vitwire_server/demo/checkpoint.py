@@ -46,7 +46,7 @@ def write_demo_checkpoint(model_type: str, out: Path, *, seed: int = 0) -> None:
     demo = DEMO_MODELS[model_type]
     out.mkdir(parents=True, exist_ok=True)
     demo.save(random_model(model_type, seed), out)
-    for name, content in (demo.files or _processor_files(model_type, demo)).items():
+    for name, content in (_processor_files(model_type, demo) if demo.files is None else demo.files).items():
         write_json(out / name, content)
     mode = (out / "config.json").stat().st_mode
     for path in out.glob("*.safetensors"):  # which safetensors makes readable by their owner alone

@@ -168,6 +168,8 @@ _INTERNVL: DemoModel = _demo(
 _USUAL: Json = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 3}
 _VIT: Json = {**_USUAL, "num_channels": 3, "patch_size": 14}
 _WIDE_HEADS: Json = {"intermediate_size": 128, "num_attention_heads": 2}
+_MOONDREAM: Json = {"enc_dim": 64, "enc_ff_dim": 96, "enc_n_heads": 4, "enc_n_layers": 4, "proj_inner_dim": 96}
+_MOONDREAM |= {"crop_size": 56, "max_crops": 6, "overlap_margin": 1}
 _INTERN: Json = {
     **_VIT,
     "image_size": 112,
@@ -428,6 +430,13 @@ _WRITTEN: Mapping[str, DemoModel] = {
     "mistral3": _demo(_PIXTRAL, image=_PIXTRAL_IMAGE),
     "mllama": _demo({"vision_output_dim": 192}, {"cross_attention_layers": [1]}),
     "mlcd": _demo(base="mlcd_vision_model", save=saving.save_typed("mlcd")),
+    "moondream3": _authors(
+        "moondream3",
+        {"architectures": ["HfMoondream"], "config": {"text": {"dim": 96}, "vision": _MOONDREAM}},
+        saving.MOONDREAM_NAMES,
+        _demo(files={}),
+        fused=saving.FUSED,
+    ),
     **dict.fromkeys(("modernvbert", "ultravbert"), _demo(fields=_BERT, processor="idefics3")),
     "muse_glimmer": _demo(_WINDOWS, fields={"out_hidden_size": 256}, image=_MUSE_IMAGE),
     "muse_spark": _demo(

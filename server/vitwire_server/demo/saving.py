@@ -68,7 +68,9 @@ def _renamed(weights: Mapping[str, Tensor], names: Names) -> dict[str, Tensor]:
     for name, tensor in weights.items():
         for pattern, replacement in names:
             name = re.sub(pattern, replacement, name)  # noqa: PLW2901 - renamed step by step
-        renamed[name] = tensor[None] if name.endswith("pos_embed") and tensor.ndim == 2 else tensor
+        flat = tensor.flatten(1) if name.endswith(".patch_emb.weight") else tensor
+        flat = torch.cat([flat, flat.flip(-1)]) if name.endswith(".wte") else flat  # another token
+        renamed[name] = flat[None] if name.endswith(("pos_embed", "pos_emb")) and flat.ndim == 2 else flat
     return renamed
 
 
@@ -337,6 +339,17 @@ TIMM_NAMES = (
     (r"\.layer_norm([12])\.", r".norm\1."),
     (r"\.self_attn\.out_proj\.", ".attn.proj."),
     (r"\.self_attn\.", ".attn."),
+)
+MOONDREAM_NAMES = (
+    *TIMM_NAMES,
+    (r"^projector\.0\.", "vision.proj_mlp.fc1."),
+    (r"^projector\.2\.", "vision.proj_mlp.fc2."),
+    (r"^start\.weight$", "text.wte"),
+    (r"(?<=\.)patch_embed\.proj\.", "patch_emb."),
+    (r"\.pos_embed$", ".pos_emb"),
+    (r"^vision\.norm\.", "vision.post_ln."),
+    (r"\.norm([12])\.", r".ln\1."),
+    (r"^", "model."),
 )
 ONEVISION_NAMES = (
     (r"^tower\.patch_embed\.1\.", "model.visual.embeddings.patch_embedding."),

@@ -18,8 +18,6 @@ from vitwire_server.observe.readings import Readings
 
 _KIB = 1024.0
 _BAR_WIDTH, _BAR_HEIGHT = 240, 14
-_METHODS = ("Encode", "EncodeStream")
-"""RPCs with items, whose latency is shown."""
 
 
 @cache
@@ -49,7 +47,6 @@ def page(readings: Readings, health: Health) -> str:
         _facts("Served", _served(readings)),
         *_prepared(readings),
         _facts("Model", _model(model, readings)),
-        *_processes(readings),
         "</div>",
     ]
     style, script = _asset("page.css"), _asset("page.js")
@@ -99,7 +96,7 @@ def _ladder(readings: Readings) -> str:
         "<table><caption>Items and padding of each captured budget</caption>"
         f'<thead><tr>{head}<th scope="col" class="bars">{keys}</th></tr></thead><tbody>{"".join(rows)}</tbody></table>'
     )
-    return _section("Ladder", table + _refits(readings), wide=True)
+    return _section("Ladder", table, wide=True)
 
 
 def _bar(first: float, second: float, most: float) -> str:
@@ -112,23 +109,6 @@ def _bar(first: float, second: float, most: float) -> str:
         f'<rect class="real" width="{width:.2f}" height="{_BAR_HEIGHT}"/>'
         f'<rect class="padding" x="{width:.2f}" width="{rest:.2f}" height="{_BAR_HEIGHT}"/></svg>'
     )
-
-
-def _refits(readings: Readings) -> str:
-    """Results of fits of the ladder to recent loads, if there were any."""
-    results = readings.by("vitwire_ladder_refits_total", "result")
-    if not any(results.values()):
-        return ""
-    replaced = [size for size, used in readings.by("vitwire_ladder_budgets", "budget").items() if not used]
-    facts = {
-        "changes": _count(results["swapped"]),
-        "failed": _count(results["failed"]),
-        "fits without a change": _count(results["kept"]),
-        "budgets replaced": _count(len(replaced)),
-        "time saved by the last, predicted": f"{readings.total('vitwire_ladder_gain_ratio'):.1%}",
-        "longest pause": f"{1e3 * readings.total('vitwire_ladder_pause_seconds'):.0f} ms",
-    }
-    return _list(facts)
 
 
 def _attention(readings: Readings) -> dict[str, str]:
@@ -188,19 +168,7 @@ def _served(readings: Readings) -> dict[str, str]:
         "admitted bytes": f"{_bytes(held)} of {_bytes(readings.total('vitwire_queue_limit_bytes'))}",
         "received": _bytes(readings.total("vitwire_received_bytes_total")),
         "delivered": _bytes(readings.total("vitwire_delivered_bytes_total")),
-        **_medians(readings),
     }
-
-
-def _medians(readings: Readings) -> dict[str, str]:
-    """The upper bound of the histogram's bucket that holds the median, for each RPC that was called."""
-    medians = {}
-    for method in _METHODS:
-        counts = readings.by("vitwire_request_seconds_bucket", "le", method=method)
-        if half := counts.get("+Inf", 0.0) / 2:
-            bound = min(float(le) for le, count in counts.items() if count >= half)
-            medians[f"median of {method} since the start"] = f"up to {1e3 * bound:g} ms"
-    return medians
 
 
 def _prepared(readings: Readings) -> list[str]:
@@ -240,28 +208,8 @@ def _model(model: Mapping[str, str], readings: Readings) -> dict[str, str]:
     return shown | {"budgets captured": f"{captured:.0f} of {captured + dropped:.0f}"}
 
 
-def _processes(readings: Readings) -> list[str]:
-    """Memory and restarts of each process, if there are several."""
-    memory = readings.by("vitwire_process_resident_memory_bytes", "process")
-    restarts = readings.by("vitwire_process_restarts_total", "process")
-    facts = {
-        name: ", ".join(
-            [
-                _bytes(memory[name]) if name in memory else "not running",
-                *([f"{_count(restarts[name])} restarts"] if restarts.get(name) else []),
-            ]
-        )
-        for name in dict.fromkeys([*memory, *restarts])
-    }
-    return [_facts("Processes", facts)] if restarts else []
-
-
 def _facts(title: str, facts: Mapping[str, str]) -> str:
-    return _section(title, _list(facts))
-
-
-def _list(facts: Mapping[str, str]) -> str:
-    return f"<dl>{''.join(f'<dt>{name}</dt><dd>{value}</dd>' for name, value in facts.items())}</dl>"
+    return _section(title, f"<dl>{''.join(f'<dt>{name}</dt><dd>{value}</dd>' for name, value in facts.items())}</dl>")
 
 
 def _section(title: str, content: str, *, wide: bool = False) -> str:

@@ -72,7 +72,6 @@ class HttpFront:
             "--max-image-pixels": settings.max_image_pixels,
             "--drain-seconds": settings.drain_seconds / 2,
             "--api-keys-file": settings.auth_tokens_file,
-            "--otlp-endpoint": settings.otlp_endpoint,
             "--log-format": settings.log_format,
             "--log-level": settings.log_level,
         }

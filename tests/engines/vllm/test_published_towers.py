@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from tests.engines.vllm.checkpoints import WRITE
 from transformers import PreTrainedConfig
@@ -20,12 +21,15 @@ from vllm.model_executor.models import (
     keye_vl1_5,
     kimi_k25_vit,
     llava_onevision2,
+    moondream3,
     ovis,
     ovis2_5,
     utils,
 )
 from vllm.transformers_utils.configs import dotsocr
 from vllm.transformers_utils.configs.kimi_k3 import KimiK3Config
+from vllm.transformers_utils.configs.moondream3 import Moondream3Config
+from vllm.transformers_utils.processors.moondream3 import Moondream3Processor
 
 from servers import PYTHON, serving
 from vitwire import Client, Item
@@ -93,6 +97,16 @@ def _onevision2(whole: Any, settings: Any) -> Any:
     return run
 
 
+def _moondream3(whole: Any, settings: Any) -> Any:
+    whole.__class__, whole.config = moondream3.Moondream3ForCausalLM, Moondream3Config(**settings)
+    vision, width = whole.config.vision_config, whole.config.text_config.dim
+    whole.vision = moondream3.Moondream3VisionEncoder(vision)
+    whole.vision_proj = moondream3.Moondream3VisionProjection(vision.enc_dim, vision.proj_inner_dim, width)
+    whole.text = torch.nn.ModuleDict({"wte": torch.nn.Embedding(2, width)})
+    whole.text.embed_input_ids = whole.text["wte"].forward
+    return lambda pixels, grid: whole.embed_multimodal(pixel_values=[pixels], tilings=[grid[1:]])[0]
+
+
 def _ovis2_5(whole: Any, settings: Any) -> Any:
     vision, words = PreTrainedConfig(**_NAVIT, **settings["vit_config"]), settings["visual_vocab_size"]
     vision.model_type = "siglip2_navit"
@@ -109,6 +123,7 @@ def _ovis2_5(whole: Any, settings: Any) -> Any:
         ("KeyeVL1_5", _keye, (3, 10, 8), None),
         ("kimi_k3", _kimi_k3, (1, 10, 8), _PROJECTOR),
         ("llava_onevision2", _onevision2, (1, 10, 8), _VISUAL),
+        ("moondream3", _moondream3, (7, 3, 2), None),
         ("ovis2_5", _ovis2_5, (3, 10, 8), None),
     ],
 )
@@ -117,16 +132,37 @@ def test_rows_are_those_of_vllms_modules(model_type: str, make: Any, grid: Any, 
     folder, whole = tmp_path / model_type, torch.nn.Module()
     weights = {name: own.float() for shard in folder.glob("*.safetensors") for name, own in load_file(shard).items()}
     named = {name: own for name, own in weights.items() if name != "embed_tokens.weight"}
-    pixels = np.random.default_rng(3).standard_normal((np.prod(grid), 588)).astype(np.float32)
+    shape = (grid[0], 3, 56, 56) if model_type == "moondream3" else (np.prod(grid), 588)
+    pixels = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
     with set_current_vllm_config(VllmConfig()), torch.inference_mode():
         init_distributed_environment(1, 0, f"file://{tmp_path}/group", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
         run = make(whole, json.loads((folder / "config.json").read_text()))
-        utils.AutoWeightsLoader(whole).load_weights(named.items(), mapper=mapper)
+        if hasattr(whole, "load_weights"):
+            whole.load_weights(named.items())
+        else:
+            utils.AutoWeightsLoader(whole).load_weights(named.items(), mapper=mapper)
         for method, module in ((getattr(each, "quant_method", None), each) for each in whole.modules()):
             if method:
                 method.process_weights_after_loading(module)
         expected = run(torch.from_numpy(pixels), grid).numpy()
     with serving(folder, "--dtype", "float32") as server, Client(server.target) as client:
-        (rows,) = client.encode([Item(pixels, grid, modality="video" if grid[0] > 1 else "image")])
+        is_clip = grid[0] > 1 and pixels.ndim == 2
+        (rows,) = client.encode([Item(pixels, grid, modality="video" if is_clip else "image")])
     assert np.abs(rows.numpy() - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def test_pictures_are_cut_as_by_vllms_processor(tmp_path: Path) -> None:
+    """Moondream's, before they are rounded to bfloat16."""
+    subprocess.run([PYTHON, "-c", WRITE, str(tmp_path), "moondream3"], check=True, capture_output=True)
+    processor = object.__new__(Moondream3Processor)
+    noise = np.random.default_rng(5).integers(0, 256, (20, 30, 3), np.uint8)
+    pictures = [Image.fromarray(noise).resize(size) for size in ((300, 200), (60, 500), (20, 30))]
+    sizes = {"max_crops": 6, "overlap_margin": 1, "crop_size": 56}
+    cut = [processor.preprocess_image(picture, **sizes, return_tensors="np") for picture in pictures]
+    outputs = {"pixel_values": [pixels for pixels, _ in cut], "tilings": [tiling for _, tiling in cut]}
+    with serving(tmp_path / "moondream3", "--dtype", "float32") as server, Client(server.target) as client:
+        theirs, own = client.encode(Item.from_processor(outputs)), client.encode_images(pictures)
+    for expected, rows in zip(theirs, own, strict=True):
+        assert len(expected.numpy()) == 17
+        assert np.abs(rows.numpy() - expected.numpy()).max() <= 1e-4 * np.abs(expected.numpy()).max()

@@ -242,6 +242,8 @@ def test_tiles() -> None:
     assert [item.grid for item in layouts] == [(4, 3, 1), (1, 1, 1)]
     ratios = {"pixel_values": torch.cat([TILES, TILES]), "aspect_ratios": torch.tensor([[2, 4], [1, 1]])}
     assert [item.grid for item in Item.from_processor(ratios)] == [(9, 2, 4), (1, 1, 1)]
+    merged = {"pixel_values": [TILES[:3], TILES[3:]], "tilings": [(1, 2), (1, 1)]}
+    assert [item.grid for item in Item.from_processor(merged)] == [(3, 1, 2), (2, 1, 1)]
     cut = {"pixel_values": ratios["pixel_values"], "grids": ratios["aspect_ratios"]}
     assert [item.grid for item in Item.from_processor(cut)] == [(9, 2, 4), (1, 1, 1)]
 

@@ -17,9 +17,9 @@ from vitwire_gateway.requests.request_reading import CutRequest, cut_request, re
 from vitwire_gateway.workers import Workers
 
 LIMITS = Limits(4, 1 << 20)
-JOB = partial(cut_request, hole="part", with_clips=False)
+JOB = partial(cut_request, with_clips=False)
 ARGUMENTS = (LIMITS,)
-NOTHING = [[], [[], [], "", []]]
+NOTHING = [[], [[], [], []]]
 
 
 def test_hosts_are_callers() -> None:
@@ -54,7 +54,7 @@ async def test_answers_carry_bytes_and_errors_within_a_limit(workers: Workers) -
     caller = Caller.of("a")
     parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}} for text in ("QUJD", "%%%%")]
     body = json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
-    pieces, (places, sources, _, _) = await workers.run(caller, JOB, body, 10_000, *ARGUMENTS)
+    pieces, (places, sources, _) = await workers.run(caller, JOB, body, 10_000, *ARGUMENTS)
     assert [bytes(each) for each in pieces[1:]] == [b"},{", b"}]}]}"]
     assert places == [[f"messages[0].content[{number}].image_url", number] for number in range(2)]
     assert sources[0] == ["data", b"ABC", "image"]
@@ -78,7 +78,7 @@ async def test_long_urls_leave_the_worker_alive(workers: Workers) -> None:
     """Characters that JSON escapes make its answer longer than the request."""
     parts = [{"image_url": {"url": "https://" + "\U0001f600" * 8000 + str(number)}} for number in range(60)]
     request = {"messages": [{"role": "user", "content": parts}], "mm_processor_kwargs": {"max_pixels": 1 << 62}}
-    body, job = json.dumps(request, ensure_ascii=False).encode(), partial(JOB, sized=True)
+    body, job = json.dumps(request, ensure_ascii=False).encode(), JOB
     found = CutRequest.of(await read(workers, Caller.of("a"), job, body, LIMITS._replace(max_images=64)))
     assert dict(found.images.options) == {"max_pixels": 1 << 62}
     assert {str(each.content)[-55:] for each in found.images.sources} >= {

@@ -88,6 +88,23 @@ def layout_around(size: Size, side: int) -> Size:
     return rows, math.ceil(int(rows * side * ratio) / side)
 
 
+def layout_of_windows(picture: Size, window: int, most: int) -> Size:
+    """Rows and columns of windows as large as the image, or of more up to `most`; one where a side fits in a window.
+
+    Very elongated images that need more have one row or column of them, as in the processor.
+    """
+    height, width = picture
+    if min(picture) <= window:
+        return 1, 1
+    rows, columns = -(-height // window), -(-width // window)
+    if rows * columns > most:
+        scale = math.sqrt(most / (rows * columns))
+        return max(1, math.floor(rows * scale)), max(1, math.floor(columns * scale))
+    rows = max(rows, math.floor(math.sqrt(most * height / width)))
+    columns = max(columns, math.floor(math.sqrt(most * width / height)))
+    return (rows, min(columns, most // rows)) if columns > rows else (min(rows, most // columns), columns)
+
+
 @cache
 def covering_layout(picture: Size, side: int, most: int) -> Size:
     """The fewest tiles that keep enough of the image's pixels; in a tie, those that keep most.

@@ -16,6 +16,7 @@ from vitwire_server.preparing.rules.layouts import (
     layout_of_most,
     layout_of_ratio,
     layout_of_scale,
+    layout_of_windows,
     layouts_of,
     parts,
 )
@@ -267,6 +268,17 @@ def _snapped(length: int, window: int) -> int:
     return window * (whole + (rest > _ROUNDED_UP * window))
 
 
+def _overlapping(picture: Sketch, tiling: Tiling) -> Drawing:
+    """As Moondream cuts images."""
+    shared = 2 * tiling.margin
+    window = tiling.tile[0] - shared
+    rows, columns = layout_of_windows((picture.size[0] - shared, picture.size[1] - shared), window, tiling.max_tiles)
+    whole = picture.at((rows * window + shared, columns * window + shared))
+    corners = [(row * window, column * window) for row in range(rows) for column in range(columns)]
+    tiles = [whole.part(corner, tiling.tile) for corner in corners]
+    return Drawing((1 + len(tiles), rows, columns), (picture.at(tiling.tile), *tiles))
+
+
 _RULES: dict[TilingRule, Callable[[Sketch, Tiling], Drawing]] = {
     TilingRule.STRETCH: _stretch,
     TilingRule.SQUARE: _square,
@@ -284,4 +296,5 @@ _RULES: dict[TilingRule, Callable[[Sketch, Tiling], Drawing]] = {
     TilingRule.COVERING: _covering,
     TilingRule.COVERING_PARTS: _covering_parts,
     TilingRule.WINDOWS: _windows,
+    TilingRule.OVERLAPPING: _overlapping,
 }

@@ -62,6 +62,8 @@ class TileTower(Tower):
     """A tile has one row, which is made of its tokens."""
     paired: ClassVar[bool] = False
     """Each tile comes with a crop."""
+    merged: bool = False
+    """Tiles of an image become as many rows whatever their number: the rows of one unit."""
     fewest: int = 1
     """Units of the smallest item."""
     segmented = False
@@ -93,6 +95,7 @@ class TileTower(Tower):
             levels=0,
             one_row=self.one_row,
             tile=(self.tile.height, self.tile.width),
+            merged=self.merged,
         )
 
     @cached_property
@@ -102,7 +105,8 @@ class TileTower(Tower):
 
     @cached_property
     def footprint(self) -> Footprints:
-        return TileFootprints(self.unit.tokens, self.unit.longest, paired=self.paired, one_row=self.one_row)
+        rows = self.unit.rows if self.merged else 0
+        return TileFootprints(self.unit.tokens, self.unit.longest, self.paired, self.one_row, rows)
 
     @cached_property
     def capacities(self) -> Capacities:
@@ -114,7 +118,7 @@ class TileTower(Tower):
 
     def sample(self, units: int) -> Grid:
         """An image of this many units, or of as many as an image can have."""
-        return Grid(units, 1, units)
+        return Grid(units, 1, units - self.merged)
 
     def samples(self, tokens: int, items: int) -> list[Grid]:
         """At most `items` images that together have as many units as go into `tokens`, or the smallest image."""

@@ -16,11 +16,10 @@ from vitwire_server.towers.files import optional_json
 from vitwire_server.towers.layouts.tiles import PairEncoder, TileFamily
 from vitwire_server.towers.processors.settings import CLIP, HALF, images, normalised, per_channel, whole
 from vitwire_server.towers.processors.tiles import shade, squared, tiled
-from vitwire_server.towers.shared.fused import position_tables, split_qkv
 from vitwire_server.towers.shared.learned import gather_relative_positions
 from vitwire_server.towers.shared.parts import SingleParameter, part, projector, stock, variant
 from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
-from vitwire_server.towers.shared.siglip import siglip, siglip_config
+from vitwire_server.towers.shared.siglip import siglip, siglip_config, siglip_of_blocks
 
 _TOWER = {"image_size": 384, "patch_size": 16, "width": 1024, "layers": 24, "heads": 16, "mlp_ratio": 4}
 """Fields that DeepSeek-VL2's config.json leaves out, by the authors' configuration classes; the projector's below."""
@@ -206,20 +205,7 @@ ROWS = (
         "deepseek_vl_v2",
         "DeepSeek-VL2",
         configuration=_vl2_config,
-        tower=stock(
-            "siglip.SiglipVisionModel",
-            stripped("vision."),
-            renames=(
-                (r"^patch_embed\.proj\.", "embeddings.patch_embedding."),
-                (r"^pos_embed$", "embeddings.position_embedding.weight"),
-                (r"^norm\.", "post_layernorm."),
-                (r"^blocks\.", "encoder.layers."),
-                (r"\.norm([12])\.", r".layer_norm\1."),
-                (r"\.attn\.proj\.", ".self_attn.out_proj."),
-            ),
-            ignored=("attn_pool.", "head."),
-            convert=lambda weights, _: position_tables(split_qkv(weights, ".attn.qkv.", ".self_attn.{}_proj.")),
-        ),
+        tower=siglip_of_blocks(stripped("vision.")),
         beside=projector(DownsampleProjector, stripped("projector.")),
         encoder=DeepseekVL2,
         processor=images(_vl2_settings),

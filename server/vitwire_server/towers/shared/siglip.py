@@ -7,14 +7,42 @@ import torch
 from torch import Tensor, nn
 
 from vitwire_server.towers.configs import Config, new_config
-from vitwire_server.towers.family import Module, in_model
+from vitwire_server.towers.family import Module, Weights, in_model
 from vitwire_server.towers.layouts.patches import attend
+from vitwire_server.towers.shared.fused import position_tables, split_qkv
 
 
 def siglip(name: str) -> Module:
     """SigLIP's tower by this name, its weights within `vision_model.` or not; its pooling head is left out."""
     prefixes = in_model(f"{name}vision_model.", name)
     return Module(source="siglip.modeling_siglip:SiglipVisionModel", prefixes=prefixes, ignored=("head.",))
+
+
+def siglip_of_blocks(prefixes: Mapping[str, str]) -> Module:
+    """SigLIP's tower by timm's names, or by Moondream's, whose patches are embedded by a linear layer."""
+    return Module(
+        source="siglip.modeling_siglip:SiglipVisionModel",
+        prefixes=prefixes,
+        renames=(
+            (r"^patch_emb(ed\.proj)?\.", "embeddings.patch_embedding."),
+            (r"^pos_emb(ed)?$", "embeddings.position_embedding.weight"),
+            (r"^(norm|post_ln)\.", "post_layernorm."),
+            (r"^blocks\.", "encoder.layers."),
+            (r"\.(norm|ln)([12])\.", r".layer_norm\2."),
+            (r"\.attn\.proj\.", ".self_attn.out_proj."),
+        ),
+        ignored=("attn_pool.", "head.", "proj_mlp."),
+        convert=_split_blocks,
+    )
+
+
+def _split_blocks(weights: Weights, vision: Config) -> Weights:
+    kernel = (vision.num_channels, vision.patch_size, vision.patch_size)
+    split = position_tables(split_qkv(weights, ".attn.qkv.", ".self_attn.{}_proj."))
+    return {
+        name: own.reshape(-1, *kernel) if name.endswith("patch_embedding.weight") else own
+        for name, own in split.items()
+    }
 
 
 def siglip_config(vision: Mapping[str, object], *, width: int, dtype: str | None) -> Config:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from vitwire.integrations.vllm.tensors import TorchFile, torch_base64
 from vitwire_gateway.api_errors import ApiError
 from vitwire_gateway.bodies import parse
-from vitwire_gateway.gateway_settings import RouterSettings
 from vitwire_gateway.requests.chat import images_of
-from vitwire_gateway.requests.dialects import dialect_of
-from vitwire_gateway.requests.filling import Hole, cut, filled
+from vitwire_gateway.requests.filling import cut, filled
 from vitwire_gateway.requests.image_sources import Limits
 from vitwire_gateway.requests.request_reading import CutRequest, cut_request
 
@@ -26,16 +24,16 @@ def chat(*parts: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": list(parts)}]}
 
 
-def read(request: Any, limits: Limits = LIMITS, *, with_clips: bool = True, sized: bool = False) -> CutRequest:
-    return cut_request(json.dumps(request).encode(), limits, "part", with_clips=with_clips, sized=sized)
+def read(request: Any, limits: Limits = LIMITS, *, with_clips: bool = True) -> CutRequest:
+    return cut_request(json.dumps(request).encode(), limits, with_clips=with_clips)
 
 
 def image(url: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": url}
 
 
-def rewritten(request: Any, *parts: dict[str, Any], hole: Hole = "part") -> Any:
-    return json.loads(b"".join(filled(cut(request, images_of(request), hole), parts)))
+def rewritten(request: Any, *parts: dict[str, Any]) -> Any:
+    return json.loads(b"".join(filled(cut(request, images_of(request)), parts)))
 
 
 def test_rows_are_encoded_as_the_request_is_sent() -> None:
@@ -43,7 +41,7 @@ def test_rows_are_encoded_as_the_request_is_sent() -> None:
     request = chat(image("data:x"), {"type": "text", "text": "t"}, image("data:y"))
     files = [TorchFile(each, "bfloat16") for each in (first, second)]
     parts = [{"type": "image_embeds", "image_embeds": {"rows": file, "n": [1, 2]}, "uuid": "u"} for file in files]
-    body = filled(cut(request, images_of(request), "part"), parts)
+    body = filled(cut(request, images_of(request)), parts)
     assert body.held < 1 << 10 < 1 << 20 < len(body)
     sent = list(body)
     assert (max(map(len, sent)) <= 1 << 19, sum(map(len, sent))) == (True, len(body))
@@ -129,7 +127,7 @@ def test_nothing_of_a_part_can_take_the_place_of_its_embedding() -> None:
     """vLLM reads the first of these fields that a part with a `uuid` has, and names its content by the `uuid`."""
     others = {"image_pil": 1, "audio_embeds": "A", "video_embeds": "V", "image_embeds": "I", "uuid": "u", "kept": 1}
     request = chat({"type": "video_url", "video_url": {"url": "data:x"}} | others)
-    pieces = cut(request, images_of(request, with_clips=True), "part")
+    pieces = cut(request, images_of(request, with_clips=True))
     changed = json.loads(b"".join(filled(pieces, [{"type": "video_embeds", "video_embeds": "mine", "uuid": "mine"}])))
     (part,) = changed["messages"][1]["content"]
     assert part == {"kept": 1, "type": "video_embeds", "video_embeds": "mine", "uuid": "mine"}
@@ -157,7 +155,6 @@ def test_options_of_clips_are_refused(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"mm_processor_kwargs": {"min_pixels": 1, "fps": 1}}, "mm_processor_kwargs"),
         ({"mm_processor_kwargs": [1]}, "mm_processor_kwargs"),
         ({"media_io_kwargs": {"image": {"image_mode": "L"}}}, "media_io_kwargs"),
         ({}, "messages[1].content[0].image_url.max_dynamic_patch"),
@@ -184,21 +181,15 @@ SIZE = {"shortest_edge": 4, "longest_edge": 9}
 )
 def test_options_that_set_the_size_of_images_are_the_encoders(given: Any, options: dict[str, int]) -> None:
     request = chat(image("data:image/png;base64,QUJD")) | {"mm_processor_kwargs": given}
-    found = read(request, sized=True)
+    found = read(request)
     assert dict(found.images.options) == options
     assert json.loads(b"".join(filled(found.pieces, [{"type": "x"}])))["mm_processor_kwargs"] == given
     clip = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,QUJD"}}
     with pytest.raises(ApiError, match="no effect on clips"):
-        read(chat(image("data:image/png;base64,QUJD"), clip) | {"mm_processor_kwargs": given}, sized=True)
+        read(chat(image("data:image/png;base64,QUJD"), clip) | {"mm_processor_kwargs": given})
     others = {"mm_processor_kwargs": given}
-    assert dict(read(chat(image("data:,"), clip) | others, sized=True, with_clips=False).images.options) == options
-    assert not read(chat() | {"mm_processor_kwargs": {"max_pixels": 0}}, sized=True).images.options
-
-
-def test_the_encoder_of_sglang_gets_no_options() -> None:
-    """SGLang requests the embeddings, by a protocol that has none."""
-    engines: tuple[Literal["vllm", "sglang"], ...] = ("vllm", "sglang")
-    assert [dialect_of(RouterSettings(engine=each)).sized for each in engines] == [True, False]
+    assert dict(read(chat(image("data:,"), clip) | others, with_clips=False).images.options) == options
+    assert not read(chat() | {"mm_processor_kwargs": {"max_pixels": 0}}).images.options
 
 
 @pytest.mark.parametrize(
@@ -214,7 +205,7 @@ def test_the_encoder_of_sglang_gets_no_options() -> None:
 )
 def test_wrong_options_of_images_are_named(given: Any, param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        read(chat(image("data:image/png;base64,QUJD")) | {"mm_processor_kwargs": given}, sized=True)
+        read(chat(image("data:image/png;base64,QUJD")) | {"mm_processor_kwargs": given})
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
@@ -242,12 +233,6 @@ def test_all_else_is_kept() -> None:
     assert images_of(request) == [ref], "the request itself stays as it is"
 
 
-def test_fields_of_the_image_stay_where_it_passes_on() -> None:
-    request = chat(image({"url": "data:a", "detail": "low"}))
-    changed = rewritten(request, {"url": "data:x"}, hole="url")
-    assert changed["messages"][1]["content"] == [image({"url": "data:x", "detail": "low"})]
-
-
 _NAMES = ("messages", "content", "type", "image_url", "video_url", "url", "uuid", "x")
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
@@ -266,7 +251,7 @@ def test_any_json_is_refused_or_kept(content: Any, other: Any) -> None:
         assert (error.status, error.param is not None) == (400, True)
         return
     if refs:
-        body = b"".join(filled(cut(request, refs, "part"), ({"type": "embeds"} for _ in refs)))
+        body = b"".join(filled(cut(request, refs), ({"type": "embeds"} for _ in refs)))
         assert images_of(json.loads(body), with_clips=True) == []
 
 

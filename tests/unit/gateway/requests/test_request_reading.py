@@ -41,7 +41,7 @@ def test_values_are_bounded_before_they_are_read() -> None:
     ],
 )
 def test_bad_data_uris(url: str, code: str) -> None:
-    (source,) = images_in({}, [ImageRef(("images", 0), url)], Limits(1, 100)).sources
+    (source,) = images_in([ImageRef(("images", 0), url)], Limits(1, 100)).sources
     assert isinstance(source.content, ApiError)
     assert code in f"{source.content.code}: {source.content}"
 

