@@ -24,7 +24,7 @@ PRODUCT = (
 STUBS = "v1"
 MOST_LINES, MOST_PARAMETERS, MOST_METHODS = 60, 6, 15
 CEILINGS = {
-    "product": 52_081,  # 50,800; 300 one GPU, 400 new users, 400 towers that people serve now; 181 for a while
+    "product": 52_500,  # 50,800; 300 for one GPU, 400 for new users, 400 for the latest towers, 600 for clips
     "tests": 54_700,  # to come down to 52,000
     "bench": 5_500,
     "docs/performance": 1_000,
