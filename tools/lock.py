@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = ("client", "cli", "server", "jpeg", "videos", "router", "nixl", "sglang", "gateway", "flash")
+EXTRAS = ("client", "cli", "server", "jpeg", "videos", "nvdec", "router", "nixl", "sglang", "gateway", "flash")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
 _CUDA = re.compile(r"(nvidia-(?!ml-py)|triton|cuda-|torch==|flash-attn|quack|apache-tvm-ffi|torch-c-dlpack)")
 _HEADER = """\

@@ -18,15 +18,13 @@ _NO_NEW_PRIVS = 38
 
 
 def bind(read: Iterable[str], write: Iterable[str]) -> None:
-    """Let this process, and threads that it starts, open only these files and folders, and what is in them.
+    """Let this thread, and those that it starts, open only these files and folders, and what is in them.
 
-    Paths that do not exist are left out. Raises OSError if the kernel cannot, or threads run already, which would not
-    be bound.
+    Another call can only take away more. Paths that do not exist are left out. All are kept open: procfs forgets a
+    path that nobody holds, and its rule. Raises OSError if the kernel cannot.
     """
     if sys.platform != "linux":
         raise OSError(errno.ENOSYS, f"there is no Landlock on {sys.platform}")
-    if (threads := len([*Path("/proc/self/task").iterdir()])) > 1:
-        raise OSError(errno.EBUSY, f"{threads} threads run already")
     libc = ctypes.CDLL(None, use_errno=True)
     rules = _checked(libc.syscall(_CREATE, struct.pack("=Q", _ALL), 8, 0))
     for rights, paths in ((_READING, read), (_ALL, write)):
@@ -34,7 +32,6 @@ def bind(read: Iterable[str], write: Iterable[str]) -> None:
             allowed = rights if Path(path).is_dir() else rights & _OF_FILES
             opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
             _checked(libc.syscall(_ADD, rules, _BENEATH, struct.pack("=Qi", allowed, opened), 0))
-            os.close(opened)
     _checked(libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0))
     _checked(libc.syscall(_RESTRICT, rules, 0))
     os.close(rules)

@@ -259,7 +259,7 @@ class NotOnDevice(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """Where pictures are prepared, or JPEG files decoded, and why not on the device."""
+    """Where pictures are prepared, or JPEG files or clips decoded, and why not on the device."""
 
     place: Place = Place.CPU
     reason: NotOnDevice | None = NotOnDevice.NO_DEVICE

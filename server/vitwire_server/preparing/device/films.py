@@ -5,6 +5,7 @@ out of the file, so that frames and their times are the CPU decoders'. Groups of
 other are decoded at the same time, each by a decoder. On a CPU PyAV decodes too, which shows that the way works.
 """
 
+import errno
 import os
 import sys
 import time
@@ -28,6 +29,7 @@ from torch import Tensor
 from vitwire_children.confine import May
 from vitwire_children.landlock import bind
 from vitwire_children.serving import Answering, Fault, NotDone, serve
+from vitwire_server.core.decoding import CLIP_TENSORS_BYTES
 from vitwire_server.preparing.device.colours import Colours, rgb
 from vitwire_server.preparing.device.hardware import DRAWN, difference_of, take, write
 from vitwire_server.preparing.device.resizing import prepared
@@ -39,22 +41,12 @@ from vitwire_server.preparing.rules.recipe import Recipe
 
 _ENCODERS = {"libx264": {"bf": "2", "g": "4"}, "libx265": {"x265-params": "log-level=none"}}
 """Encoders of the drawn clips, with their options."""
-_SEEN = (
-    "/usr",
-    "/lib",
-    "/lib64",
-    "/opt",
-    "/proc",
-    "/sys",
-    "/etc/ld.so.cache",
-    "/etc/passwd",
-    "/dev/urandom",
-    "/dev/zero",
-)
+_SEEN = ("/usr", "/lib", "/lib64", "/proc", "/sys", "/etc/ld.so.cache", "/dev/urandom")
 """What Python, CUDA and a C compiler read, beside Python's own folders."""
+_WRITTEN = ("/dev/null", "/proc/self/oom_score_adj", "/proc/self/task")
+"""The last for CUDA, which names its threads and does not start otherwise."""
 _CACHES = {"TRITON_CACHE_DIR": "~/.triton", "CUDA_CACHE_PATH": "~/.nv", "TMPDIR": gettempdir()}
 """Folders that CUDA, Triton and a C compiler write into, by the variable that moves each."""
-_PROBE = (144, 194)
 _PROBE_FRAMES = 8
 
 
@@ -145,9 +137,9 @@ def frames_of(data: bytes, recipe: Recipe, max_pixels: int, source: Source, devi
     return pictures
 
 
-def drawn() -> list[bytes]:
+def drawn(height: int = 144, width: int = 194) -> list[bytes]:
     """Clips with smooth and noisy parts, one for each codec. Raises PyAV's errors without an encoder."""
-    rng, (height, width) = np.random.default_rng(0), _PROBE
+    rng = np.random.default_rng(0)
     whole = rng.integers(0, 256, (height // 8, (width + _PROBE_FRAMES) // 8 + 1, 3), np.uint8).repeat(8, 0).repeat(8, 1)
     made = []
     for encoder, options in _ENCODERS.items():
@@ -182,12 +174,23 @@ def fault_of(source: Source, files: Sequence[bytes]) -> str:
     return ""
 
 
+def _bind(*caches: str) -> None:
+    """Let this process open only the device, what libraries read, and these folders. Raises OSError."""
+    folders = (sys.prefix, sys.base_prefix, *sys.path, *os.environ.get("LD_LIBRARY_PATH", "").split(":"))
+    devices = map(str, Path("/dev").glob("nvidia*"))
+    bind([*_SEEN, *filter(None, folders)], [*_WRITTEN, *devices, *caches])
+
+
 def _source(device: torch.device) -> Source:
     """Where this process decodes. Raises OSError, ImportError, or what the library raises."""
-    caches = [os.environ.get(name, str(Path(default).expanduser())) for name, default in _CACHES.items()]
-    folders = (sys.prefix, sys.base_prefix, *sys.path, *os.environ.get("LD_LIBRARY_PATH", "").split(":"))
-    bind([*_SEEN, *filter(None, folders)], [*map(str, Path("/dev").glob("nvidia*")), "/dev/null", *caches])
-    return Nvdec(take(device)) if device.type == "cuda" else OnCpu()
+    if len([*Path("/proc/self/task").iterdir()]) > 1:
+        raise OSError(errno.EBUSY, "threads run already, which Landlock would not bind")
+    _bind(*(os.environ.get(name, str(Path(default).expanduser())) for name, default in _CACHES.items()))
+    if device.type != "cuda":
+        return OnCpu()
+    source = Nvdec(take(device))
+    torch.cuda.set_per_process_memory_fraction(CLIP_TENSORS_BYTES / torch.cuda.mem_get_info()[1])
+    return source
 
 
 def _ahead() -> Answering:
@@ -195,13 +198,14 @@ def _ahead() -> Answering:
     device = torch.device(sys.argv[3])
     source = _source(device)
     fault_of(source, drawn())
-    prepared(torch.zeros(2, *_PROBE, 3, dtype=torch.uint8, device=device), DRAWN)[0].cpu()
+    prepared(torch.zeros(2, 144, 194, 3, dtype=torch.uint8, device=device), DRAWN)[0].cpu()
     return partial(_answering, source, device)
 
 
 def _answering(source: Source, device: torch.device, setup: Setup) -> tuple[Callable[[Decode], object], None]:
     """Does jobs. Whatever is not expected ends the process, and with it all that the file left behind."""
     memory = shared_memory()
+    _bind()
 
     def answer(job: Decode) -> object:
         start = time.perf_counter()
@@ -210,7 +214,7 @@ def _answering(source: Source, device: torch.device, setup: Setup) -> tuple[Call
             frames = frames_of(memory[: job.nbytes], recipe, setup.sizes.pixels, source, device)
             decoded = time.perf_counter()
             write(prepared(frames, recipe), memory, setup.sizes.input_bytes, job)
-        except (ValueError, av.FFmpegError) as error:
+        except (ValueError, av.FFmpegError, torch.OutOfMemoryError) as error:
             raise NotDone(Fault.LOST, str(error)) from error
         return to_builtins(Decoded(decoded - start, time.perf_counter() - decoded))
 
@@ -225,7 +229,12 @@ def _check() -> Answering:
     except Exception as error:  # noqa: BLE001 - of a driver or library: the reason is the answer
         fault = f"NVDEC cannot be used: {str(error).partition(chr(10))[0]}"
         return lambda _: (lambda _: fault, None)
-    return lambda _: (lambda _: fault_of(source, files), None)
+
+    def answering(_: object) -> tuple[Callable[[object], str], None]:
+        _bind()
+        return lambda _: fault_of(source, files), None
+
+    return answering
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from av.video.stream import VideoStream
 from msgspec.structs import replace
 
 from vitwire_children.serving import Fault, NotDone
+from vitwire_server.core.decoding import CLIP_FRAMES_BYTES
 from vitwire_server.preparing.files.messages import Measured
 from vitwire_server.preparing.files.rotation import Frame, Rotation, rotation_of
 from vitwire_server.preparing.rules.forms import form_of
@@ -32,8 +33,6 @@ _MARKS = (
 """How files of each format begin: FFmpeg would try every format that it knows."""
 _CODECS = ("av1", "h264", "hevc", "mjpeg", "mpeg2video", "mpeg4", "vp8", "vp9")
 """FFmpeg's decoders that clips are made for today."""
-_MOST_ON_DEVICE = 512 << 20
-"""Bytes of the chosen frames of a clip for the device."""
 _MAX_FRAMES = 1 << 20
 _LAYERS_AT = 21
 _FRAMES_OF_COST = 10
@@ -50,7 +49,7 @@ def measure(data: bytes, recipe: Recipe, max_pixels: int) -> Measured:
     seconds = tuple(index / rate for index in indices if rate)
     interval = recipe.temporal / (len(indices) / own.shown.total * rate) if rate else 0.0
     measured = Measured.of(form_of(picture, recipe), cost, picture)
-    is_film = own.suits_device and prod(picture) <= _MOST_ON_DEVICE
+    is_film = own.suits_device and prod(picture) <= CLIP_FRAMES_BYTES
     return replace(measured, frame_seconds=seconds, second_per_grid=interval, is_film=is_film)
 
 

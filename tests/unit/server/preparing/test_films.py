@@ -55,7 +55,7 @@ class Counts:
 
 @asynccontextmanager
 async def pool() -> AsyncIterator[DecodePool]:
-    made = DecodePool(1, Counts(), "cpu", [FILMS])  # type: ignore[arg-type]
+    made = DecodePool(1, Counts(), "cpu", [FILMS])
     try:
         sizes = Sizes(input_bytes=8 << 20, output_bytes=8 << 20, pixels=PIXELS, seconds=10.0, memory=2 << 30)
         made.set_up(Setup(dict(MODELS["patches"]), sizes, clips=True), [FILMS])
@@ -139,3 +139,23 @@ def test_the_check_finds_other_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert films.fault_of(films.OnCpu(), films.drawn()) == ""
     monkeypatch.setattr(films, "rgb", lambda luma, *_: torch.zeros(*luma.shape, 3, dtype=torch.uint8))
     assert "differs from PyAV by up to" in films.fault_of(films.OnCpu(), films.drawn())
+
+
+def test_a_clip_in_which_damage_was_found_is_left_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(films.OnCpu, "is_damaged", lambda _: True)
+    with pytest.raises(films.NotDone, match="it is damaged"):
+        films.frames_of(clip(moving(40), options=X264), RECIPE, PIXELS, films.OnCpu(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("codec", ["libx264", "libx265"])
+def test_a_run_begins_with_a_frame_that_refers_to_no_other(codec: str) -> None:
+    """A file may call any frame a keyframe."""
+    data = clip(moving(20), codec=codec, options={"g": "20", "x265-params": "log-level=none"})
+    with clips.opened(data) as (container, stream):
+        coded, name = list(films._coded(container, stream)), stream.codec_context.codec.canonical_name
+    assert [films.starts_stream(name, bytes(each.packet)) for each in coded] == [True] + [False] * 19
+    for each in coded[1:]:
+        each.packet.is_keyframe = True
+    assert len(films.parts_of(name, coded, {each.time for each in coded}, 4)) == 1
+    with pytest.raises(films.NotDone, match="does not start with a keyframe"):
+        films.parts_of(name, coded[1:], {coded[5].time}, 4)
