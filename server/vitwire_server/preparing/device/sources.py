@@ -50,7 +50,7 @@ class Source(Protocol):
     """Decodes frames of a stream that begin with a keyframe."""
 
     def most(self, stream: VideoStream) -> int:
-        """How many decoders work on such a stream at the same time. Raises NotDone if none does."""
+        """How many decoders work on such a stream at the same time; it begins now. Raises NotDone if none does."""
 
     def decoded(self, stream: VideoStream, coded: Sequence[Coded], chosen: Collection[int]) -> Iterator[Samples]:
         """Samples of the frames of these times, as they are shown; each is valid until the next. Raises NotDone."""
@@ -130,6 +130,7 @@ class Nvdec:
         if not able["supported"] or not fits or kind.area > _MOST_AREA:
             raise NotDone(Fault.LOST, f"NVDEC decodes no {kind.codec} of {kind.width}x{kind.height} here")
         os.dup2(self._heard, 1)
+        self.is_damaged()  # of a clip before, which was given up
         return min(able["num_decoder_engines"], _MOST_AREA // kind.area)
 
     def decoded(self, stream: VideoStream, coded: Sequence[Coded], chosen: Collection[int]) -> Iterator[Samples]:
