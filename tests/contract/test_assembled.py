@@ -16,7 +16,7 @@ def ladder_of(settings: ServeSettings, tower: Tower) -> Ladder:
     return default_ladder(settings, bounds_of(settings, tower), tower, "simulated")
 
 
-@pytest.mark.parametrize("model_type", ["aria", "mllama", "moondream3", "phi4_multimodal"])
+@pytest.mark.parametrize("model_type", ["aria", "mllama", "moondream3", "phi3_v", "phi4_multimodal"])
 def test_samples_fit_their_budgets(model_type: str, checkpoints: Checkpoints) -> None:
     tower = broken.load(checkpoints(model_type)).tower
     sizes = tower.sizes(3000)

@@ -16,12 +16,12 @@ from vitwire_server.towers.registry import FAMILIES
 
 FILE, OTHER = "preprocessor_config.json", "processor_config.json"
 IN_CODE = {"deepseek_ocr2", "unlimited_ocr", "step3p7", "step3_vl", "step5_vl", "step_robotics"}
-IN_CODE |= {"moondream3", "deepseek_vl_v2", "deepseek_vl_v2-deeplip_b_l"}
+IN_CODE |= {"moondream3", "deepseek_vl_v2", "deepseek_vl_v2-deeplip_b_l", "phi4-siglip", "unlimited-ocr"}
 """Their authors publish no such file: the settings are in the processor's code, or at the top of the other file."""
 KEYS = ("image_mean", "image_std", "resample", "rescale_factor", "do_rescale", "do_normalize")
 OF_CODE = {"NVLM_D", "h2ovl_chat", "internvl_chat", "skywork_chat"}
 """Their authors' code normalises as for ImageNet, whatever class the file names."""
-FIXED_FILTER = {"hunyuan_vl", "pix2struct"}
+FIXED_FILTER = {"hunyuan_vl", "hy_v4_vl", "pix2struct"}
 """Their processors do not use the filter that they have as a setting."""
 
 
@@ -38,7 +38,7 @@ def test_a_missing_file_is_named(model_type: str, checkpoints: Checkpoints, tmp_
     folder = without_weights(checkpoints(model_type), tmp_path / "copy")
     for name in (FILE, OTHER):
         (folder / name).unlink(missing_ok=True)
-    assert getattr(FAMILIES[model_type], "in_code", False) is (model_type in IN_CODE)
+    assert FAMILIES[model_type].in_code is (model_type in IN_CODE)
     if model_type in IN_CODE:
         images(folder)
     else:

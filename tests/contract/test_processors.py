@@ -84,7 +84,7 @@ BOUNDS = [
 """Options by each of their names, also below the checkpoint's smallest area; `size` gives way."""
 
 
-@pytest.mark.parametrize("model_type", sampled([*PACKED, "hunyuan_vl"]))
+@pytest.mark.parametrize("model_type", sampled([*PACKED, "hunyuan_vl", "hy_v4_vl"]))
 def test_options_are_those_of_the_processor(model_type: str, checkpoints: Checkpoints) -> None:
     folder = checkpoints(model_type)
     recipe = recipes(folder).get(Modality.IMAGE)

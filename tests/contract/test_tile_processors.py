@@ -108,6 +108,14 @@ def siglip2(folder: Path, image: Image.Image) -> tuple[Array, None]:
     return stock["pixel_values"][0][stock["pixel_attention_mask"][0] == 1], None
 
 
+def phi4_siglip(folder: Path, image: Image.Image) -> tuple[Array, None]:
+    """SigLIP 2's processor, asked for the image's own patches within the bounds of config.json."""
+    bounds = json.loads((folder / "config.json").read_text())
+    own = max((image.width // 16) * (image.height // 16), bounds["min_num_patches"])
+    stock = Siglip2ImageProcessorPil(max_num_patches=min(own, bounds["max_num_patches"]))([image], return_tensors="np")
+    return stock["pixel_values"][0][stock["pixel_attention_mask"][0] == 1], None
+
+
 def gemma4(folder: Path, image: Image.Image) -> tuple[Array, None]:
     stock = Gemma4ImageProcessorPil.from_pretrained(folder)([image], return_tensors="np")
     return stock["pixel_values"][0][(stock["image_position_ids"][0] >= 0).all(-1)], None
@@ -137,6 +145,7 @@ STOCK: dict[str, Stock] = {
         ("deepseek_ocr2", "unlimited_ocr", "deepseek_vl_v2-deeplip_b_l"),
         tiles(DeepseekOcr2ImageProcessorPil, "pixel_values_local"),
     ),
+    "unlimited-ocr": tiles(DeepseekOcr2ImageProcessorPil, "pixel_values_local", max_patches=32),
     "granite_docling": tiles(GraniteDoclingImageProcessorPil, first=True),
     **dict.fromkeys(("idefics3", "modernvbert"), tiles(Idefics3ImageProcessorPil, first=True)),
     "smolvlm": tiles(SmolVLMImageProcessorPil, first=True),
@@ -145,9 +154,10 @@ STOCK: dict[str, Stock] = {
     "ovis2": tiles(Ovis2ImageProcessorPil),
     "llava-pixtral": pixtral(14),
     **dict.fromkeys(("mistral3", "mistral_large4", "lighton_ocr"), pixtral(28)),
+    "phi4-siglip": phi4_siglip,
     "siglip2": siglip2,
     **dict.fromkeys(("gemma4", "diffusion_gemma", "embedding_gemma2"), gemma4),
-    "hunyuan_vl": tiles(HunYuanVLImageProcessorPil),
+    **dict.fromkeys(("hunyuan_vl", "hy_v4_vl"), tiles(HunYuanVLImageProcessorPil)),
 }
 """Unlimited-OCR's own processor, which needs torchvision, cuts and pads as DeepSeek-OCR-2's does.
 
@@ -213,7 +223,7 @@ def test_a_setting_that_is_not_served_is_named(
         open_checkpoint(str(folder)).preprocessing()
 
 
-AUTHORS = ("deepseek_vl_v2", "eagle_2_5_vl", "h2ovl_chat", "moondream3")
+AUTHORS = ("deepseek_vl_v2", "eagle_2_5_vl", "h2ovl_chat", "moondream3", "phi4-siglip")
 """Their authors' processors are written down for pictures in RGB, which vLLM's reader makes on white."""
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModel
 from reference import Alone, Array, stored
 from vitwire_server.demo.checkpoint import random_model
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
+from vitwire_server.towers.registry import FAMILIES
 
 Turned = Callable[[Tensor], Tensor]
 
@@ -209,22 +211,96 @@ class Nemotron(InternVL):
         return self.linear(functional.relu(hidden).square(), "mlp1.3")
 
 
-class Bailing(Published):
-    """github.com/vllm-project/vllm, bailing_moe_v3_vl.py: Qwen3.5's layers, a norm, and two linear layers."""
+class Towered(Published):
+    """One around a tower of transformers."""
+
+    kind, prefix = "", ""
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         super().__init__(checkpoint, dtype, device)
-        kind: Any = CONFIG_MAPPING["qwen3_5"]
-        whole = kind(vision_config={**self.settings["vision_config"], "model_type": "qwen3_5_vision"})
-        self._tower: Any = AutoModel.from_config(whole.vision_config, dtype=dtype).eval().to(device)
-        own = {name.partition(".visual.")[2]: own for name, own in self._weights.items() if ".visual." in name}
+        config: Any = CONFIG_MAPPING[self.kind](**{**self.settings["vision_config"], "model_type": self.kind})
+        self._tower: Any = AutoModel.from_config(config, dtype=dtype).eval().to(device)
+        own = {key.removeprefix(self.prefix): own for key, own in self._weights.items() if key.startswith(self.prefix)}
         assert not self._tower.load_state_dict(own, strict=False).unexpected_keys
+
+
+class Bailing(Towered):
+    """github.com/vllm-project/vllm, bailing_moe_v3_vl.py: Qwen3.5's layers, a norm, and two linear layers."""
+
+    kind, prefix = "qwen3_5_vision", "model.visual."
 
     def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
         """The embedding of one image."""
         states = self._tower(pixels, grid_thw=torch.tensor([grid], device=self.device)).last_hidden_state
         merged = self._tower.merger.norm(states).reshape(-1, 4 * states.shape[-1])
         return self.linear(functional.gelu(self.linear(merged, "model.linear_proj.0")), "model.linear_proj.2")
+
+
+class Phi3(Towered):
+    """image_embedding_phi3_v.py beside microsoft/Phi-3.5-vision-instruct."""
+
+    kind, prefix = "clip_vision_model", "model.vision_embed_tokens.img_processor.vision_model."
+
+    def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        """The overview is the first tile and comes last; a line of the others goes through all crops of a row."""
+        states = self._tower(pixels, output_hidden_states=True).hidden_states[-2][:, 1:]
+        tiles = torch.stack([squares(own, 2) for own in states])
+        side, (down, across) = round(tiles.shape[1] ** 0.5), (-(-own // 2) for own in grid[1:])
+        canvas = tiles[1:].view(-(-down // side), -1, side, side, tiles.shape[-1]).transpose(1, 2)
+        crops = canvas.flatten(2, 3).flatten(0, 1)[:down, :across]
+        parts = [self._lines(crops), self._lines(tiles[0].unflatten(0, (side, side)))]
+        marked = torch.cat([parts[0], self.weight("model.vision_embed_tokens.glb_GN")[0], parts[1]])
+        hidden = functional.gelu(self.linear(marked, "model.vision_embed_tokens.img_projection.0"))
+        return self.linear(hidden, "model.vision_embed_tokens.img_projection.2")
+
+    def _lines(self, lines: Tensor) -> Tensor:
+        ends = self.weight("model.vision_embed_tokens.sub_GN")[0].expand(len(lines), -1, -1)
+        return torch.cat([lines, ends], dim=1).flatten(0, 1)
+
+
+class Phi4Siglip(Towered):
+    """modeling_phi4_visionr.py beside microsoft/Phi-4-reasoning-vision-15B: `hidden_states[-2]`, and the projector."""
+
+    kind, prefix = "siglip2_vision_model", "model.vision_tower.vision_tower.vision_model."
+
+    def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        """The embedding of one image."""
+        mask = torch.ones(1, len(pixels), dtype=torch.int32, device=self.device)
+        states = self._tower(pixels[None], mask, torch.tensor([grid[1:]]), output_hidden_states=True).hidden_states[-2]
+        return self.linear(functional.gelu(self.linear(states[0], "model.mm_projector.0")), "model.mm_projector.2")
+
+
+class Hy4(Published):
+    """transformers 5.24, hy_v4_vl: its own tower if this release has it, else written down."""
+
+    def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        """The embedding of one image: a row for each square of patches, and one behind each line of them."""
+        if "hy_v4_vl" in CONFIG_MAPPING:
+            config: Any = CONFIG_MAPPING["hy_v4_vl"](**self.settings)
+            module: Any = import_module("transformers.models.hy_v4_vl.modeling_hy_v4_vl")
+            tower = module.HYV4VLVisionModel(config.vision_config).eval().to(self.device, self.dtype)
+            named = {FAMILIES["hy_v4_vl"].tower.name(key): each for key, each in self._weights.items()}
+            tower.load_state_dict({name: each for name, each in named.items() if name})
+            return tower(pixels, grid_thw=torch.tensor([grid], device=self.device)).pooler_output[0]  # type: ignore[no-any-return]
+        (_, h, w), vision = grid, self.settings["vision_config"]
+        table = self.weight("vit.embeddings.position_embedding.weight")[1:].float()
+        side = round(len(table) ** 0.5)
+        factors = ((h + 0.1) / side, (w + 0.1) / side)
+        placed = functional.interpolate(table.T.view(1, -1, side, side), scale_factor=factors, mode="bilinear")[0]
+        states = self.embedded(pixels, "vit.embeddings.patch_embedding") + placed.flatten(1).T.to(self.dtype)
+        for layer in range(vision["num_hidden_layers"]):
+            own = f"vit.layers.{layer}"
+            normed = self.norm(states, f"{own}.input_layernorm", 1e-5)
+            q, k, v = (self.linear(normed, f"{own}.self_attn.{part}_proj") for part in "qkv")
+            mixed = attention(q, k, v, vision["num_attention_heads"])
+            states = states + self.linear(mixed, f"{own}.self_attn.o_proj")
+            hidden = self.linear(self.norm(states, f"{own}.post_attention_layernorm", 1e-5), f"{own}.mlp.dense_h_to_4h")
+            states = states + self.linear(functional.gelu(hidden), f"{own}.mlp.dense_4h_to_h")
+        image = self.rms(states, "vit.perceive.norm", 1e-5).T.view(-1, h, w)
+        hidden = functional.gelu(self.embedded(image, "vit.perceive.proj.0"))
+        lines = self.embedded(hidden, "vit.perceive.proj.2").unflatten(0, (h // 2, -1))
+        ends = self.weight("vit.perceive.image_newline").expand(len(lines), 1, -1)
+        return torch.cat([lines, ends], dim=1).flatten(0, 1)
 
 
 class Loaded(Published):
@@ -336,7 +412,10 @@ PUBLISHED: dict[str, type[Published]] = {
     "eagle_2_5_vl": Eagle,
     "kimi_k3": KimiK3,
     "llava_onevision2": Loaded,
+    "hy_v4_vl": Hy4,
     "moondream3": Moondream,
+    "phi3_v": Phi3,
+    "phi4-siglip": Phi4Siglip,
     **dict.fromkeys(("Llama_Nemotron_Nano_VL", "NemotronH_Nano_VL_V2"), Nemotron),
 }
 """The reference of each published layout, by `model_type`."""

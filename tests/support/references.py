@@ -19,7 +19,7 @@ from vitwire_server.towers.registry import FAMILIES
 _RENAMED: Mapping[Callable[..., Any], tuple[str, ...]] = {
     Kimi: ("kimi_vl",),
     Reference: ("alpamayo2_super", "intern_s2_preview", "interns1_pro", "interns2_mobius", "opencua"),
-    TileReference: ("deepseek_vl_v2-deeplip_b_l", "interns1"),
+    TileReference: ("deepseek_vl_v2-deeplip_b_l", "interns1", "unlimited-ocr"),
 }
 """Models that transformers has under other names."""
 _OWN: Mapping[str, Callable[..., Any]] = {

@@ -48,12 +48,14 @@ def layouts_of(most: int) -> list[tuple[int, int]]:
     return [(down, across) for down in sides for across in sides if down * across <= most]
 
 
-def images_of_canvases(outputs: Mapping[str, object]) -> list[Cut]:
-    """Images of Phi-4: an overview and the crops of a canvas, and a mask of the patches that are not background."""
-    batch = on_host(outputs[PHI4_PIXELS], PHI4_PIXELS)
-    check_rank(batch, PHI4_PIXELS, 5, "(images, crops, 3, H, W)")
+def images_of_canvases(outputs: Mapping[str, object], patch: int | None = None) -> list[Cut]:
+    """Images of Phi-4: overview, crops of a canvas, mask without background; of Phi-3, which has none, with `patch`."""
+    key = _PIXELS if patch else PHI4_PIXELS
+    batch = on_host(outputs[key], key)
+    check_rank(batch, key, 5, "(images, crops, 3, H, W)")
     sizes = integers(outputs.get(_SIZES), _SIZES).reshape(-1, 2)
-    masks = on_host(outputs.get(_MASK), _MASK)
+    whole = [np.ones((len(crops), *[crops.shape[-1] // patch] * 2)) for crops in batch] if patch else None
+    masks = whole or on_host(outputs.get(_MASK), _MASK)
     if not len(batch) == len(sizes) == len(masks):
         raise invalid(_MASK, f"expected one entry of {_SIZES} and {_MASK} for each of the {len(batch)} images")
     found = []

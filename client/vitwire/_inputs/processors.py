@@ -70,6 +70,8 @@ def processor_cuts(
     clips: list[Cut] = []
     if _has(outputs, PHI4_PIXELS):
         images = images_of_canvases(outputs)
+    elif model is not None and model.model_type == "phi3_v" and _has(outputs, "image_sizes"):
+        images = images_of_canvases(outputs, _patch_size(model))
     elif _has(outputs, FLATTENED):
         images = images_of_flattened_patches(outputs)
     elif outputs.get(_PIXELS) is not None:

@@ -25,9 +25,11 @@ class PatchFootprints:
     """Tokens, each of one frame, that a clip's token is made of; 0 for all frames."""
     one_row: bool = False
     """A frame has one row, whatever its tokens."""
+    line_ends: bool = False
+    """Each line of tokens has one more behind it."""
 
     def __call__(self, grid: Grid) -> Footprint:
-        tokens = grid.patches // self.merge**2
+        tokens = grid.patches // self.merge**2 + grid.t * grid.h // self.merge * self.line_ends
         segments, longest = (1, grid.patches) if self.clip_is_segment else (grid.t, grid.frame_patches)
         kept = grid.t if self.one_row else tokens // (self.pooled or grid.t) if grid.t > 1 else tokens
         return Footprint(grid.patches, tokens, segments, longest, pooled=tokens - kept)

@@ -35,6 +35,8 @@ class Geometry:
     """Rows and columns of a frame at most, in patches, if positions are looked up in a table."""
     one_row: bool = False
     """Rows are pooled: an image, and each frame of a clip, has one."""
+    line_ends: bool = False
+    """Each line of tokens has one more row behind it."""
 
     def columns(self, *, frames: int) -> int:
         """Columns of a patch that holds `frames` frames."""
@@ -68,7 +70,7 @@ class Geometry:
     @property
     def prunes(self) -> bool:
         """Whether each token is of one frame, so that tokens of a clip can be left out one by one."""
-        return not self.one_row
+        return not self.one_row and not self.line_ends
 
     def wrong(self, grid: Grid, modality: Modality | None) -> Iterator[tuple[str, str]]:
         """Faults of a grid of positive sides: the side, empty for all of them, and the reason."""
@@ -192,7 +194,7 @@ class Resizing(StrEnum):
     LONGEST_SIDE = "longest_side"
     """Its longer side, which is at most the root of the upper bound; then up to whole tokens."""
     MOST_PATCHES = "most_patches"
-    """The upper bound, met as closely as whole patches allow, by rounding up."""
+    """Its whole patches within the bounds, a number met as closely as its shape allows, by rounding up."""
     MOST_TOKENS = "most_tokens"
     """The upper bound, met as closely as whole tokens allow, by rounding down."""
     OTHER = "other"
@@ -360,5 +362,5 @@ class ModelCard:
         return tuple(
             modality
             for modality, own in self.preprocessing.items()
-            if own.tiling is None and own.resizing is not Resizing.OTHER
+            if own.tiling is None and own.resizing is not Resizing.OTHER and not self.geometry.line_ends
         )

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification, 
 
 from vitwire_server.demo import published, saving
 from vitwire_server.demo.shrinking import CLIP, HALF, IMAGENET, MROPE, PINPOINTS, STEPS, Json
+from vitwire_server.towers.models.microsoft import HD_TRANSFORM
 from vitwire_server.towers.models.qwen import INTERN
 from vitwire_server.towers.registry import FAMILIES
 
@@ -129,6 +130,11 @@ _SAM: Json = {"hidden_size": 32, "mlp_dim": 48, "num_attention_heads": 2, "image
 _WINDOWED_SAM: Json = {**_SAM, "patch_size": 16, "window_size": 3}
 _PUBLISHED_SAM: Json = {**_SAM, "patch_size": 16, "mlp_dim": 128, "image_size": 256, "output_channels": 256}
 _OCR_IMAGE: Json = {**_square(128), "tile_size": 96}
+_DEEPSEEK_OCR = _demo(
+    {"sam_config": _PUBLISHED_SAM, "encoder_config": {"intermediate_size": 256}},
+    base="unlimited_ocr",
+    files={"preprocessor_config.json": {**HALF, **_square(256), "tile_size": 128}},
+)
 _GEMMA4 = {"standardize": True}
 _WINDOWS: Json = {"num_hidden_layers": 4, "layer_types": ["window_attention", "full_attention"] * 2}
 _PIXTRAL = {"image_size": 448}
@@ -284,12 +290,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
         _demo(files=_DEEPSEEK_FILES),
         fused=saving.FUSED,
     ),
-    "deepseek_vl_v2-deeplip_b_l": _demo(
-        {"sam_config": _PUBLISHED_SAM, "encoder_config": {"intermediate_size": 256}},
-        base="unlimited_ocr",
-        files={"preprocessor_config.json": {**HALF, **_square(256), "tile_size": 128}},
-        save=saving.save_deepseek_ocr,
-    ),
+    "deepseek_vl_v2-deeplip_b_l": replace(_DEEPSEEK_OCR, save=saving.save_deepseek_ocr),
     "deit": _demo(image=IMAGENET),
     "diffusion_gemma": _demo(
         _GEMMA4,
@@ -350,6 +351,12 @@ _WRITTEN: Mapping[str, DemoModel] = {
     "hunyuan_vl": _demo(
         text={"head_dim": 16, "rope_parameters": {"mrope_section": [2, 2, 2, 2]}},
         image={"resample": 1, "size": {"shortest_edge": 56**2, "longest_edge": 448**2}},
+    ),
+    "hy_v4_vl": _authors(
+        "hy_v4_vl",
+        {"vision_config": {**_VIT, "max_image_size": 112, "out_hidden_size": 48}},
+        saving.HY4_NAMES,
+        _demo(image={"resample": 1, "size": {"shortest_edge": 56**2, "longest_edge": 448**2}}, processor="hunyuan_vl"),
     ),
     "idefics2": _demo(_LARGER, image={"size": {"longest_edge": 224, "shortest_edge": 56}}),
     "intern_vit_6b": _authors(
@@ -466,6 +473,31 @@ _WRITTEN: Mapping[str, DemoModel] = {
     },
     "paligemma": _demo(fields={"projection_dim": 64}),
     "paddleocr_vl": _demo(text={"rope_parameters": MROPE}),
+    "phi3_v": _authors(
+        "phi3_v",
+        {
+            "embd_layer": {**HD_TRANSFORM, "embedding_cls": "image"},
+            "hidden_size": 48,
+            "img_processor": {"image_dim_out": 64, "name": "clip_vision_model", "num_img_tokens": 4},
+            "vision_config": {**_VIT, "image_size": 56},
+        },
+        saving.PHI3_NAMES,
+        _demo(files=_file(**CLIP, image_processor_type="Phi3VImageProcessor", num_crops=4)),
+    ),
+    "phi4-siglip": _authors(
+        "phi4-siglip",
+        {
+            "hidden_size": 48,
+            "max_num_patches": 64,
+            "min_num_patches": 4,
+            "mm_hidden_size": 64,
+            "mm_projector_type": "mlp2x_gelu",
+            "mm_vision_tower": "google/siglip2-so400m-patch16-naflex",
+            "vision_config": {**_USUAL, "model_type": "siglip2_vision_model", "num_patches": 64},
+        },
+        saving.PHI4_SIGLIP_NAMES,
+        _demo(files={"processor_config.json": {"processor_class": "Phi4VisionRProcessor"}}),
+    ),
     "phi4_multimodal": _PHI,
     "phi4mm": replace(_PHI, base="phi4_multimodal", save=saving.save_phi4mm),
     "pix2struct": replace(
@@ -506,6 +538,7 @@ _WRITTEN: Mapping[str, DemoModel] = {
         {"image_size": 70, "num_register_tokens": 2, "use_swiglu_ffn": True},
         image={**_square(56), "do_normalize": False, "resample": 2},
     ),
+    "unlimited-ocr": replace(_DEEPSEEK_OCR, save=saving.save_unlimited_ocr),
     "unlimited_ocr": _demo(
         {"sam_config": {**_SAM, "patch_size": 4}, "encoder_config": {"image_size": 32, "patch_size": 4}},
         image={**HALF, **_TILED, **_OCR_IMAGE, "min_patches": 2, "background_color": [127, 127, 127]},

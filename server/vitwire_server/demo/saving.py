@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from vitwire_server.demo.shrinking import Json
+from vitwire_server.towers.models.hunyuan import NAMES
+from vitwire_server.towers.models.microsoft import TRANSFORM
 
 FUSED = ".attn.qkv."
 SHARD = "180KB"
@@ -179,7 +181,6 @@ def _deepseek_ocr(whole: Json) -> Json:
     clip = taken(clip, f"{same} image_size patch_size")
     layers = {"clip-l-14-224": clip, "sam_vit_b": taken(sam, f"{same} downsample_channels global_attn_indexes")}
     return {
-        "architectures": ["DeepseekOCRForCausalLM"],
         "language_config": whole["text_config"],
         "model_type": "deepseek_vl_v2",
         "projector_config": {"n_embed": whole["text_config"]["hidden_size"], "projector_type": "linear"},
@@ -188,6 +189,7 @@ def _deepseek_ocr(whole: Json) -> Json:
 
 
 save_deepseek_ocr = save_published(_deepseek_ocr)
+save_unlimited_ocr = save_published(lambda whole: {**_deepseek_ocr(whole), "model_type": "unlimited-ocr"})
 
 
 _KIMI_NAMES = (
@@ -276,15 +278,7 @@ OVIS2_5_NAMES = (
 
 def _phi4mm(whole: Json) -> Json:
     """Microsoft's leaves out the tower's sizes, which this one is too small for."""
-    transform = {
-        "crop_size": 448,
-        "embedding_cls": "tune_image",
-        "hd_transform_order": "sub_glb",
-        "image_token_compression_cls": "avg_pool_2d",
-        "projection_cls": "mlp",
-        "use_hd_transform": True,
-        "with_learnable_separator": True,
-    }
+    transform = {**TRANSFORM, "crop_size": 448, "embedding_cls": "tune_image"}
     return {
         "architectures": ["Phi4MMForCausalLM"],
         "embd_layer": {"embedding_cls": "image_audio", "image_embd_layer": transform},
@@ -300,7 +294,20 @@ _PHI4MM_NAMES = (
     (r"global_img_feature_extensor", "glb_GN"),
     (r"sub_img_feature_extensor", "sub_GN"),
 )
+PHI3_NAMES = (
+    (r"^tower\.", "model.vision_embed_tokens.img_processor.vision_model."),
+    (r"^projector\.", "model.vision_embed_tokens."),
+    *_PHI4MM_NAMES,
+)
 save_phi4mm = save_published(_phi4mm, _PHI4MM_NAMES)
+
+
+HY4_NAMES = ((r"^tower\.", "vit."), *((re.escape(new), re.sub(r"[\\^]", "", old)) for old, new in NAMES))
+PHI4_SIGLIP_NAMES = (
+    (r"^tower\.", "model.vision_tower.vision_tower.vision_model."),
+    (r"^projector\.linear_1\.", "model.mm_projector.0."),
+    (r"^projector\.linear_2\.", "model.mm_projector.2."),
+)
 
 
 def _videollama3(whole: Json) -> Json:

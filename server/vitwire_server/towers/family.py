@@ -190,6 +190,8 @@ class Family(ABC):
     """The one that is served, set by `pooled`; None for rows that are not pooled."""
     transformers: str = TESTED[0]
     """Oldest release of transformers that computes this tower correctly."""
+    in_code: bool = False
+    """The authors' processor has its settings in its code or in config.json, so checkpoints need no file for images."""
     images: Accepts = Accepts.PICTURES
     videos: Accepts = Accepts.PICTURES
     video_processor: str = ""

@@ -64,6 +64,8 @@ class Budgeted:
     def samples(self, tokens: int, items: int) -> list[Grid]:
         """At most `items` images of `tokens` together, or of a few less: squares of 256, and a nearly square rest."""
         merge, longest = self.geometry.merge, self.geometry.longest_side
+        if self.geometry.line_ends:  # of squares one more token in 16, and of a rest as many as it has lines
+            tokens = max(1, 16 * tokens // 17 - isqrt(tokens))
         squares = min(tokens // _SQUARE**2, items - 1)
         rest = tokens - squares * _SQUARE**2
         rows = next((n for n in range(isqrt(rest), 0, -1) if rest % n == 0), 0)
@@ -79,8 +81,9 @@ class Budgeted:
         if max(self.footprint(grid).longest for grid in grids) <= budget.max_segment_patches:
             return grids
         side = isqrt(budget.max_segment_patches // merge**2)
-        count = min(budget.tokens // side**2, budget.max_items, budget.max_segments)
-        return [Grid(1, side * merge, side * merge)] * max(1, count)
+        square = Grid(1, side * merge, side * merge)
+        count = min(budget.tokens // self.footprint(square).tokens, budget.max_items, budget.max_segments)
+        return [square] * max(1, count)
 
 
 class Tower(Budgeted, ABC):

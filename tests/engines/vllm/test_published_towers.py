@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from tests.engines.vllm.checkpoints import WRITE
-from transformers import PreTrainedConfig
+from transformers import CLIPVisionConfig, PreTrainedConfig, Siglip2VisionConfig
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.model_executor.models import (
@@ -20,10 +20,12 @@ from vllm.model_executor.models import (
     keye,
     keye_vl1_5,
     kimi_k25_vit,
+    lfm2_siglip2,
     llava_onevision2,
     moondream3,
     ovis,
     ovis2_5,
+    phi3v,
     utils,
 )
 from vllm.transformers_utils.configs import dotsocr
@@ -36,6 +38,16 @@ from vitwire import Client, Item
 
 _PROJECTOR = utils.WeightsMapper(orig_to_new_substr={"projector.proj.0": "projector.linear_1", ".proj.2": ".linear_2"})
 _VISUAL = utils.WeightsMapper(orig_to_new_prefix={"model.visual.": "visual."})
+_PHI = utils.WeightsMapper(orig_to_new_prefix={"model.vision_tower.": "", "model.": ""})
+_WIDE = """  # as wide as vLLM's module asserts; CLIP's own activation is a kernel that CPUs lack
+from vitwire_server.demo import models, saving
+demo = models.DEMO_MODELS["phi3_v"]
+vision = {**demo.published["vision_config"], "hidden_act": "gelu", "hidden_size": 1024, "image_size": 336}
+own = {**demo.published["img_processor"], "image_dim_out": 1024}
+given = {**demo.published, "img_processor": own, "vision_config": vision}
+models.DEMO_MODELS["phi3_v"] = models._authors("phi3_v", given, saving.PHI3_NAMES, demo)
+"""
+_SHAPES = {"moondream3": (7, 3, 56, 56), "phi3_v": (3, 3, 336, 336), "phi4-siglip": (35, 768)}
 _SIGLIP: Any = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
 _NAVIT: Any = {"num_patches": -1, "preserve_original_pe": True, "temporal_patch_size": 1, "use_rope": True, **_SIGLIP}
 _NAVIT |= {"attention_dropout": 0.0, "fullatt_block_indexes": None, "window_size": 112}
@@ -115,6 +127,29 @@ def _ovis2_5(whole: Any, settings: Any) -> Any:
     return lambda pixels, grid: whole.vte(whole.visual_tokenizer(pixels, torch.tensor([grid])))
 
 
+def _phi3(whole: Any, settings: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(phi3v, "CLIP_VIT_LARGE_PATCH14_336_CONFIG", CLIPVisionConfig(**settings["vision_config"]))
+        whole.vision_embed_tokens = phi3v.Phi3HDImageEmbedding(PreTrainedConfig(**settings), None)
+    return lambda pixels, grid: whole.vision_embed_tokens(pixels[None], 14 * torch.tensor([grid[1:]]))[0]
+
+
+def _phi4_siglip(whole: Any, settings: Any) -> Any:
+    """As `Phi4ForCausalLMV` does, whose module needs another package."""
+    vision, width = Siglip2VisionConfig(**settings["vision_config"]), settings["hidden_size"]
+    layers = {"num_hidden_layers_override": vision.num_hidden_layers - 1, "require_post_norm": False}
+    tower = whole.vision_tower = lfm2_siglip2.Siglip2Model(vision, **layers)
+    steps = (torch.nn.Linear(vision.hidden_size, width), torch.nn.GELU(), torch.nn.Linear(width, width))
+    projector = whole.mm_projector = torch.nn.Sequential(*steps)
+
+    def run(pixels: torch.Tensor, grid: tuple[int, int, int]) -> Any:
+        packed = {"cu_seqlens": torch.tensor([0, len(pixels)], dtype=torch.int32), "select_layers": [-2]}
+        packed |= {"spatial_shapes": torch.tensor([grid[1:]]), "max_seqlen": torch.tensor(len(pixels))}
+        return projector(tower(pixel_values_packed=pixels, **packed).view(len(pixels), -1))
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("model_type", "make", "grid", "mapper"),
     [
@@ -125,14 +160,17 @@ def _ovis2_5(whole: Any, settings: Any) -> Any:
         ("llava_onevision2", _onevision2, (1, 10, 8), _VISUAL),
         ("moondream3", _moondream3, (7, 3, 2), None),
         ("ovis2_5", _ovis2_5, (3, 10, 8), None),
+        ("phi3_v", _phi3, (1, 48, 24), _PHI),
+        ("phi4-siglip", _phi4_siglip, (1, 5, 7), _PHI),
     ],
 )
 def test_rows_are_those_of_vllms_modules(model_type: str, make: Any, grid: Any, mapper: Any, tmp_path: Path) -> None:
-    subprocess.run([PYTHON, "-c", WRITE, str(tmp_path), model_type], check=True, capture_output=True)
+    script = _WIDE + WRITE if model_type == "phi3_v" else WRITE
+    subprocess.run([PYTHON, "-c", script, str(tmp_path), model_type], check=True, capture_output=True)
     folder, whole = tmp_path / model_type, torch.nn.Module()
     weights = {name: own.float() for shard in folder.glob("*.safetensors") for name, own in load_file(shard).items()}
     named = {name: own for name, own in weights.items() if name != "embed_tokens.weight"}
-    shape = (grid[0], 3, 56, 56) if model_type == "moondream3" else (np.prod(grid), 588)
+    shape = _SHAPES.get(model_type, (np.prod(grid), 588))
     pixels = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
     with set_current_vllm_config(VllmConfig()), torch.inference_mode():
         init_distributed_environment(1, 0, f"file://{tmp_path}/group", 0, "gloo")

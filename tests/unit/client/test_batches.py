@@ -1,6 +1,7 @@
 """Outputs of Hugging Face processors, split into items, and outputs that are inconsistent."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -408,6 +409,9 @@ def test_masks_of_crops_give_the_grid() -> None:
     (item,) = Item.from_processor(canvases())
     assert item.grid == (1, 3, 6)
     assert values(item).shape == (3, 3, 8, 8)
+    whole = {"pixel_values": torch.randn(1, 4, 3, 8, 8), "image_sizes": torch.tensor([[8, 16]])}
+    (item,) = Item.from_processor(whole, replace(ONE_TILE, model_type="phi3_v", patch_size=2))
+    assert item.grid == (1, 4, 8)
 
 
 MASK = torch.zeros(1, 4, 4, 4)

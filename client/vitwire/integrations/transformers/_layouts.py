@@ -63,6 +63,7 @@ _SAME = {
     "videollama3_qwen2": "video_llama_3",
     "step3_vl": "step3p7",
     "step_robotics": "step3p7",
+    "unlimited-ocr": "unlimited_ocr",
 }
 """Checkpoints of another layout, or with more parts, of the same tower."""
 

@@ -71,8 +71,10 @@ def _longest_side(height: int, width: int, recipe: Recipe) -> Size:
 
 
 def _most_patches(height: int, width: int, recipe: Recipe) -> Size:
-    """The largest scale, by bisection, at which the number of patches, rounded up, is within the bound."""
-    patch, most = recipe.factor, recipe.settings.max_pixels // recipe.factor**2
+    """The largest scale, by bisection, at which the number of patches, rounded up, is at most its own in the bounds."""
+    patch = recipe.factor
+    least, most = (area // patch**2 for area in (recipe.settings.min_pixels, recipe.settings.max_pixels))
+    most = min(max((height // patch) * (width // patch), least), most)
 
     def patches(scale: float) -> Size:
         return max(1, math.ceil(height * scale / patch)), max(1, math.ceil(width * scale / patch))

@@ -41,7 +41,8 @@ class RasterFamily(PatchFamily):
         return self.forward(self, parts, config)
 
     def preprocessing(self, folder: Path, config: Config) -> dict[Modality, Preprocessing]:
-        return read_settings(folder, lambda files: self.processor(files, config), converts=self.converts)
+        own = self.processor
+        return read_settings(folder, lambda files: own(files, config), in_code=self.in_code, converts=self.converts)
 
 
 class RasterTower(PatchTower):
@@ -78,7 +79,8 @@ class RasterTower(PatchTower):
 
     @cached_property
     def footprint(self) -> Footprints:
-        return PatchFootprints(self.geometry.merge, one_row=self.geometry.one_row)
+        geometry = self.geometry
+        return PatchFootprints(geometry.merge, one_row=geometry.one_row, line_ends=geometry.line_ends)
 
     def rows(self, capacity: Capacity) -> int:
         return capacity.segments if self._pool else capacity.tokens

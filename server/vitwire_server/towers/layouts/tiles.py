@@ -179,8 +179,6 @@ class TileFamily(Family):
     encoder: Callable[[Parts, Config], TileTower]
     """From the loaded modules and the checkpoint's configuration. Raises ValueError if it cannot compute them."""
     processor: ReadProcessor
-    in_code: bool = False
-    """The authors' processor has its settings in its code, so checkpoints need no file for images."""
     videos: Accepts = Accepts.NOTHING
     within: str = ""
     """Path of the configuration with the tower and the width of rows, in checkpoints of a larger model."""
@@ -199,9 +197,8 @@ class TileFamily(Family):
         return self.encoder(parts, config)
 
     def preprocessing(self, folder: Path, config: Config) -> dict[Modality, Preprocessing]:
-        return read_settings(
-            folder, lambda files: self.processor(files, config), required=not self.in_code, converts=self.converts
-        )
+        own = self.processor
+        return read_settings(folder, lambda files: own(files, config), in_code=self.in_code, converts=self.converts)
 
 
 def tile_steps(most: int) -> list[int]:

@@ -16,7 +16,7 @@ from vitwire_server.towers.layouts.packed import Inputs, PackedFamily
 from vitwire_server.towers.layouts.patches import neighbours
 from vitwire_server.towers.layouts.raster import RasterFamily
 from vitwire_server.towers.metadata import Kind, Rows, Sources
-from vitwire_server.towers.models.siglip import Siglip2Tower, siglip2_config
+from vitwire_server.towers.models.siglip import Siglip2Tower, siglip2, siglip2_config
 from vitwire_server.towers.processors.settings import BILINEAR, HALF, AreaRule, images, unsized
 from vitwire_server.towers.shared.fused import copied, ungrouped
 from vitwire_server.towers.shared.parts import projector, stock
@@ -101,9 +101,7 @@ ROWS = (
         "lfm2_vl",
         "LFM2-VL",
         configuration=siglip2_config,
-        tower=stock(
-            "siglip2.Siglip2VisionModel", in_model("vision_tower.vision_model.", "vision_tower."), ignored=("head.",)
-        ),
+        tower=siglip2(in_model("vision_tower.vision_model.", "vision_tower.")),
         beside=projector("lfm2_vl.Lfm2VlMultiModalProjector"),
         merge="downsample_factor",
         forward=Lfm2VlTower,

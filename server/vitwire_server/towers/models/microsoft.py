@@ -1,4 +1,4 @@
-"""Florence-2 and Phi-4 multimodal (Microsoft)."""
+"""Florence-2, Phi-3 Vision, Phi-4 multimodal and Phi-4-reasoning-vision (Microsoft)."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -14,16 +14,18 @@ from torch.nn import functional
 from vitwire_server.core.footprints import CanvasFootprints
 from vitwire_server.core.geometries import CanvasGeometry
 from vitwire_server.core.grids import Grid
-from vitwire_server.core.models import Preprocessing, Resizing
+from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.towers.configs import Config, Served, changed, dtype_of, new_config, require
 from vitwire_server.towers.family import Accepts, Parts, Weights, in_model, of_transformers
 from vitwire_server.towers.layouts.assembled import AssembledEncoder, UnitInput
+from vitwire_server.towers.layouts.raster import RasterFamily
 from vitwire_server.towers.layouts.tiles import TileFamily, TileShape, TileTower, Unit
-from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles, bounded_above, images, whole
+from vitwire_server.towers.models.siglip import Siglip2Tower, most_patches, siglip2
+from vitwire_server.towers.processors.settings import CLIP, HALF, ProcessorFiles, images, unsized, whole
 from vitwire_server.towers.processors.tiles import tiled
 from vitwire_server.towers.shared.parts import projector, stock
-from vitwire_server.towers.shared.projected_tiles import ProjectedTiles
+from vitwire_server.towers.shared.projected_tiles import ProjectedTiles, clip, shuffled
 from vitwire_server.towers.shared.siglip import masked_states
 
 _FLORENCE_SIZE = 768
@@ -101,23 +103,18 @@ def _turned(weights: Weights, _: Config) -> Weights:
     }
 
 
+_CLIP_L_336 = {"hidden_size": 1024, "image_size": 336, "intermediate_size": 4096, "patch_size": 14}
+_CLIP_L_336 |= {"num_attention_heads": 16, "num_hidden_layers": 24}
 _MERGE = 2
 """Squares of patches of this side are averaged."""
-_TRANSFORM = {
+HD_TRANSFORM = {
     "hd_transform_order": "sub_glb",
-    "image_token_compression_cls": "avg_pool_2d",
     "projection_cls": "mlp",
     "use_hd_transform": True,
     "with_learnable_separator": True,
 }
+TRANSFORM = {**HD_TRANSFORM, "image_token_compression_cls": "avg_pool_2d"}
 """Fields of the authors' config.json about the steps that follow the tower."""
-
-
-def _phi_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
-    """Clients cannot make the overview: its filter is one that only torchvision has, on normalised pixels."""
-    vision = config.vision_config
-    most = vision.crop_size**2 * (1 + whole(image, "dynamic_hd", 36))
-    return bounded_above(image, most, vision.patch_size, Resizing.OTHER, HALF)
 
 
 class Separators(nn.Module):
@@ -125,7 +122,7 @@ class Separators(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        columns = config.vision_config.hidden_size
+        columns = config.vision_config.hidden_size * getattr(config, "patches", 1)
         self.sub_img_feature_extensor = nn.Parameter(torch.zeros(1, 1, 1, columns))
         self.global_img_feature_extensor = nn.Parameter(torch.zeros(1, 1, columns))
         self.img_projection_up = nn.Linear(columns, config.hidden_size)
@@ -193,6 +190,21 @@ class Phi4(AssembledEncoder, ProjectedTiles):
         return self._projector(functional.avg_pool2d(squares, _MERGE).flatten(2).transpose(1, 2))  # type: ignore[no-any-return]
 
 
+class Phi3(Phi4):
+    """CLIP on the overview and on crops of a canvas that has no background; squares of patches are projected."""
+
+    def __init__(self, parts: Parts, config: Config) -> None:
+        super().__init__(parts, config)
+        self.inputs = {}
+
+    def encode_units(self, tiles: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        del inputs
+        states = self._tower.pre_layrnorm(self._tower.embeddings(tiles))
+        for block in self.blocks:
+            states = block(states, None)
+        return self._projector(shuffled(states[:, 1:], _MERGE))  # type: ignore[no-any-return]
+
+
 _PHI4 = TileFamily(
     "phi4_multimodal",
     "Phi-4 multimodal",
@@ -214,7 +226,7 @@ _PHI4 = TileFamily(
     ),
     beside=projector(
         Separators,
-        in_model("embed_tokens_extend.image_embed."),
+        in_model("embed_tokens_extend.image_embed.", "vision_embed_tokens."),
         renames=(
             (r"^img_projection\.0\.", "img_projection_up."),
             (r"^img_projection\.2\.", "img_projection_down."),
@@ -225,7 +237,7 @@ _PHI4 = TileFamily(
     ),
     transformers="5.23.0",
     encoder=Phi4,
-    processor=images(_phi_settings),
+    processor=images(lambda image, _: unsized(image, HALF)),  # only torch has the filter of the overview
     images=Accepts.PIXELS,
 )
 
@@ -233,7 +245,7 @@ _PHI4 = TileFamily(
 def _original_config(_: Path, settings: Mapping[str, Any]) -> Config:
     """Microsoft's layout, whose config.json leaves out the tower's sizes: they are in its code."""
     embedding = (settings.get("embd_layer") or {}).get("image_embd_layer") or {}
-    for name, value in _TRANSFORM.items():
+    for name, value in TRANSFORM.items():
         require(f"embd_layer.image_embd_layer.{name}", embedding.get(name, value), value)
     return new_config(
         "phi4_multimodal",
@@ -241,6 +253,44 @@ def _original_config(_: Path, settings: Mapping[str, Any]) -> Config:
         vision_config=settings.get("vision_config") or {},
         dtype=dtype_of(settings),
     )
+
+
+def _phi3_config(_: Path, settings: Mapping[str, Any]) -> Config:
+    """The authors' config.json, which leaves out the tower's sizes too: openai/clip-vit-large-patch14-336's."""
+    own, embedding = settings["img_processor"], settings["embd_layer"]
+    require("img_processor.name", own["name"], "clip_vision_model")
+    require("img_processor.type_feature", own.get("type_feature", "patch"), "patch")
+    for name, value in HD_TRANSFORM.items():
+        require(f"embd_layer.{name}", embedding.get(name), value)
+    vision = {**_CLIP_L_336, "feature_layer": own.get("layer_idx", -2), **(settings.get("vision_config") or {})}
+    vision |= {"crop_size": vision["image_size"], "model_type": "clip_vision_model"}
+    config = new_config("llava", vision_config=vision, vision_feature_layer=-1, dtype=dtype_of(settings))
+    return changed(config, {"hidden_size": settings["hidden_size"], "patches": _MERGE**2})
+
+
+class Phi4Siglip(Siglip2Tower):
+    """SigLIP 2 without its last layer and without the norm behind it, and LLaVA's projector."""
+
+    def __init__(self, family: RasterFamily, parts: Parts, config: Config) -> None:
+        super().__init__(family, parts, config)
+        self.blocks, self.model.post_layernorm = self.blocks[:-1], nn.Identity()
+
+    def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
+        return self._projector(super()._rows(pixels, tensors, attended))  # type: ignore[no-any-return]
+
+
+def _phi4_siglip_config(_: Path, settings: Mapping[str, Any]) -> Config:
+    """The authors' config.json, which has the bounds of an image's patches too."""
+    require("mm_projector_type", settings.get("mm_projector_type", "mlp2x_gelu"), "mlp2x_gelu")
+    name = str(settings["mm_vision_tower"]).lower()
+    if "naflex" not in name:
+        raise ValueError(f"mm_vision_tower is {name!r}, but must be a NaFlex model")
+    vision = {"patch_size": 14 if "patch14" in name else 16, **settings["vision_config"]}
+    vision |= {"model_type": "siglip2_vision_model", "vision_use_head": False}
+    text = {"model_type": "llama", "hidden_size": settings["hidden_size"], "num_attention_heads": 1}
+    config = new_config("llava", vision_config=vision, text_config=text, dtype=dtype_of(settings))
+    patches = (whole(settings, "min_num_patches", 256), whole(settings, "max_num_patches", 3600))
+    return changed(config, {"areas": tuple(number * vision["patch_size"] ** 2 for number in patches)})
 
 
 ROWS = (
@@ -274,6 +324,30 @@ ROWS = (
         encoder=Florence2,
         processor=images(_florence_settings),
     ),
+    replace(
+        _PHI4,
+        model_type="phi3_v",
+        title="Phi-3 Vision, Phi-3.5 Vision",
+        configuration=_phi3_config,
+        tower=replace(clip("vision_embed_tokens.img_processor."), served=_PHI4.tower.served),
+        encoder=Phi3,
+        processor=images(lambda image, _: unsized(image, CLIP)),
+        transformers="5.17.0",
+    ),
     _PHI4,
     replace(_PHI4, model_type="phi4mm", configuration=_original_config),
+    RasterFamily(
+        "phi4-siglip",
+        "Phi-4-reasoning-vision",
+        configuration=_phi4_siglip_config,
+        tower=siglip2(in_model("vision_tower.vision_tower.vision_model.")),
+        beside=projector(
+            "llava.LlavaMultiModalProjector",
+            {"model.mm_projector.0.": "linear_1.", "model.mm_projector.2.": "linear_2."},
+        ),
+        forward=Phi4Siglip,
+        channels_last=True,
+        processor=images(lambda _, config: most_patches({}, config.areas)),
+        in_code=True,
+    ),
 )

@@ -43,7 +43,7 @@ def _ocr_config(folder: Path, settings: Mapping[str, Any], *, crop: int) -> Conf
 
 
 def _deepseek_ocr_config(folder: Path, settings: Mapping[str, Any]) -> Config:
-    """DeepSeek-OCR's, whose tower is Unlimited-OCR's; the authors' code fixes what is not read here."""
+    """DeepSeek-OCR's and Baidu's layout; the authors' code fixes what is not read here."""
     vision, projector = settings["vision_config"], settings["projector_config"]
     require("projector_config.projector_type", projector.get("projector_type"), "linear")
     sam, clip = (
@@ -218,6 +218,7 @@ ROWS = (
         in_code=True,
     ),
     _UNLIMITED_OCR,
+    variant(_UNLIMITED_OCR, "unlimited-ocr", "Unlimited-OCR", configuration=_deepseek_ocr_config),
     variant(
         _UNLIMITED_OCR,
         "deepseek_vl_v2",

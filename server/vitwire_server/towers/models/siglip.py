@@ -12,35 +12,41 @@ from torch import Tensor
 from vitwire_server.core.grids import Grid
 from vitwire_server.core.models import Geometry, Preprocessing, Resizing
 from vitwire_server.core.pooling import Pooling
-from vitwire_server.towers.configs import Config, changed
-from vitwire_server.towers.family import Accepts, Parts, Pooler, of_transformers, stripped
+from vitwire_server.towers.configs import Config, Served, changed
+from vitwire_server.towers.family import Accepts, Module, Parts, Pooler, of_transformers, stripped
 from vitwire_server.towers.layouts.plain import PlainEncoder, PlainFamily
 from vitwire_server.towers.layouts.raster import RasterFamily, RasterTower, places
 from vitwire_server.towers.metadata import Kind, Rows
-from vitwire_server.towers.processors.settings import BILINEAR, HALF, IDENTITY, bounded_above, images, whole
+from vitwire_server.towers.processors.settings import BILINEAR, HALF, IDENTITY, bounded, bounded_above, images, whole
 from vitwire_server.towers.shared.parts import part, stock, variant
 from vitwire_server.towers.shared.pooling import MEAN, attention, segment_attention, segment_means
 from vitwire_server.towers.shared.siglip import packed_layers
 
 _SIGLIP, _SIGLIP_HEAD = "siglip.SiglipVisionModel", "siglip.SiglipMultiheadAttentionPoolingHead"
 _NOT_SIGLIP = ("head.", "embeddings.position_ids")
-_SIGLIP2_PATCHES = 256
 
 
 def siglip2_config(folder: Path, settings: Mapping[str, Any]) -> Config:
-    """Without the pooling head, which is not a part of the tower. Raises ValueError unless positions are a square."""
+    """Without the pooling head, which is not a part of the tower."""
     config = of_transformers(folder, settings)
-    vision = config.vision_config
-    if isqrt(vision.num_patches) ** 2 != vision.num_patches:
-        raise ValueError(f"{vision.num_patches} positions are not a square")
-    used = bool(getattr(vision, "vision_use_head", True))
+    used = bool(getattr(config.vision_config, "vision_use_head", True))
     return changed(config, {"vision_config.vision_use_head": False, "has_head": used})
 
 
+def siglip2(prefixes: Mapping[str, str]) -> Module:
+    """SigLIP 2's tower, without its pooling head."""
+    square = Served("num_patches", lambda number, _: isqrt(number) ** 2 == number, "a square")
+    return stock("siglip2.Siglip2VisionModel", prefixes, ignored=("head.",), served=(square,))
+
+
+def most_patches(image: Mapping[str, Any], areas: tuple[int, int]) -> Preprocessing:
+    """Settings of images that keep their own number of patches within these areas."""
+    return replace(bounded(image, areas, HALF, BILINEAR), resizing=Resizing.MOST_PATCHES)
+
+
 def _siglip2_settings(image: Mapping[str, Any], config: Config) -> Preprocessing:
-    patch = config.vision_config.patch_size
-    most = whole(image, "max_num_patches", _SIGLIP2_PATCHES)
-    return bounded_above(image, most * patch**2, patch, Resizing.MOST_PATCHES, HALF, BILINEAR)
+    most = whole(image, "max_num_patches", 256) * config.vision_config.patch_size**2
+    return most_patches(image, (most, most))
 
 
 class Siglip2Tower(RasterTower):
@@ -65,7 +71,7 @@ class Siglip2Tower(RasterTower):
     def _rows(self, pixels: Tensor, tensors: Mapping[str, Tensor], attended: Mapping[str, Any]) -> Tensor:
         model = self.model
         states = (model.embeddings.patch_embedding(pixels) + tensors["positions"]).unsqueeze(0)
-        states = packed_layers(model.encoder.layers, states, model.config._attn_implementation, attended)  # noqa: SLF001 - set by use_attention
+        states = packed_layers(self.blocks, states, model.config._attn_implementation, attended)  # noqa: SLF001 - set by use_attention
         rows: Tensor = model.post_layernorm(states[0])
         return rows
 
@@ -125,7 +131,7 @@ ROWS = (
         "siglip2",
         "SigLIP 2 NaFlex",
         configuration=siglip2_config,
-        tower=stock("siglip2.Siglip2VisionModel", stripped("vision_model."), ignored=("head.",)),
+        tower=siglip2(stripped("vision_model.")),
         width="vision_config.hidden_size",
         forward=Siglip2Tower,
         converts=False,

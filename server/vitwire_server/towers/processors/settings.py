@@ -91,16 +91,16 @@ def read_settings(
     settings: Callable[[ProcessorFiles], Mapping[Modality, Preprocessing]],
     *,
     channels: int = 3,
-    required: bool = True,
+    in_code: bool = False,
     converts: bool = True,
 ) -> dict[Modality, Preprocessing]:
     """Settings of each modality, which `settings` makes of a checkpoint's files. Raises CheckpointError.
 
     `settings` may raise KeyError, TypeError, ValueError or ArithmeticError over values that no client can use.
-    `required`: without a file for images, the checkpoint is refused. `converts` is true if the processor's class
-    converts images to RGB when its files do not say.
+    Unless they are `in_code`, a checkpoint without a file for images is refused. `converts` is true if the processor's
+    class converts images to RGB when its files do not say.
     """
-    files = ProcessorFiles.read(folder, required=required)
+    files = ProcessorFiles.read(folder, required=not in_code)
     with usable(folder):
         found = {modality: _checked(own, channels) for modality, own in settings(files).items()}
     said = files.image.get("do_convert_rgb")  # null leaves it to the class, too
@@ -176,11 +176,11 @@ def read_areas(
 def _of_area(config: Mapping[str, Any], rule: AreaRule) -> Preprocessing:
     """May raise what `read_settings` catches."""
     own = config.get("media_proc_cfg") or config
-    settings = bounded(own, _areas(own, rule), (own["image_mean"], own["image_std"]))
+    settings = bounded(own, areas(own, rule), (own["image_mean"], own["image_std"]))
     return replace(settings, bounds_span_frames=rule.spans_frames, resizing=rule.resizing)
 
 
-def _areas(config: Mapping[str, Any], rule: AreaRule) -> tuple[int, int]:
+def areas(config: Mapping[str, Any], rule: AreaRule) -> tuple[int, int]:
     """Smallest and largest area. Raises KeyError."""
     if rule.resizing is Resizing.OTHER:
         return 1, 1
