@@ -30,6 +30,7 @@ from vitwire_children.confine import May
 from vitwire_children.landlock import bind
 from vitwire_children.serving import Answering, Fault, NotDone, serve
 from vitwire_server.core.decoding import CLIP_TENSORS_BYTES
+from vitwire_server.preparing.device import units
 from vitwire_server.preparing.device.colours import Colours, rgb
 from vitwire_server.preparing.device.hardware import DRAWN, difference_of, take, write
 from vitwire_server.preparing.device.resizing import prepared
@@ -48,50 +49,37 @@ _WRITTEN = ("/dev/null", "/proc/self/oom_score_adj", "/proc/self/task")
 _CACHES = {"TRITON_CACHE_DIR": "~/.triton", "CUDA_CACHE_PATH": "~/.nv", "TMPDIR": gettempdir()}
 """Folders that CUDA, Triton and a C compiler write into, by the variable that moves each."""
 _PROBE_FRAMES = 8
+_MOST_CROPPED = 64
+"""Pixels of each side: a coding tree block of HEVC."""
 
 
-def _coded(container: InputContainer, stream: VideoStream) -> Iterator[Coded]:
+def _coded(container: InputContainer, stream: VideoStream, nbytes: int) -> Iterator[Coded]:
+    """The frames of a file of so many bytes. Raises NotDone, ValueError or PyAV's errors."""
+    codec = stream.codec_context.codec.canonical_name
+    sequence = units.sequence_of(codec, stream.codec_context.extradata or b"")
+    width, height = units.coded_size(codec, sequence)
+    if width - stream.width > _MOST_CROPPED or height - stream.height > _MOST_CROPPED:
+        raise NotDone(Fault.LOST, f"its frames are coded as {width}x{height}")
     for packet in container.demux(stream):
+        nbytes -= packet.size
+        if nbytes < 0:
+            raise NotDone(Fault.LOST, "its frames overlap in the file")
         if packet.size and packet.pts is not None:
-            yield Coded(packet.pts, packet)
+            own = list(units.units_of(bytes(packet)))
+            units.check(codec, own, sequence)
+            starts = packet.is_keyframe and units.starts_stream(codec, own)
+            yield Coded(packet.pts, packet, starts, units.is_unneeded(codec, own))
 
 
-def _heads(packet: bytes) -> Iterator[int]:
-    """The first byte of each unit of H.264 or HEVC; units have their length in front, of four bytes."""
-    at = 0
-    while at + 4 < len(packet):
-        yield packet[at + 4]
-        at += 4 + int.from_bytes(packet[at : at + 4], "big")
-
-
-def is_unneeded(codec: str, packet: bytes) -> bool:
-    """Whether it is an H.264 frame that no other refers to: `nal_ref_idc` is 0 (ITU-T H.264, 7.4.1)."""
-    slices = (head for head in _heads(packet) if 1 <= head & 31 <= 5) if codec == "h264" else iter(())
-    return next(slices, 1 << 5) >> 5 & 3 == 0
-
-
-def starts_stream(codec: str, packet: bytes) -> bool:
-    """Whether a decoder can start there, by the frame and not by the file, so that it shows nothing of another clip.
-
-    It is an IDR picture of H.264 or a random access point of HEVC.
-    """
-    if codec == "h264":
-        return any(head & 31 == 5 for head in _heads(packet))
-    return any(16 <= head >> 1 & 63 <= 21 for head in _heads(packet))
-
-
-def parts_of(codec: str, coded: Sequence[Coded], chosen: Collection[int], most: int) -> list[list[Coded]]:
+def parts_of(coded: Sequence[Coded], chosen: Collection[int], most: int) -> list[list[Coded]]:
     """Runs of frames that can be decoded alone, with all chosen times in them; at most `most`, about equally long.
 
-    A run begins with a keyframe that is shown after all frames before it, and before all behind it. Raises NotDone.
+    A run begins where a decoder can start, with a frame that is shown after all frames before it, and before all behind
+    it. Raises NotDone.
     """
     before = [-1 << 62, *accumulate((each.time for each in coded), max)]
     behind = [*accumulate((each.time for each in reversed(coded)), min)][::-1]
-    starts = [
-        at
-        for at, each in enumerate(coded)
-        if each.packet.is_keyframe and before[at] < each.time <= behind[at] and starts_stream(codec, bytes(each.packet))
-    ]
+    starts = [at for at, each in enumerate(coded) if each.starts and before[at] < each.time <= behind[at]]
     if not starts or starts[0]:
         raise NotDone(Fault.LOST, "it does not start with a keyframe")
     groups = [coded[start:end] for start, end in pairwise([*starts, len(coded)])]
@@ -108,16 +96,12 @@ def frames_of(data: bytes, recipe: Recipe, max_pixels: int, source: Source, devi
     """The chosen frames in RGB, upright, `(F, H, W, 3)` uint8. Raises NotDone, ValueError or PyAV's errors."""
     own = clips.chosen(data, recipe, max_pixels)
     with clips.opened(data) as (container, stream):
-        colours, codec = Colours.of(stream), stream.codec_context.codec.canonical_name
+        colours = Colours.of(stream)
         if not own.suits_device or not colours.is_known:
             raise NotDone(Fault.LOST, "it is not for the device")
         most = source.most(stream)
         places = {own.shown.times[index]: at for at, index in enumerate(own.indices)}
-        coded = [
-            each
-            for each in _coded(container, stream)
-            if each.time in places or not is_unneeded(codec, bytes(each.packet))
-        ]
+        coded = [each for each in _coded(container, stream, len(data)) if each.time in places or not each.is_unneeded]
         pictures = torch.empty((len(places), *own.size, 3), dtype=torch.uint8, device=device)
 
         def convert(part: Sequence[Coded]) -> int:
@@ -131,7 +115,7 @@ def frames_of(data: bytes, recipe: Recipe, max_pixels: int, source: Source, devi
             return len(found)
 
         with ThreadPoolExecutor(most) as threads:
-            found = sum(threads.map(convert, parts_of(codec, coded, places, most)))
+            found = sum(threads.map(convert, parts_of(coded, places, most)))
     if source.is_damaged() or found != len(places):
         raise NotDone(Fault.LOST, "it is damaged")
     return pictures
@@ -164,7 +148,7 @@ def fault_of(source: Source, files: Sequence[bytes]) -> str:
         with clips.opened(data) as (container, stream):
             name = stream.codec_context.codec.canonical_name
             source.most(stream)
-            for samples in source.decoded(stream, list(_coded(container, stream)), expected):
+            for samples in source.decoded(stream, list(_coded(container, stream, len(data))), expected):
                 made[samples.time] = rgb(samples.luma, samples.chroma, Colours.of(stream)).cpu().numpy()
         if source.is_damaged() or made.keys() != expected.keys():
             return f"a clip in {name} of {len(expected)} frames has {len(made)}"

@@ -44,6 +44,10 @@ class Coded(NamedTuple):
 
     time: int
     packet: "Packet[VideoStream]"
+    starts: bool
+    """Whether a decoder can start there."""
+    is_unneeded: bool
+    """Whether no other frame refers to it."""
 
 
 class Source(Protocol):

@@ -15,7 +15,7 @@ from encoded_files import clip, frames_of, moving
 from prepared import MODELS
 from vitwire_server.core.items import Modality
 from vitwire_server.preparing import pillow
-from vitwire_server.preparing.device import films
+from vitwire_server.preparing.device import films, units
 from vitwire_server.preparing.files import clips
 from vitwire_server.preparing.files.decoders import FILMS
 from vitwire_server.preparing.files.messages import Setup, Sizes
@@ -126,11 +126,11 @@ def test_damaged_clips_raise_what_is_expected(seed: int) -> None:
 def test_only_groups_with_chosen_frames_are_decoded() -> None:
     data = clip(moving(40), options={"g": "10", "bf": "2", "sc_threshold": "0"})
     with clips.opened(data) as (container, stream):
-        coded = list(films._coded(container, stream))
+        coded = list(films._coded(container, stream, len(data)))
         times = sorted(each.time for each in coded)
-        parts = films.parts_of("h264", coded, {times[3], times[25], times[31]}, 2)
+        parts = films.parts_of(coded, {times[3], times[25], times[31]}, 2)
         assert [len(part) for part in parts] == [17, 3]
-        assert films.parts_of("h264", coded, {times[12]}, 4) == [coded[10:14]]
+        assert films.parts_of(coded, {times[12]}, 4) == [coded[10:14]]
         decoded = [samples.time for part in parts for samples in films.OnCpu().decoded(stream, part, times)]
     assert {times[3], times[25], times[31]} <= {*decoded} <= {*times[:10], *times[20:]}
 
@@ -149,13 +149,39 @@ def test_a_clip_in_which_damage_was_found_is_left_to_the_cpu(monkeypatch: pytest
 
 @pytest.mark.parametrize("codec", ["libx264", "libx265"])
 def test_a_run_begins_with_a_frame_that_refers_to_no_other(codec: str) -> None:
-    """A file may call any frame a keyframe."""
+    """Whatever the file calls a keyframe."""
     data = clip(moving(20), codec=codec, options={"g": "20", "x265-params": "log-level=none"})
     with clips.opened(data) as (container, stream):
-        coded, name = list(films._coded(container, stream)), stream.codec_context.codec.canonical_name
-    assert [films.starts_stream(name, bytes(each.packet)) for each in coded] == [True] + [False] * 19
-    for each in coded[1:]:
-        each.packet.is_keyframe = True
-    assert len(films.parts_of(name, coded, {each.time for each in coded}, 4)) == 1
+        name = stream.codec_context.codec.canonical_name
+        coded = list(films._coded(container, stream, len(data)))
+    frames = [list(units.units_of(bytes(each.packet))) for each in coded]
+    assert [units.starts_stream(name, each) for each in frames] == [True] + [False] * 19
+    assert len(films.parts_of(coded, {each.time for each in coded}, 4)) == 1
     with pytest.raises(films.NotDone, match="does not start with a keyframe"):
-        films.parts_of(name, coded[1:], {coded[5].time}, 4)
+        films.parts_of(coded[1:], {coded[5].time}, 4)
+
+
+@pytest.mark.parametrize("codec", ["libx264", "libx265"])
+@pytest.mark.parametrize(("height", "width"), [(98, 130), (1080, 1920)])
+def test_the_coded_size_is_read_and_no_frame_may_change_it(codec: str, height: int, width: int) -> None:
+    def opened(height: int, width: int) -> tuple[str, bytes, list[bytes]]:
+        data = clip(moving(3, height, width), codec=codec, options={"x265-params": "log-level=none"})
+        with clips.opened(data) as (container, stream):
+            with pytest.raises(films.NotDone, match="its frames overlap"):
+                list(films._coded(container, stream, 100))
+            context, packet = stream.codec_context, next(container.demux(stream))
+            settings = bytes(context.extradata or b"")
+            return context.codec.canonical_name, settings, list(units.units_of(bytes(packet)))
+
+    name, settings, frame = opened(height, width)
+    sequence = units.sequence_of(name, settings)
+    coded = units.coded_size(name, sequence)
+    assert (0, 0) <= (coded[0] - width, coded[1] - height) < (16, 16)
+    units.check(name, [sequence, *frame], sequence)
+    other = units.sequence_of(name, opened(200, 300)[1])
+    for hidden in (other, frame[-1] + b"\0\0\1" + other):
+        with pytest.raises(films.NotDone, match="bring other settings"):
+            units.check(name, [*frame, hidden], sequence)
+    for broken in (settings[:7], settings[:12], settings + b"\0\0\1"):
+        with pytest.raises((films.NotDone, ValueError)):
+            units.coded_size(name, units.sequence_of(name, broken))
