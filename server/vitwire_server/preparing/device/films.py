@@ -37,6 +37,7 @@ from vitwire_server.preparing.device.resizing import prepared
 from vitwire_server.preparing.device.sources import Coded, Nvdec, OnCpu, Source
 from vitwire_server.preparing.files import clips
 from vitwire_server.preparing.files.messages import Decode, Decoded, Setup
+from vitwire_server.preparing.files.rotation import Rotation
 from vitwire_server.preparing.files.worker import shared_memory
 from vitwire_server.preparing.rules.recipe import Recipe
 
@@ -92,6 +93,14 @@ def parts_of(coded: Sequence[Coded], chosen: Collection[int], most: int) -> list
     return [part[: max(at for at, each in enumerate(part, 1) if each.time in chosen)] for part in parts if part]
 
 
+def turned(picture: Tensor, rotation: Rotation) -> Tensor:
+    """A picture `(H, W, 3)` as `Rotation.applied` turns it."""
+    upright = picture.transpose(0, 1) if rotation.transposed else picture
+    return upright.flip(
+        [axis for axis, is_flipped in enumerate((rotation.upside_down, rotation.mirrored)) if is_flipped]
+    )
+
+
 def frames_of(data: bytes, recipe: Recipe, max_pixels: int, source: Source, device: torch.device) -> Tensor:
     """The chosen frames in RGB, upright, `(F, H, W, 3)` uint8. Raises NotDone, ValueError or PyAV's errors."""
     own = clips.chosen(data, recipe, max_pixels)
@@ -111,7 +120,7 @@ def frames_of(data: bytes, recipe: Recipe, max_pixels: int, source: Source, devi
                 if samples.luma.shape != (stream.height, stream.width):
                     raise NotDone(Fault.LOST, "its frames change their size")
                 picture = rgb(samples.luma, samples.chroma, colours)
-                pictures[places[samples.time]] = own.rotation.turned(picture)
+                pictures[places[samples.time]] = turned(picture, own.rotation)
             return len(found)
 
         with ThreadPoolExecutor(most) as threads:

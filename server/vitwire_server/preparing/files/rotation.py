@@ -3,15 +3,12 @@
 from contextlib import suppress
 from io import BytesIO
 from struct import unpack_from
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import av
 import numpy as np
 import numpy.typing as npt
 from av.video.stream import VideoStream
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Frame = npt.NDArray[np.uint8]
 _NO_FRAMES = {"movflags": "empty_moov+default_base_moof"}
@@ -41,12 +38,6 @@ class Rotation(NamedTuple):
         """A view of a frame `(H, W, 3)`."""
         upright = frame.swapaxes(0, 1) if self.transposed else frame
         return upright[:: -1 if self.upside_down else 1, :: -1 if self.mirrored else 1]
-
-    def turned(self, picture: "Tensor") -> "Tensor":
-        """A view or copy of a picture `(H, W, 3)`."""
-        upright = picture.transpose(0, 1) if self.transposed else picture
-        axes = [axis for axis, is_flipped in enumerate((self.upside_down, self.mirrored)) if is_flipped]
-        return upright.flip(axes) if axes else upright
 
 
 def rotation_of(stream: VideoStream) -> Rotation:
