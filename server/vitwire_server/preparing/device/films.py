@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from io import BytesIO
 from itertools import accumulate, pairwise
@@ -178,7 +179,11 @@ def _source(device: torch.device) -> Source:
     """Where this process decodes. Raises OSError, ImportError, or what the library raises."""
     if len([*Path("/proc/self/task").iterdir()]) > 1:
         raise OSError(errno.EBUSY, "threads run already, which Landlock would not bind")
-    _bind(*(os.environ.get(name, str(Path(default).expanduser())) for name, default in _CACHES.items()))
+    caches = [os.environ.get(name, str(Path(default).expanduser())) for name, default in _CACHES.items()]
+    for cache in caches:
+        with suppress(OSError):
+            Path(cache).mkdir(parents=True, exist_ok=True)
+    _bind(*caches)
     if device.type != "cuda":
         return OnCpu()
     source = Nvdec(take(device))
