@@ -180,9 +180,8 @@ def _source(device: torch.device) -> Source:
     if len([*Path("/proc/self/task").iterdir()]) > 1:
         raise OSError(errno.EBUSY, "threads run already, which Landlock would not bind")
     caches = [os.environ.get(name, str(Path(default).expanduser())) for name, default in _CACHES.items()]
-    for cache in caches:
-        with suppress(OSError):
-            Path(cache).mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):
+        Path(caches[0]).mkdir(parents=True, exist_ok=True)  # Triton's, which could not be made later
     _bind(*caches)
     if device.type != "cuda":
         return OnCpu()

@@ -65,6 +65,7 @@ def _found(user: str, folder: Path) -> dict[str, Any]:
                 parent.chmod(0o755)
             options = {"user": OTHER, "group": OTHER, "extra_groups": []}
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment["TRITON_CACHE_DIR"] = str(folder.parent / "triton")
     try:
         ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, **options)
     except (PermissionError, FileNotFoundError) as error:
