@@ -1,5 +1,6 @@
 """Preparation in a server process: decoders, and the files and pictures it offers to prepare."""
 
+import asyncio
 import logging
 from asyncio.subprocess import DEVNULL
 from collections.abc import Mapping
@@ -54,8 +55,10 @@ async def decoded_on(settings: ServeSettings, module: str, what: str) -> Prepara
 
 async def all_decoded_on(settings: ServeSettings) -> tuple[Preparation, Preparation]:
     """Where JPEG files and clips are decoded."""
-    jpegs = await decoded_on(settings, HARDWARE, "JPEG files")
-    return jpegs, await decoded_on(settings, FILMS, "clips")
+    jpegs = decoded_on(settings, HARDWARE, "JPEG files")
+    if not find_spec("av"):
+        return await jpegs, Preparation(Place.CPU, NotOnDevice.UNVERIFIED, "PyAV is not installed")
+    return await asyncio.gather(jpegs, decoded_on(settings, FILMS, "clips"))
 
 
 def described(card: ModelCard, settings: ServeSettings) -> ModelCard:
