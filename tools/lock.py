@@ -14,9 +14,11 @@ from pathlib import Path
 from urllib.request import urlopen
 
 ROOT = Path(__file__).resolve().parents[1]
-EXTRAS = ("client", "cli", "server", "jpeg", "videos", "router", "nixl", "sglang", "gateway", "flash")
+EXTRAS = ("client", "cli", "server", "jpeg", "videos", "nvdec", "router", "nixl", "sglang", "gateway", "flash")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
-_CUDA = re.compile(r"(nvidia-(?!ml-py)|triton|cuda-|torch==|flash-attn|quack|apache-tvm-ffi|torch-c-dlpack)")
+_CUDA = re.compile(
+    r"(nvidia-(?!ml-py)|triton|cuda-|torch==|flash-attn|quack|apache-tvm-ffi|torch-c-dlpack|pynvvideocodec)"
+)
 _HEADER = """\
 # Written by `make lock`; do not edit. What the image installs, pinned and hashed, for each extra of pyproject.toml.
 # torch has two builds, so this file is not installed whole: `tools/locked.py --variant cpu server,cli` selects.

@@ -67,6 +67,7 @@ _OPENING = {
     "memfd_create": (319, 279), "socketpair": (53, 199),
 }  # fmt: skip
 """Calls that open files and connections."""
+_OF_FILES = "open", "openat"
 _CLONE, _CLONE_THREAD = (56, 220), 0x10000
 _LIMITS = 302, 261
 """prlimit64, which is for other processes too unless its first argument is 0."""
@@ -94,6 +95,8 @@ class May(Enum):
     """Answer over the socket and in the memory that it has. It opens nothing: its modules must be imported before."""
     USE_DEVICE = auto()
     """Also call the driver of a device that it has opened before."""
+    OPEN = auto()
+    """Also open files, as NVDEC's driver does for each stream; `landlock` says which."""
     SEND = auto()
     """Also open files and connections, as drivers and libraries of networks do at any time."""
 
@@ -186,8 +189,10 @@ def _filter_calls(libc: ctypes.CDLL, may: May) -> None:
         raise OSError(errno.ENOSYS, f"there is no confinement on {platform.machine()}")
     column, machine = _MACHINES[platform.machine()]
     sending = {name: each for name, each in _REACHING.items() if name not in _OF_DRIVERS}
-    listed = {May.COMPUTE: _COMPUTING, May.USE_DEVICE: _REACHING | _OPENING, May.SEND: sending}[may]
-    numbers = [number for each in listed.values() if (number := each[column]) is not None]
+    opening = {name: each for name, each in _OPENING.items() if name not in _OF_FILES}
+    listed = {May.COMPUTE: _COMPUTING, May.USE_DEVICE: _REACHING | _OPENING, May.OPEN: _REACHING | opening}
+    listed |= {May.SEND: sending}
+    numbers = [number for each in listed[may].values() if (number := each[column]) is not None]
     ends = (_REFUSE, _ALLOW) if may is May.COMPUTE else (_ALLOW, _REFUSE)
     program = [(_LOAD, 0, 0, _MACHINE_AT), (_IF_EQUAL, 1, 0, machine), (_RETURN, 0, 0, _KILL)]
     program += [(_LOAD, 0, 0, _NUMBER_AT), (_IF_AT_LEAST, 0, 1, _FIRST_REFUSED), (_RETURN, 0, 0, _UNKNOWN)]

@@ -1,6 +1,6 @@
 """Run in place of a decoder: its program, unchanged, with a picture library that tries acts when it gets `ACT`.
 
-On a device: when it gets a picture that is WIDE pixels wide.
+On a device: when it gets a picture or a clip that is WIDE pixels wide.
 """
 
 import runpy
@@ -26,17 +26,21 @@ def _act_on_device() -> None:
     original = resizing.prepared
 
     def prepared(picture: Any, *others: Any) -> Any:
-        if picture.shape[1] == WIDE:
+        if WIDE in picture.shape:
             raise NotDone(Fault.LOST, acts.results())
         return original(picture, *others)
 
     setattr(resizing, "prepared", prepared)  # noqa: B010
 
 
-_original = images.measure
-if __name__ == "__main__":
+def run(module: str) -> None:
+    """Run a decoder's module, of `preparing`."""
     setattr(images, "measure", _measure)  # noqa: B010
     if sys.argv[3]:
         _act_on_device()
-    module = "device.hardware" if sys.argv[3] else "files.worker"
     runpy.run_module(f"vitwire_server.preparing.{module}", run_name="__main__", alter_sys=True)
+
+
+_original = images.measure
+if __name__ == "__main__":
+    run("device.hardware" if sys.argv[3] else "files.worker")

@@ -1,7 +1,7 @@
 """Run as a program by any user: a server's children that read strangers' bytes try acts, and then do their work.
 
-Arguments are a folder, and which children: `decoder`, `worker` of the gateway, or `device:NAME`. Writes JSON: by child,
-what came of the acts, the lines of its status, and the files that it decoded afterwards.
+Arguments are a folder, and which children: `decoder`, `worker` of the gateway, `device:NAME` or `clips:NAME`. Writes
+JSON: by child, what came of the acts, the lines of its status, and the files that it decoded afterwards.
 """
 
 import asyncio
@@ -50,10 +50,10 @@ def status(pid: int) -> dict[str, str]:
     }
 
 
-async def started(device: str = "") -> Decoder:
+async def started(device: str = "", module: str = "") -> Decoder:
     ready: asyncio.Future[Setup] = asyncio.get_running_loop().create_future()
     ready.set_result(Setup(dict(RECIPES), _SIZES, clips=not device))
-    return await Decoder.begin(ready, device)
+    return await Decoder.begin(ready, device, module or (decoders.HARDWARE if device else decoders._WORKER))
 
 
 async def answered(of: Decoder, data: bytes, message: Measure | Decode) -> object:
@@ -114,6 +114,23 @@ async def on_device(device: str) -> dict[str, object]:
     return done | {"decoded": made}
 
 
+async def clips_on_device(device: str) -> dict[str, object]:
+    from vitwire_server.preparing.device import films  # noqa: PLC0415 - needs PyAV
+    from vitwire_server.preparing.files import clips  # noqa: PLC0415 - as above
+
+    of = await started(device, decoders.FILMS)
+    (high, *_), files = films.drawn(64, WIDE), films.drawn()
+    found = json.loads(str(await answered(of, high, Decode(len(high), Modality.VIDEO, 60.0, 1))))
+    done: dict[str, object] = {"acts": found, "status": status(of.process.pid)}
+    made = []
+    for data in files:
+        nbytes = int(np.prod(clips.measure(data, RECIPES[Modality.VIDEO], _SIZES.pixels).pixels))
+        answer = await answered(of, data, Decode(len(data), Modality.VIDEO, 60.0, nbytes))
+        made.append("" if isinstance(answer, Decoded) else str(answer))
+    await of.close()
+    return done | {"decoded": made}
+
+
 async def in_worker() -> dict[str, object]:
     from acting_jobs import acted, header_of  # noqa: PLC0415 - not installed beside a GPU
     from encoded_files import photograph, saved  # noqa: PLC0415 - as above
@@ -136,11 +153,13 @@ async def main(folder: Path, *children: str) -> None:
     acts.prepared(folder)
     os.environ["HOME"] = str(folder)
     decoders._WORKER = decoders.HARDWARE = "acting_decoder"
+    decoders.FILMS = "acting_films"
     be_private()
     found: dict[str, object] = {}
     for name in children:
         kind, _, device = name.partition(":")
-        found[kind] = await (on_device(device) if device else in_worker() if kind == "worker" else on_cpu())
+        on = {"device": on_device, "clips": clips_on_device}.get(kind)
+        found[kind] = await (on(device) if on else in_worker() if kind == "worker" else on_cpu())
     files = {name: (folder / name).read_text() for name in (acts.TOKEN, acts.OPEN_TO_ALL)}
     print(json.dumps(found | {"files": files, "names": sorted(os.listdir(folder))}))  # noqa: PTH208
 

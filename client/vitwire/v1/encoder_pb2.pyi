@@ -989,6 +989,7 @@ class GetModelResponse(google.protobuf.message.Message):
     MATRYOSHKA_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
     DEVICE_SHARING_FIELD_NUMBER: builtins.int
+    CLIP_DECODING_FIELD_NUMBER: builtins.int
     model_id: builtins.str
     """Hugging Face id, or name of the directory that the server loaded."""
     model_type: builtins.str
@@ -1090,6 +1091,10 @@ class GetModelResponse(google.protobuf.message.Message):
         field may ignore it.
         """
 
+    @property
+    def clip_decoding(self) -> Global___Preparation:
+        """Where clips are decoded and prepared."""
+
     def __init__(
         self,
         *,
@@ -1126,9 +1131,10 @@ class GetModelResponse(google.protobuf.message.Message):
         matryoshka: Global___Matryoshka | None = ...,
         options: collections.abc.Iterable[builtins.str] | None = ...,
         device_sharing: builtins.str = ...,
+        clip_decoding: Global___Preparation | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["decoding", b"decoding", "limits", b"limits", "matryoshka", b"matryoshka", "preparation", b"preparation", "tiles", b"tiles"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "available_poolings", b"available_poolings", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "data_type", b"data_type", "decoding", b"decoding", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "device_sharing", b"device_sharing", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "limits", b"limits", "matryoshka", b"matryoshka", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "options", b"options", "patch_size", b"patch_size", "pooling", b"pooling", "preparation", b"preparation", "preparation_fingerprint", b"preparation_fingerprint", "prepared", b"prepared", "raster_patches", b"raster_patches", "rows_by_grid", b"rows_by_grid", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "tiles", b"tiles", "unavailable", b"unavailable", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["clip_decoding", b"clip_decoding", "decoding", b"decoding", "limits", b"limits", "matryoshka", b"matryoshka", "preparation", b"preparation", "tiles", b"tiles"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "available_poolings", b"available_poolings", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "clip_decoding", b"clip_decoding", "data_type", b"data_type", "decoding", b"decoding", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "device_sharing", b"device_sharing", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "limits", b"limits", "matryoshka", b"matryoshka", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "options", b"options", "patch_size", b"patch_size", "pooling", b"pooling", "preparation", b"preparation", "preparation_fingerprint", b"preparation_fingerprint", "prepared", b"prepared", "raster_patches", b"raster_patches", "rows_by_grid", b"rows_by_grid", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "tiles", b"tiles", "unavailable", b"unavailable", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
 
 Global___GetModelResponse: typing_extensions.TypeAlias = GetModelResponse
 

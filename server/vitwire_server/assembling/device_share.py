@@ -4,12 +4,14 @@ import ctypes
 import logging
 import os
 from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
 
 from vitwire_flags.sizes import shown
 from vitwire_server.config.host import rpc_processes
 from vitwire_server.config.settings import ServeSettings, UsageError
+from vitwire_server.core.decoding import CLIP_DECODERS_BYTES, CLIP_TENSORS_BYTES
 
 _log = logging.getLogger(__name__)
 PASSING_BYTES = 512 << 20
@@ -30,23 +32,25 @@ def outbox_bytes(settings: ServeSettings, device: torch.device) -> int:
 def torch_bytes(settings: ServeSettings, *, free: int) -> int:
     """Bytes for torch's tensors in the process of the engine, within `--device-memory`.
 
-    free: bytes of the device that nobody holds. The rest is for the contexts of this process, of a decoder for each
+    free: bytes of the device that nobody holds. The rest is for the contexts of this process, of the decoders of each
     process that serves RPCs, and of NIXL's first sender and the spare one. Raises UsageError if that cannot be.
     """
     decodes = settings.decode != "cpu" and settings.decode_process_count != 0
     decoders = rpc_processes(settings.rpc_process_count, cuda_devices=1) if decodes else 0
-    bound, processes = settings.device_memory, 1 + decoders + 2 * settings.nixl
+    of_clips = decoders if find_spec("PyNvVideoCodec") else 0
+    bound, processes = settings.device_memory, 1 + decoders + of_clips + 2 * settings.nixl
+    others = processes * _PROCESS_BYTES + of_clips * (CLIP_TENSORS_BYTES + CLIP_DECODERS_BYTES)
     if bound - _PROCESS_BYTES > free:  # this process has its context
         raise UsageError(
             f"--device-memory {shown(bound)}: the device has only {shown(free)} free; other processes hold the rest"
         )
-    fixed = processes * _PROCESS_BYTES + outbox_bytes(settings, torch.device("cuda"))
+    fixed = others + outbox_bytes(settings, torch.device("cuda"))
     if bound <= fixed:
         raise UsageError(
             f"--device-memory {shown(bound)}: {processes} processes and embeddings on the device (--store-bytes) take "
             f"{shown(fixed)} without weights; raise it, or lower --store-bytes or --rpc-processes, or set --decode cpu"
         )
-    return bound - processes * _PROCESS_BYTES
+    return bound - others
 
 
 def bound_device(settings: ServeSettings, device: torch.device) -> int | None:

@@ -77,9 +77,9 @@ class FileSettings:
     )
     decode: Literal["auto", "device", "cpu"] = flag(
         "auto",
-        "where JPEG files are decoded: cpu, in the decoders; device, by one more decoder per RPC process on "
-        "the model's device (needs the extra jpeg); auto: on a GPU, if test pictures differ from Pillow's by at most "
-        "1 of 255",
+        "where JPEG files and clips are decoded: cpu, in the decoders; device, by one more decoder of each per RPC "
+        "process on the model's device (needs the extras jpeg and nvdec); auto: on a GPU, if test files differ from "
+        "the CPU's by at most 1 of 255",
     )
     max_encoded_bytes: int = size(32 * MIB, "maximum bytes of an item that is sent as a file", 1, 1 << 30)
     max_image_pixels: int = flag(

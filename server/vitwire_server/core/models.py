@@ -261,7 +261,7 @@ class NotOnDevice(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """Where pictures are prepared, or JPEG files decoded, and why not on the device."""
+    """Where pictures are prepared, or JPEG files or clips decoded, and why not on the device."""
 
     place: Place = Place.CPU
     reason: NotOnDevice | None = NotOnDevice.NO_DEVICE
@@ -336,6 +336,8 @@ class ModelCard:
     """Where pictures are prepared."""
     decoding: Preparation = field(default_factory=Preparation)
     """Where JPEG files are decoded."""
+    clip_decoding: Preparation = field(default_factory=Preparation)
+    """Where clips are decoded."""
     preparation_fingerprint: str = ""
     """SHA-256 over all that decides how these are prepared, in hex."""
     backends: Mapping[Budget, str] = field(default_factory=dict)

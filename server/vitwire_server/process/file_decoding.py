@@ -1,5 +1,6 @@
 """Preparation in a server process: decoders, and the files and pictures it offers to prepare."""
 
+import asyncio
 import logging
 from asyncio.subprocess import DEVNULL
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from vitwire_server.config.settings import ServeSettings
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Encoding, ModelCard, NotOnDevice, Place, Preparation
 from vitwire_server.observe.metrics.rpc import RpcMetrics
-from vitwire_server.preparing.files.decoders import HARDWARE, OF_HARDWARE
+from vitwire_server.preparing.files.decoders import FILMS, HARDWARE, OF_HARDWARE
 from vitwire_server.preparing.files.messages import Setup, Sizes
 from vitwire_server.preparing.files.pool import DecodePool
 from vitwire_server.preparing.rules.recipe import Recipe, recipes_of
@@ -37,19 +38,27 @@ _STEPS = 1
 """Version of the steps from a file to pixels that no setting names: counted up when files get other pixels."""
 
 
-async def decoded_on(settings: ServeSettings) -> Preparation:
-    """Choose where JPEG files are decoded. A child process compares drawn pictures on the device with Pillow's."""
+async def decoded_on(settings: ServeSettings, module: str, what: str) -> Preparation:
+    """Choose where these files are decoded. A child process compares drawn ones on the device with the CPU's."""
     if not _may_use_device(settings):
         return Preparation(Place.CPU, NotOnDevice.ASKED if settings.decode == "cpu" else NotOnDevice.NO_DEVICE)
-    program = Program(HARDWARE, ("check", settings.device), OF_HARDWARE, stderr=DEVNULL)
+    program = Program(module, ("check", settings.device), OF_HARDWARE, stderr=DEVNULL)
     try:
         fault = await done_by(program, None, wall=_CHECK_SECONDS)
     except NotDone as error:
         fault = f"the check failed: {error}"
     if fault:
-        _log.warning("JPEG files are decoded on the CPU, which is slower: %s", fault)
+        _log.warning("%s are decoded on the CPU, which is slower: %s", what, fault)
         return Preparation(Place.CPU, NotOnDevice.UNVERIFIED, fault)
     return Preparation(Place.DEVICE, None)
+
+
+async def all_decoded_on(settings: ServeSettings) -> tuple[Preparation, Preparation]:
+    """Where JPEG files and clips are decoded."""
+    jpegs = decoded_on(settings, HARDWARE, "JPEG files")
+    if not find_spec("av"):
+        return await jpegs, Preparation(Place.CPU, NotOnDevice.UNVERIFIED, "PyAV is not installed")
+    return await asyncio.gather(jpegs, decoded_on(settings, FILMS, "clips"))
 
 
 def described(card: ModelCard, settings: ServeSettings) -> ModelCard:
@@ -73,8 +82,11 @@ def started(settings: ServeSettings, metrics: RpcMetrics, processes: int) -> Dec
     count = _processes(settings)
     if not count:
         return None
-    is_there = _may_use_device(settings) and find_spec("nvidia") and find_spec("nvidia.nvimgcodec")
-    return DecodePool(max(1, count // processes), metrics, settings.device if is_there else "")
+    modules = []
+    if _may_use_device(settings):
+        modules += [HARDWARE] if find_spec("nvidia") and find_spec("nvidia.nvimgcodec") else []
+        modules += [FILMS] if find_spec("av") and (settings.device == "cpu" or find_spec("PyNvVideoCodec")) else []
+    return DecodePool(max(1, count // processes), metrics, settings.device, modules)
 
 
 def decoding(
@@ -98,7 +110,8 @@ def decoding(
     )
     recipes = dict(recipes_of(card.preprocessing, card.geometry))
     setup = Setup(recipes, sizes, clips=Encoding.MP4 in card.encodings)
-    pool.set_up(setup, on_device=card.decoding.place is Place.DEVICE)
+    places = {HARDWARE: card.decoding.place, FILMS: card.clip_decoding.place if setup.clips else Place.CPU}
+    pool.set_up(setup, [module for module, place in places.items() if place is Place.DEVICE])
     waiting = Admission(settings.max_queued_items, settings.max_queued_bytes // processes)
     return Decoding(pool, waiting, card.preparation, metrics)
 

@@ -132,7 +132,7 @@ class _Server:
         """Load the model, serve, drain; returns the exit code."""
         settings, front = self.settings, self.front
         courier = await asyncio.to_thread(self._courier)
-        decoding = asyncio.create_task(file_decoding.decoded_on(settings))
+        decoding = asyncio.create_task(file_decoding.all_decoded_on(settings))
         watching_front = asyncio.create_task(_any_of(front.watch(), *([self.http.watch()] if self.http else [])))
         model = await self._loaded(watching_front)
         if model is None:
@@ -144,7 +144,9 @@ class _Server:
         engine.start()
         if courier and model.outbox:
             await asyncio.to_thread(_add_outbox, courier, model.outbox, keep=settings.stored_bytes > 0)
-        card = file_decoding.described(replace(model.card, nixl=courier is not None, decoding=await decoding), settings)
+        jpegs, films = await decoding
+        card = replace(model.card, nixl=courier is not None, decoding=jpegs, clip_decoding=films)
+        card = file_decoding.described(card, settings)
         self.metrics.model.described(card)
         exempt_loaded(_log)
         front.serve(card, model.tower.footprint, self._sessions(card, scheduler.intake, courier))

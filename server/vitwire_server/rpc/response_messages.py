@@ -147,6 +147,7 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         rows_by_grid=[_MODALITIES[modality] for modality in card.rows_by_grid],
         preparation=_preparation(card.preparation),
         decoding=_preparation(card.decoding),
+        clip_decoding=_preparation(card.clip_decoding),
         preparation_fingerprint=card.preparation_fingerprint,
         options=card.options,
         tiles=_tiles(card),

@@ -179,7 +179,7 @@ class ModelMetrics:
         )
         self._preparation = series.gauge(
             "preparation_info",
-            "Place where pictures are prepared and JPEG files decoded, and the reason if not on the device; always 1",
+            "Where pictures are prepared, and JPEG files and clips decoded, and why not on the device; always 1",
             what=(), where=(), reason=(),
         )  # fmt: skip
         self._dropped = series.gauge("graphs_dropped", "Budgets whose capture failed")
@@ -196,9 +196,13 @@ class ModelMetrics:
         self._model.labels(**labels).set(1)
 
     def described(self, card: ModelCard) -> None:
-        """Where pictures are prepared and JPEG files decoded, if they are."""
+        """Where pictures are prepared, and JPEG files and clips decoded, if they are."""
         if card.prepared:
-            for what, found in (("prepare", card.preparation), ("decode", card.decoding)):
+            for what, found in (
+                ("prepare", card.preparation),
+                ("decode", card.decoding),
+                ("decode_clips", card.clip_decoding),
+            ):
                 self._preparation.labels(what, found.place, found.reason or "").set(1)
 
     def captured(self, dropped: int, seconds: float, nbytes: int) -> None:

@@ -9,12 +9,13 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from io import BytesIO
 from itertools import cycle
+from mmap import mmap
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from msgspec import to_builtins
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
@@ -40,7 +42,7 @@ _MOST_DIFFERENCE, _MOST_DIFFERING = 1, 1e-3
 """From Pillow, and the share of values that differ at all: 1 and 0.00014 were measured."""
 _SAMPLINGS = ("4:4:4", "4:2:2", "4:2:0")
 _PROBE = (333, 517)
-_DRAWN = Recipe(Preprocessing(1, 1 << 16, (0.5,) * 3, (0.5,) * 3, 1 / 255, Image.Resampling.BICUBIC), 16, 2, 1)
+DRAWN = Recipe(Preprocessing(1, 1 << 16, (0.5,) * 3, (0.5,) * 3, 1 / 255, Image.Resampling.BICUBIC), 16, 2, 1)
 """Shrinks the probe along both axes."""
 _EXTENSIONS = ("libnvjpeg_ext.*", "libjpeg_turbo_ext.*")
 _NO_MPS = "/nonexistent"
@@ -59,11 +61,7 @@ class Hardware:
         self.max_pixels = MAX_PICTURE_PIXELS
         on_device = self._device.type == "cuda"
         if on_device:
-            os.environ["CUDA_MPS_PIPE_DIRECTORY"] = _NO_MPS
-            index = self._device.index or 0
-            ctypes.CDLL("libcuda.so.1").cuInit(0)
-            ctypes.CDLL("libcuda.so.1").cuDevicePrimaryCtxSetFlags_v2(index, _BLOCKING)
-            torch.cuda.set_device(index)
+            index = take(self._device)
         nvimgcodec = _library()
         kinds = nvimgcodec.BackendKind
         self._decoder = nvimgcodec.Decoder(
@@ -107,6 +105,16 @@ class Hardware:
         return torch.from_numpy(np.asarray(self._image))
 
 
+def take(device: torch.device) -> int:
+    """Make a context on the device, outside of MPS, for this process. Returns the device's index."""
+    os.environ["CUDA_MPS_PIPE_DIRECTORY"] = _NO_MPS
+    index = device.index or 0
+    ctypes.CDLL("libcuda.so.1").cuInit(0)
+    ctypes.CDLL("libcuda.so.1").cuDevicePrimaryCtxSetFlags_v2(index, _BLOCKING)
+    torch.cuda.set_device(index)
+    return index
+
+
 def _library() -> ModuleType:
     """nvImageCodec with its extensions for JPEG alone. Raises ImportError."""
     found = find_spec("nvidia.nvimgcodec")
@@ -142,10 +150,16 @@ def fault_of(hardware: Hardware) -> str:
             return f"{sampling or 'grey'}: {error}"
         if made.shape != expected.shape:
             return f"{sampling or 'grey'} has the shape {made.shape}, not {expected.shape}"
-        difference = np.abs(made - expected)
-        most, share = difference.max(), (difference > 0).mean()
-        if most > _MOST_DIFFERENCE or share > _MOST_DIFFERING:
-            return f"{sampling or 'grey'} differs from Pillow by up to {most}, on {share:.2%} of the values"
+        if fault := difference_of(np.abs(made - expected), "Pillow"):
+            return f"{sampling or 'grey'} {fault}"
+    return ""
+
+
+def difference_of(differences: NDArray[np.int16], reference: str) -> str:
+    """What is wrong with these differences; empty if they are small and few."""
+    most, share = differences.max(), (differences > 0).mean()
+    if most > _MOST_DIFFERENCE or share > _MOST_DIFFERING:
+        return f"differs from {reference} by up to {most}, on {share:.2%} of the values"
     return ""
 
 
@@ -167,7 +181,7 @@ def _ahead() -> Answering:
     """Decodes and prepares drawn pictures: the first use loads libraries and kernels, which is not possible later."""
     hardware = Hardware(sys.argv[3])
     for orientation, sampling in zip((1, *_TURNS), cycle((*_SAMPLINGS, ""))):
-        prepared(hardware.decoded(_file(sampling), orientation), _DRAWN)[0].cpu()
+        prepared(hardware.decoded(_file(sampling), orientation), DRAWN)[0].cpu()
     return partial(_answering, hardware)
 
 
@@ -176,26 +190,29 @@ def _answering(hardware: Hardware, setup: Setup) -> tuple[Callable[[Decode], obj
     hardware.max_pixels = setup.sizes.pixels
     memory = shared_memory()
 
-    def write(picture: Tensor, job: Decode) -> None:
-        at, end = setup.sizes.input_bytes, setup.sizes.input_bytes + job.output_bytes
-        for rows in prepared(picture, setup.recipes[job.modality].within(job.areas)):
-            if rows is not None and at + rows.numel() <= end:
-                torch.frombuffer(memory, dtype=torch.uint8, count=rows.numel(), offset=at).copy_(rows.view(-1))
-            at += rows.numel() if rows is not None else 0
-        if at != end:
-            raise ValueError("its header and its content differ in size")
-
     def answer(job: Decode) -> object:
         start = time.perf_counter()
         try:
             picture = hardware.decoded(memory[: job.nbytes], job.orientation)
             decoded = time.perf_counter()
-            write(picture, job)
+            made = prepared(picture, setup.recipes[job.modality].within(job.areas))
+            write(made, memory, setup.sizes.input_bytes, job)
         except ValueError as error:
             raise NotDone(Fault.LOST, str(error)) from error
         return to_builtins(Decoded(decoded - start, time.perf_counter() - decoded))
 
     return answer, None
+
+
+def write(made: Iterable[Tensor | None], memory: mmap, at: int, job: Decode) -> None:
+    """Bring rows into the memory from a place on. Raises ValueError unless they have as many bytes as the job says."""
+    end = at + job.output_bytes
+    for rows in made:
+        if rows is not None and at + rows.numel() <= end:
+            torch.frombuffer(memory, dtype=torch.uint8, count=rows.numel(), offset=at).copy_(rows.view(-1))
+        at += rows.numel() if rows is not None else 0
+    if at != end:
+        raise ValueError("its header and its content differ in size")
 
 
 def _check() -> Answering:

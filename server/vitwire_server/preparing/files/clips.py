@@ -4,6 +4,7 @@ import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from io import BytesIO
+from math import prod
 from typing import NamedTuple
 
 import av
@@ -15,6 +16,7 @@ from av.video.stream import VideoStream
 from msgspec.structs import replace
 
 from vitwire_children.serving import Fault, NotDone
+from vitwire_server.core.decoding import CLIP_FRAMES_BYTES
 from vitwire_server.preparing.files.messages import Measured
 from vitwire_server.preparing.files.rotation import Frame, Rotation, rotation_of
 from vitwire_server.preparing.rules.forms import form_of
@@ -40,21 +42,23 @@ av.logging.set_level(None)  # files are untrusted: their oddities are not news
 
 def measure(data: bytes, recipe: Recipe, max_pixels: int) -> Measured:
     """Form and cost of the prepared clip; decodes at most one frame. Raises NotDone, ValueError or PyAV's errors."""
-    indices, (total, _), rate, _, (height, width) = _chosen(data, recipe, max_pixels)
+    own = chosen(data, recipe, max_pixels)
+    indices, rate, (height, width) = own.indices, own.rate, own.size
     picture = (len(indices), height, width, CHANNELS)
     cost = width * height * (indices[-1] // _FRAMES_OF_COST + len(indices))
     seconds = tuple(index / rate for index in indices if rate)
-    interval = recipe.temporal / (len(indices) / total * rate) if rate else 0.0
+    interval = recipe.temporal / (len(indices) / own.shown.total * rate) if rate else 0.0
     measured = Measured.of(form_of(picture, recipe), cost, picture)
-    return replace(measured, frame_seconds=seconds, second_per_grid=interval)
+    is_film = own.suits_device and prod(picture) <= CLIP_FRAMES_BYTES
+    return replace(measured, frame_seconds=seconds, second_per_grid=interval, is_film=is_film)
 
 
 @contextmanager
 def decoded(data: bytes, recipe: Recipe, max_pixels: int) -> Iterator[tuple[Iterator[Frame], int]]:
     """The chosen frames, each decoded when it is taken, and their number. Raises as `measure`."""
-    chosen = _chosen(data, recipe, max_pixels)
-    with _opened(data) as (container, stream):
-        yield map(chosen.rotation.applied, _frames(container, stream, chosen)), len(chosen.indices)
+    own = chosen(data, recipe, max_pixels)
+    with opened(data) as (container, stream):
+        yield map(own.rotation.applied, _frames(container, stream, own)), len(own.indices)
 
 
 class _Shown(NamedTuple):
@@ -75,12 +79,15 @@ class _Chosen(NamedTuple):
     rotation: Rotation
     size: tuple[int, int]
     """Height and width of a frame that is turned."""
+    suits_device: bool
+    """Whether NVDEC decodes its frames as libavcodec does, and `device.colours` converts them as swscale."""
 
 
-def _chosen(data: bytes, recipe: Recipe, max_pixels: int) -> _Chosen:
+def chosen(data: bytes, recipe: Recipe, max_pixels: int) -> _Chosen:
+    """The frames to use of a clip. Raises as `measure`."""
     if recipe.settings.sampling is None:
         raise NotDone(Fault.UNSUPPORTED, "the model has no rule to choose frames: send clips as pixels")
-    with _opened(data) as (container, stream):
+    with opened(data) as (container, stream):
         width, height = stream.width, stream.height
         if not width * height:
             raise NotDone(Fault.MALFORMED, "has no frame that can be decoded")
@@ -90,20 +97,21 @@ def _chosen(data: bytes, recipe: Recipe, max_pixels: int) -> _Chosen:
         rate = float(stream.average_rate or 0)
         shown = _shown(data, container, stream)
         rotation = rotation_of(stream)
+        suits_device = bool(shown.times) and _suits_device(stream)
     if given := recipe.settings.sampling.given:
         if given[-1] >= shown.total:
             raise NotDone(Fault.UNSUPPORTED, f"has {shown.total} frames, and options.frames asks for frame {given[-1]}")
         if rotation.is_mirror_image:
             raise NotDone(Fault.UNSUPPORTED, "is mirrored by its display matrix, and options.frames chooses its frames")
     indices = sampled(shown.total, rate, recipe.settings.sampling, recipe.temporal)
-    return _Chosen(indices, shown, rate, rotation, rotation.size(height, width))
+    return _Chosen(indices, shown, rate, rotation, rotation.size(height, width), suits_device)
 
 
 def _frames(container: InputContainer, stream: VideoStream, chosen: _Chosen) -> Iterator[Frame]:
     """The chosen frames as they are stored, each decoded when it is taken. Raises NotDone, or what PyAV raises."""
     size, times = (stream.width, stream.height), chosen.shown.times
     places, found = [times[index] for index in chosen.indices] if times else chosen.indices, 0
-    for index, frame in enumerate(_needed(container, stream, set(places) if times else ())):
+    for index, frame in enumerate(needed(container, stream, set(places) if times else ())):
         if places[found] == (frame.pts if times else index):
             if (frame.width, frame.height) != size:
                 raise NotDone(Fault.UNSUPPORTED, "its frames change their size")
@@ -114,7 +122,7 @@ def _frames(container: InputContainer, stream: VideoStream, chosen: _Chosen) -> 
     raise NotDone(Fault.MALFORMED, f"frame {chosen.indices[found]} is missing or cannot be decoded")
 
 
-def _needed(container: InputContainer, stream: VideoStream, chosen: Collection[int]) -> Iterator[VideoFrame]:
+def needed(container: InputContainer, stream: VideoStream, chosen: Collection[int]) -> Iterator[VideoFrame]:
     """The frames of these times, and those that others refer to; all frames without times."""
     for packet in container.demux(stream):
         is_needed = not chosen or not packet.size or packet.pts in chosen
@@ -122,8 +130,25 @@ def _needed(container: InputContainer, stream: VideoStream, chosen: Collection[i
         yield from packet.decode()
 
 
+def _suits_device(stream: VideoStream) -> bool:
+    context = stream.codec_context
+    return (
+        _has_whole_lengths(context.codec.canonical_name, context.extradata or b"")
+        and context.pix_fmt in ("yuv420p", "yuvj420p")
+        and not (context.height | context.width) & 1
+        and context.field_order in (0, 1)  # unknown or progressive: NVDEC would mix fields
+    )
+
+
+def _has_whole_lengths(codec: str, settings: bytes) -> bool:
+    """Whether it is H.264 or HEVC, and units have lengths of four bytes in front, which `device.films` reads."""
+    at = {"h264": 4, "hevc": _LAYERS_AT}.get(codec, len(settings))
+    return settings[:1] == b"\x01" and settings[at : at + 1] != b"" and settings[at] & 3 == 3
+
+
 @contextmanager
-def _opened(data: bytes) -> Iterator[tuple[InputContainer, VideoStream]]:
+def opened(data: bytes) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """A clip's file and its first stream. Raises NotDone or PyAV's errors."""
     name = next((name for name, start in _MARKS if start.match(data)), None)
     if name is None:
         raise NotDone(Fault.UNSUPPORTED, "is neither an MP4, WebM, AVI nor MPEG-TS file")
@@ -175,7 +200,7 @@ def _marks_references(stream: VideoStream) -> bool:
 
 def _first_shown(data: bytes) -> int:
     """When the first frame is shown. Raises NotDone, or what PyAV raises."""
-    with _opened(data) as (container, stream):
+    with opened(data) as (container, stream):
         frame = next(container.decode(stream), None)
     if frame is None or frame.pts is None:
         raise NotDone(Fault.MALFORMED, "has no frame that can be decoded")

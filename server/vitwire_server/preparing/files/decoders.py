@@ -23,8 +23,9 @@ from vitwire_server.preparing.files.messages import Decode, Decoded, Measure, Me
 from vitwire_server.preparing.rules.patches import Pixels
 
 _log = logging.getLogger(__name__)
-_WORKER, HARDWARE = "vitwire_server.preparing.files.worker", "vitwire_server.preparing.device.hardware"
-"""The modules of decoders on the CPU and on a device."""
+_WORKER = "vitwire_server.preparing.files.worker"
+HARDWARE, FILMS = "vitwire_server.preparing.device.hardware", "vitwire_server.preparing.device.films"
+"""The modules of decoders on a device: of JPEG files, and of clips."""
 OF_HARDWARE = (*spawn.OF_DEVICES, "CUDA_HOME", "TRITON_CACHE_DIR", "CC", "TMPDIR")
 """Variables of decoders on a device."""
 _COPIED_BYTES = 4 << 20
@@ -33,7 +34,7 @@ _KEPT_BYTES = 8 << 20
 """Shared memory that a decoder keeps between two jobs."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if sys.platform == "linux" else 0
 DEVICE_SECONDS = 5.0
-"""Wall-clock time for a file on the device, which takes milliseconds: it was checked, and its size is bounded."""
+"""Wall-clock time for a JPEG file on the device, which takes milliseconds: it was checked, and its size is bounded."""
 _LEAST_PIXELS = 1 << 19
 """Smallest picture for the device: 448² was decoded faster on the CPU, and 1920 x 1080 on the device."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
@@ -49,8 +50,8 @@ class Decoder(Child):
     """Begins with the input, and ends with the output."""
 
     @classmethod
-    async def begin(cls, awaited: asyncio.Future[Setup], device: str = "") -> Self:
-        """A decoder that is ready, on the device if one is named. Its process loads its libraries before the setup.
+    async def begin(cls, awaited: asyncio.Future[Setup], device: str = "", module: str = _WORKER) -> Self:
+        """A decoder that is ready, of this module. Its process loads its libraries before the setup.
 
         Raises NotDone if it cannot be started.
         """
@@ -58,7 +59,7 @@ class Decoder(Child):
             descriptor = os.memfd_create("vitwire-decoder", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
             raise NotDone(Fault.LOST, f"its process cannot be started: {error}") from error
-        module, kept, stderr = (HARDWARE, OF_HARDWARE, DEVNULL) if device else (_WORKER, (), None)
+        kept, stderr = (OF_HARDWARE, DEVNULL) if device else ((), None)
         memory: list[mmap.mmap] = []
 
         async def set_up() -> Setup:
@@ -127,21 +128,24 @@ async def _copy(target: Pixels, source: Pixels) -> None:
 
 
 class DeviceDecoder(Pool[Decoder]):
-    """One process for JPEG files, started ahead, and again after it ended.
+    """One process for JPEG files, or for clips, started ahead, and again after it ended.
 
     Nothing depends on it: what it does not decode is left to the others.
     """
 
-    def __init__(self, setup: asyncio.Future[Setup], device: str) -> None:
+    def __init__(self, setup: asyncio.Future[Setup], device: str, module: str) -> None:
         super().__init__(self._none, most=1)
         self._setup = setup
         self._device = device
+        self._module = module
         self._running = asyncio.create_task(self._keep_running())
         self.settled = asyncio.Event()
         """Set once it was ready, or is closed."""
 
     def takes(self, found: Measured) -> bool:
-        """True if it is ready, and decodes this file as Pillow does and sooner."""
+        """True if it is ready, and decodes this file as a decoder on the CPU does and sooner."""
+        if self._module == FILMS:
+            return bool(self._all) and found.is_film
         return bool(self._all) and found.orientation > 0 and found.area >= _LEAST_PIXELS
 
     async def close(self) -> None:
@@ -158,9 +162,9 @@ class DeviceDecoder(Pool[Decoder]):
         restarts = Restarts(_FIRST_PAUSE, _LONGEST_PAUSE)
         while True:
             try:
-                child = await Decoder.begin(self._setup, self._device)
+                child = await Decoder.begin(self._setup, self._device, self._module)
             except NotDone as error:
-                _log.warning("JPEG files are decoded on the CPU: the decoder on the device did not start: %s", error)
+                _log.warning("%s did not start, so the CPU decodes: %s", self._module.rpartition(".")[2], error)
                 await asyncio.sleep(_LONGEST_PAUSE)
                 continue
             self._all.add(child)

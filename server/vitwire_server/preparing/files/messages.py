@@ -91,6 +91,8 @@ class Measured(Struct, array_like=True, frozen=True):
     """By EXIF, of a JPEG that a device decodes as Pillow does; 0 of other files."""
     area: int = 0
     """Pixels of such a JPEG."""
+    is_film: bool = False
+    """Whether it is a clip that a device decodes as PyAV does."""
 
     @classmethod
     def of(cls, form: Form, cost: int, picture: tuple[int, ...]) -> "Measured":

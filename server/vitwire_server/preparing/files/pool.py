@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from math import prod
 from typing import NamedTuple
@@ -63,24 +63,25 @@ class DecodePool:
     The flow of a job is its priority, its caller, the caller's connection, and the request. They take turns.
     """
 
-    def __init__(self, processes: int, monitor: RpcMetrics, device: str = "") -> None:
-        """Start `processes` decoders, one more for headers, and one on `device`. They load their libraries now."""
+    def __init__(self, processes: int, monitor: RpcMetrics, device: str = "", modules: Collection[str] = ()) -> None:
+        """Start `processes` decoders, one more for headers, and those of `modules` on `device`.
+
+        They load their libraries now.
+        """
         self._monitor = monitor
         self._awaited: asyncio.Future[Setup] = asyncio.get_running_loop().create_future()
         self._decoders = Pool(lambda: Decoder.begin(self._awaited), processes + 1, monitor.decoders)
         self._measuring = places_of(_HEADERS, self._count_waiting)
         self._decoding = places_of(processes, self._count_waiting)
-        self._on_device = places_of(1, self._count_waiting)
-        self._device = DeviceDecoder(self._awaited, device) if device else None
+        self._on_device = {module: places_of(1, self._count_waiting) for module in modules}
+        self._devices = {module: DeviceDecoder(self._awaited, device, module) for module in modules}
         self._starting: list[asyncio.Task[object]] = [asyncio.create_task(self._decoders.start(processes + 1))]
-        if self._device:
-            self._starting.append(asyncio.create_task(self._device.settled.wait()))
+        self._starting += [asyncio.create_task(each.settled.wait()) for each in self._devices.values()]
 
-    def set_up(self, setup: Setup, *, on_device: bool) -> None:
-        """The model is known; the device turned out to decode, or not."""
-        if self._device and not on_device:
-            self._starting.append(asyncio.create_task(self._device.close()))
-            self._device = None
+    def set_up(self, setup: Setup, modules: Collection[str]) -> None:
+        """The model is known; decoders of these modules turned out to decode."""
+        for module in self._devices.keys() - set(modules):
+            self._starting.append(asyncio.create_task(self._devices.pop(module).close()))
         self._awaited.set_result(setup)
 
     async def ready(self) -> None:
@@ -90,7 +91,7 @@ class DecodePool:
     @property
     def waiting(self) -> int:
         """Jobs that wait for a decoder."""
-        return self._measuring.waiting + self._decoding.waiting + self._on_device.waiting
+        return sum(each.waiting for each in (self._measuring, self._decoding, *self._on_device.values()))
 
     @property
     def _setup(self) -> Setup:
@@ -98,7 +99,11 @@ class DecodePool:
 
     def takes_on_device(self, found: Measured) -> bool:
         """True if a file goes to the decoder on the device, which prepares it too."""
-        return self._device is not None and self._device.takes(found)
+        return self._taking(found) is not None
+
+    def _taking(self, found: Measured) -> str | None:
+        """The module of the decoder on the device that takes a file."""
+        return next((module for module, each in self._devices.items() if each.takes(found)), None)
 
     async def measure(
         self, flow: Path, data: Buffer, modality: Modality, areas: Areas | None = None, frames: tuple[int, ...] = ()
@@ -152,12 +157,13 @@ class DecodePool:
                 job = Decode(len(data), modality, seconds, len(target), picture, raw, found.orientation, areas, frames)
                 answer = await child.do(job, wall, Decoded)
                 await child.read(target)
-            on_device = decoders is self._device
+            on_device = decoders is not self._decoders
             return Prepared(target, waited, answer.decode_seconds, answer.prepare_seconds, on_device)
 
-        if self._device and not raw and self._device.takes(found):
+        if not raw and (module := self._taking(found)):
+            bounds = self._bounds(found.cost) if found.is_film else (DEVICE_SECONDS, DEVICE_SECONDS)
             try:
-                return await decoded(self._device, self._on_device, DEVICE_SECONDS, DEVICE_SECONDS)
+                return await decoded(self._devices[module], self._on_device[module], *bounds)
             except NotDone as error:
                 _log.debug("a file is left to other decoders: %s", error)
         return await decoded(self._decoders, self._decoding, *self._bounds(found.cost))
@@ -166,8 +172,8 @@ class DecodePool:
         for task in self._starting:
             task.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)
-        if self._device:
-            await self._device.close()
+        for each in self._devices.values():
+            await each.close()
         await self._decoders.close()
 
     @asynccontextmanager

@@ -36,6 +36,7 @@ from vitwire_children.serving import Fault, NotDone
 from vitwire_server.core.items import Modality
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.files import clips
+from vitwire_server.preparing.files.decoders import HARDWARE
 from vitwire_server.preparing.files.messages import Measured, Setup, Sizes
 from vitwire_server.preparing.files.pool import DecodePool
 from vitwire_server.preparing.pillow import Tiles
@@ -75,7 +76,7 @@ async def pool_of(recipes: Recipes = MODELS["patches"], processes: int = 1, **si
     bounds = Sizes(**{name: sizes.get(name, getattr(usual, name)) for name in Sizes.__struct_fields__})
     pool = DecodePool(processes, Counts())
     try:
-        pool.set_up(Setup(dict(recipes), bounds, clips=True), on_device=False)
+        pool.set_up(Setup(dict(recipes), bounds, clips=True), [])
         await pool.ready()
         yield pool
     finally:
@@ -359,7 +360,7 @@ async def test_closing_ends_a_decoder_that_starts(pool: DecodePool) -> None:
 
 
 async def test_closing_ends_decoders_that_await_their_setup() -> None:
-    pool = DecodePool(2, Counts(), "cpu")
+    pool = DecodePool(2, Counts(), "cpu", [HARDWARE])
     while len(decoders()) < 4:  # noqa: ASYNC110 - until their processes run
         await asyncio.sleep(0.01)
     await pool.close()
@@ -415,11 +416,11 @@ async def test_clips_are_sampled_and_prepared(name: str, kind: str, codec: str) 
 def test_frames_that_no_chosen_one_needs_are_not_decoded(codec: str, options: dict[str, str], skips: bool) -> None:
     """Where it is sure: in HEVC with layers, a frame that is not a reference in its layer may be one in a higher."""
     file = clip(moving(45), codec=codec, options=options)
-    with clips._opened(file) as (container, stream):
+    with clips.opened(file) as (container, stream):
         times = clips._shown(file, container, stream).times
-    with clips._opened(file) as (container, stream):
+    with clips.opened(file) as (container, stream):
         chosen = {times[0], times[7]} if times else set()
-        decoded = [frame.pts for frame in clips._needed(container, stream, chosen)]
+        decoded = [frame.pts for frame in clips.needed(container, stream, chosen)]
     assert chosen <= set(decoded)
     assert (len(decoded) < 30, bool(times)) == (skips, skips)
 

@@ -182,12 +182,14 @@ def test_the_decoder_is_compared_with_pillow(decoder: Hardware, monkeypatch: pyt
     ],
 )
 async def test_where_files_are_decoded(flags: dict[str, str], place: Place, reason: NotOnDevice | None) -> None:
-    found = await decoded_on(ServeSettings(model="a model", **{"device": "cpu"} | flags))
+    found = await decoded_on(
+        ServeSettings(model="a model", **{"device": "cpu"} | flags), decoders.HARDWARE, "JPEG files"
+    )
     assert (found.place, found.reason) == (place, reason), found.detail
 
 
 async def test_a_device_that_is_not_there() -> None:
-    found = await decoded_on(ServeSettings(model="a model", device="cuda:0"))
+    found = await decoded_on(ServeSettings(model="a model", device="cuda:0"), decoders.HARDWARE, "JPEG files")
     assert found.reason is NotOnDevice.UNVERIFIED
     assert found.detail
 
@@ -204,9 +206,9 @@ def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 async def pool_of(device: str = "cpu", **sizes: Any) -> AsyncIterator[DecodePool]:
     usual = {"input_bytes": 8 << 20, "output_bytes": 8 << 20, "pixels": 1 << 24, "seconds": 5.0}
     bounds = Sizes(**usual | {"memory": 2 << 30} | sizes)
-    pool = DecodePool(1, Counts(), device)
+    pool = DecodePool(1, Counts(), device, [decoders.HARDWARE])
     try:
-        pool.set_up(Setup(dict(RECIPES), bounds, clips=False), on_device=True)
+        pool.set_up(Setup(dict(RECIPES), bounds, clips=False), [decoders.HARDWARE])
         await ready(pool)
         yield pool
     finally:
@@ -240,15 +242,15 @@ def assert_pixels(done: Prepared, data: bytes, areas: Areas | None = None) -> No
 
 
 async def ready(pool: DecodePool) -> None:
-    assert pool._device
-    while not any(child.is_alive for child in pool._device._all):  # noqa: ASYNC110  # nobody else waits for it
+    assert pool._devices[decoders.HARDWARE]
+    while not any(child.is_alive for child in pool._devices[decoders.HARDWARE]._all):  # noqa: ASYNC110  # nobody else waits for it
         await asyncio.sleep(0.05)
 
 
 def child_of(pool: DecodePool) -> Decoder:
     """The decoder on the device, which is ready."""
-    assert pool._device
-    (child,) = pool._device._all
+    assert pool._devices[decoders.HARDWARE]
+    (child,) = pool._devices[decoders.HARDWARE]._all
     return child
 
 
@@ -413,6 +415,6 @@ async def test_a_closed_pool_starts_no_decoder(monkeypatch: pytest.MonkeyPatch) 
             await asyncio.sleep(0.05)
     ends = await asyncio.gather(*jobs, return_exceptions=True)
     assert [getattr(end, "fault", end) for end in ends] == [Fault.LOST] * 3
-    assert pool._device
-    await asyncio.gather(*pool._device._returning)
-    assert not pool._device._all
+    assert pool._devices[decoders.HARDWARE]
+    await asyncio.gather(*pool._devices[decoders.HARDWARE]._returning)
+    assert not pool._devices[decoders.HARDWARE]._all

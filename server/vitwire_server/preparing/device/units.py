@@ -1,0 +1,115 @@
+"""Units of H.264 (ITU-T H.264, 7.3) and HEVC (H.265, 7.3) in MP4's form: lengths of four bytes in front.
+
+NVDEC reserves memory by what a stream says of itself, not by what the file says, so both are compared here.
+"""
+
+from collections.abc import Iterator
+
+from vitwire_children.serving import Fault, NotDone
+
+_START = b"\0\0\1"
+"""Begins a unit in the form that NVDEC reads; no unit may contain it."""
+_SEQUENCE = {"h264": 7, "hevc": 33}
+_SUBSET = 15
+"""Of H.264, for several views."""
+_HIGH = (44, 83, 86, 100, 110, 118, 122, 128, 134, 135, 138, 139, 244)
+"""Profiles of H.264 whose sequence parameter sets say more of their samples."""
+_PROFILE_AND_LEVEL = 96
+"""Bits in HEVC, for a stream of one temporal layer."""
+
+
+class _Bits:
+    def __init__(self, unit: bytes) -> None:
+        self._rest = "".join(f"{byte:08b}" for byte in unit.replace(b"\0\0\3", b"\0\0"))
+
+    def take(self, count: int) -> int:
+        taken, self._rest = self._rest[:count], self._rest[count:]
+        return int(taken, 2)
+
+    def number(self) -> int:
+        """Exp-Golomb coded: ue(v)."""
+        zeros = self._rest.index("1")
+        return self.take(2 * zeros + 1) - 1
+
+
+def kind(codec: str, unit: bytes) -> int:
+    """Its nal_unit_type."""
+    return unit[0] & 31 if codec == "h264" else unit[0] >> 1 & 63
+
+
+def units_of(packet: bytes) -> Iterator[bytes]:
+    """All that have a byte."""
+    at = 0
+    while at + 4 < len(packet):
+        end = at + 4 + int.from_bytes(packet[at : at + 4], "big")
+        if end > at + 4:
+            yield packet[at + 4 : end]
+        at = end
+
+
+def sequence_of(codec: str, settings: bytes) -> bytes:
+    """The sequence parameter set of a track's settings (ISO/IEC 14496-15). Raises NotDone unless it is the only one."""
+    found = []
+    if codec == "h264" and settings[5:6] and settings[5] & 31 == 1:
+        found.append(settings[8 : 8 + int.from_bytes(settings[6:8], "big")])
+    at = 23 if codec == "hevc" else len(settings)
+    while at + 3 <= len(settings):
+        array, count, at = settings[at] & 63, int.from_bytes(settings[at + 1 : at + 3], "big"), at + 3
+        for _ in range(count):
+            end = at + 2 + int.from_bytes(settings[at : at + 2], "big")
+            found += [settings[at + 2 : end]] if array == _SEQUENCE["hevc"] else []
+            at = end
+    if len(found) != 1 or _START in settings:
+        raise NotDone(Fault.LOST, "it has not one sequence parameter set")
+    return found[0]
+
+
+def coded_size(codec: str, sequence: bytes) -> tuple[int, int]:
+    """Width and height with what is cropped, for which NVDEC reserves memory. Raises NotDone or ValueError."""
+    bits = _Bits(sequence)
+    if codec == "hevc":
+        bits.take(16 + 4)
+        layers = bits.take(3)
+        bits.take(1 + _PROFILE_AND_LEVEL)
+        bits.number()
+        if layers or bits.number() != 1:
+            raise NotDone(Fault.LOST, "it has layers, or is not 4:2:0")
+        return bits.number(), bits.number()
+    bits.take(8)
+    profile = bits.take(8)
+    bits.take(16)
+    bits.number()
+    if profile in _HIGH and (bits.number() != 1 or bits.number() or bits.number() or bits.take(2)):
+        raise NotDone(Fault.LOST, "it is not 4:2:0 of 8 bits, or has scaling matrices")
+    bits.number()
+    order = bits.number()
+    if order == 1:
+        raise NotDone(Fault.LOST, "the order of its frames is coded in a rare way")
+    if order == 0:
+        bits.number()
+    bits.number()
+    bits.take(1)
+    width, height = bits.number() + 1, bits.number() + 1
+    return 16 * width, 16 * height * (2 - bits.take(1))
+
+
+def is_unneeded(codec: str, units: list[bytes]) -> bool:
+    """Whether it is an H.264 frame that no other refers to: `nal_ref_idc` is 0 (7.4.1)."""
+    slices = [unit[0] for unit in units if 1 <= kind(codec, unit) <= 5] if codec == "h264" else []
+    return bool(slices) and slices[0] >> 5 & 3 == 0
+
+
+def starts_stream(codec: str, units: list[bytes]) -> bool:
+    """Whether a decoder can start there, by the frame and not by the file, so that it shows nothing of another clip.
+
+    It is an IDR picture of H.264 or a random access point of HEVC.
+    """
+    return any(kind(codec, unit) in ((5,) if codec == "h264" else range(16, 22)) for unit in units)
+
+
+def check(codec: str, units: list[bytes], sequence: bytes) -> None:
+    """Raises NotDone if a frame brings another sequence parameter set than the file's, or hides one."""
+    for unit in units:
+        other = kind(codec, unit) == _SEQUENCE[codec] and unit != sequence
+        if other or _START in unit or (codec == "h264" and kind(codec, unit) == _SUBSET):
+            raise NotDone(Fault.LOST, "its frames bring other settings than the file")

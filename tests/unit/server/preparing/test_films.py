@@ -1,0 +1,187 @@
+"""Clips on a device: the CPU stands in for NVDEC in a real process, and frames are those of the decoders on the CPU."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from encoded_files import clip, frames_of, moving
+from prepared import MODELS
+from vitwire_server.core.items import Modality
+from vitwire_server.preparing import pillow
+from vitwire_server.preparing.device import films, units
+from vitwire_server.preparing.files import clips
+from vitwire_server.preparing.files.decoders import FILMS
+from vitwire_server.preparing.files.messages import Setup, Sizes
+from vitwire_server.preparing.files.pool import DecodePool, Prepared
+from vitwire_server.preparing.rules.sampling import sampled
+
+RECIPE = MODELS["patches"][Modality.VIDEO]
+PIXELS = 1 << 24
+FLOW = (0, "caller", 0, 0)
+X264 = {"bf": "3", "g": "9"}
+TURNED = (0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30)
+TAKEN: dict[str, dict[str, Any]] = {
+    "h264": {"options": X264},
+    "h264 with open groups": {"options": {"x264-params": "open-gop=1:keyint=9:bframes=3"}},
+    "h264, full range, BT.709": {"options": {"x264-params": "colormatrix=bt709:fullrange=on"}},
+    "h264, BT.2020": {"options": {"x264-params": "colormatrix=bt2020nc"}},
+    "h264, turned": {"options": X264, "matrix": TURNED},
+    "hevc": {"codec": "libx265", "options": {"x265-params": "log-level=none"}},
+    "matroska": {"kind": "matroska", "options": X264},
+}
+LEFT: dict[str, dict[str, Any]] = {
+    "interlaced": {"options": {"x264-params": "interlaced=1"}},
+    "vp9": {"kind": "webm", "codec": "libvpx-vp9", "options": {"deadline": "realtime", "cpu-used": "8"}},
+    "another codec": {"codec": "mpeg4"},
+    "without times": {"kind": "avi", "codec": "mpeg4"},
+    "of a broadcast": {"kind": "mpegts"},
+}
+
+
+class Counts:
+    """Nobody looks at them here."""
+
+    def decoders(self, count: int, busy: int) -> None: ...
+
+    def waiting(self, count: int) -> None: ...
+
+
+@asynccontextmanager
+async def pool() -> AsyncIterator[DecodePool]:
+    made = DecodePool(1, Counts(), "cpu", [FILMS])
+    try:
+        sizes = Sizes(input_bytes=8 << 20, output_bytes=8 << 20, pixels=PIXELS, seconds=10.0, memory=2 << 30)
+        made.set_up(Setup(dict(MODELS["patches"]), sizes, clips=True), [FILMS])
+        await made.ready()
+        yield made
+    finally:
+        await made.close()
+
+
+async def decoded(pool: DecodePool, data: bytes) -> Prepared:
+    found = await pool.measure(FLOW, data, Modality.VIDEO)
+
+    async def reserve() -> memoryview:
+        return np.zeros(int(np.prod(found.pixels)), np.uint8).data
+
+    return await pool.decode(FLOW, data, Modality.VIDEO, found, reserve)
+
+
+def expected(data: bytes, count: int = 40) -> np.ndarray[Any, Any]:
+    indices = sampled(count, 10.0, RECIPE.settings.sampling, RECIPE.temporal)
+    return pillow.prepared(np.stack(frames_of(data, indices)), RECIPE).pixels.reshape(-1)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_frames_are_those_of_the_cpu(name: str) -> None:
+    data = clip(moving(40, 98, 130), **TAKEN[name])
+    with clips.decoded(data, RECIPE, PIXELS) as (frames, _):
+        wanted = np.stack(list(frames))
+    made = films.frames_of(data, RECIPE, PIXELS, films.OnCpu(), torch.device("cpu"))
+    np.testing.assert_array_equal(made.numpy(), wanted)
+
+
+async def test_a_process_takes_what_it_can_and_leaves_the_rest() -> None:
+    async with pool() as own:
+        for settings in (TAKEN["h264"], TAKEN["matroska"], *LEFT.values()):
+            data = clip(moving(40), **settings)
+            done = await decoded(own, data)
+            np.testing.assert_array_equal(np.frombuffer(done.pixels, np.uint8), expected(data))
+            assert done.on_device == (settings in TAKEN.values()), settings
+
+
+async def test_a_killed_process_costs_nothing() -> None:
+    data = clip(moving(40), options=X264)
+    async with pool() as own:
+        (child,) = own._devices[FILMS]._all
+        os.kill(child.process.pid, signal.SIGSTOP)
+        job = asyncio.create_task(decoded(own, data))
+        await asyncio.sleep(0.5)
+        os.kill(child.process.pid, signal.SIGKILL)
+        done = await job
+        np.testing.assert_array_equal(np.frombuffer(done.pixels, np.uint8), expected(data))
+        assert not done.on_device
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_damaged_clips_raise_what_is_expected(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    data = bytearray(clip(moving(40), **list(TAKEN.values())[seed % len(TAKEN)]))
+    for at in rng.integers(0, len(data), 5):
+        data[at] = rng.integers(256)
+    try:
+        made = films.frames_of(bytes(data), RECIPE, PIXELS, films.OnCpu(), torch.device("cpu"))
+    except (films.NotDone, ValueError, films.av.FFmpegError):
+        return
+    assert made.dtype is torch.uint8
+
+
+def test_only_groups_with_chosen_frames_are_decoded() -> None:
+    data = clip(moving(40), options={"g": "10", "bf": "2", "sc_threshold": "0"})
+    with clips.opened(data) as (container, stream):
+        coded = list(films._coded(container, stream, len(data)))
+        times = sorted(each.time for each in coded)
+        parts = films.parts_of(coded, {times[3], times[25], times[31]}, 2)
+        assert [len(part) for part in parts] == [17, 3]
+        assert films.parts_of(coded, {times[12]}, 4) == [coded[10:14]]
+        decoded = [samples.time for part in parts for samples in films.OnCpu().decoded(stream, part, times)]
+    assert {times[3], times[25], times[31]} <= {*decoded} <= {*times[:10], *times[20:]}
+
+
+def test_the_check_finds_other_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert films.fault_of(films.OnCpu(), films.drawn()) == ""
+    monkeypatch.setattr(films, "rgb", lambda luma, *_: torch.zeros(*luma.shape, 3, dtype=torch.uint8))
+    assert "differs from PyAV by up to" in films.fault_of(films.OnCpu(), films.drawn())
+
+
+def test_a_clip_in_which_damage_was_found_is_left_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(films.OnCpu, "is_damaged", lambda _: True)
+    with pytest.raises(films.NotDone, match="it is damaged"):
+        films.frames_of(clip(moving(40), options=X264), RECIPE, PIXELS, films.OnCpu(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("codec", ["libx264", "libx265"])
+def test_a_run_begins_with_a_frame_that_refers_to_no_other(codec: str) -> None:
+    """Whatever the file calls a keyframe."""
+    data = clip(moving(20), codec=codec, options={"g": "20", "x265-params": "log-level=none"})
+    with clips.opened(data) as (container, stream):
+        name = stream.codec_context.codec.canonical_name
+        coded = list(films._coded(container, stream, len(data)))
+    frames = [list(units.units_of(bytes(each.packet))) for each in coded]
+    assert [units.starts_stream(name, each) for each in frames] == [True] + [False] * 19
+    assert len(films.parts_of(coded, {each.time for each in coded}, 4)) == 1
+    with pytest.raises(films.NotDone, match="does not start with a keyframe"):
+        films.parts_of(coded[1:], {coded[5].time}, 4)
+
+
+@pytest.mark.parametrize("codec", ["libx264", "libx265"])
+@pytest.mark.parametrize(("height", "width"), [(98, 130), (1080, 1920)])
+def test_the_coded_size_is_read_and_no_frame_may_change_it(codec: str, height: int, width: int) -> None:
+    def opened(height: int, width: int) -> tuple[str, bytes, list[bytes]]:
+        data = clip(moving(3, height, width), codec=codec, options={"x265-params": "log-level=none"})
+        with clips.opened(data) as (container, stream):
+            with pytest.raises(films.NotDone, match="its frames overlap"):
+                list(films._coded(container, stream, 100))
+            context, packet = stream.codec_context, next(container.demux(stream))
+            settings = bytes(context.extradata or b"")
+            return context.codec.canonical_name, settings, list(units.units_of(bytes(packet)))
+
+    name, settings, frame = opened(height, width)
+    sequence = units.sequence_of(name, settings)
+    coded = units.coded_size(name, sequence)
+    assert (0, 0) <= (coded[0] - width, coded[1] - height) < (16, 16)
+    units.check(name, [sequence, *frame], sequence)
+    other = units.sequence_of(name, opened(200, 300)[1])
+    for hidden in (other, frame[-1] + b"\0\0\1" + other):
+        with pytest.raises(films.NotDone, match="bring other settings"):
+            units.check(name, [*frame, hidden], sequence)
+    for broken in (settings[:7], settings[:12], settings + b"\0\0\1"):
+        with pytest.raises((films.NotDone, ValueError)):
+            units.coded_size(name, units.sequence_of(name, broken))
