@@ -1,8 +1,8 @@
 """`make service-bench`: servers under load, beside a bare gRPC server that moves the same bytes.
 
-A published tower with random weights is served in each combination of `--models`, `--devices` and `--rpc-processes`.
-Each server is started once and takes all loads, with each kind of client and way of delivery. A row is printed, and
-`--out` written, as soon as it is measured. The last line of stdout is one JSON document.
+A published tower with random weights is served in each combination of `--models`, `--devices`, `--rpc-processes` and
+`--decode`. Each server is started once and takes all loads, with each kind of client and way of delivery. A row is
+printed, and `--out` written, as soon as it is measured. The last line of stdout is one JSON document.
 """
 
 import argparse
@@ -19,8 +19,7 @@ from bench import towers
 from bench.client_processes import ClientProcess, bare_servers, loaded, prepared
 from bench.commands import ClientFailed
 from bench.report import Report
-from bench.service_options import parser
-from bench.setups import Load, Server, Setup, started
+from bench.setups import Load, Server, Setup, parser, started
 
 TITLES = {
     "bare": "a bare gRPC server that moves the same bytes in the same messages: the ceiling",
@@ -35,7 +34,7 @@ def main() -> None:
     report = Report("service", options.out, {name: getattr(options, name) for name in named} | {"device": _device()})
     with tempfile.TemporaryDirectory(prefix="vitwire-") as folder:
         bench = Bench(report, options, options.checkpoints or Path(folder))
-        for choice in product(options.models, options.devices, options.rpc_processes):
+        for choice in product(options.models, options.devices, options.rpc_processes, options.decode):
             bench.run(Setup(*choice))
     report.end(TITLES)
 
@@ -67,7 +66,7 @@ class Bench:
     def _flags(self, setup: Setup) -> list[str]:
         """Flags of the server."""
         nixl = any(each.startswith("nixl") for each in self._options.delivery)
-        own = ["--rpc-processes", str(setup.rpc_processes), *(["--nixl"] if nixl else [])]
+        own = ["--rpc-processes", str(setup.rpc_processes), "--decode", setup.decode, *(["--nixl"] if nixl else [])]
         return [*self._options.flags.split(), *own]
 
     def _clients(self) -> Iterator[tuple[str, str]]:
@@ -105,8 +104,9 @@ class Bench:
                 for load in self._options.loads:
                     if self._has_time(f"bare {processes} {load}"):
                         work = {**self._work(load), "answer": sizes[load]["answer"]}
-                        rate = self._row("bare", {"model": model, "processes": processes}, load, clients, work, pids)
-                        self._ceilings[model, load, processes] = rate["images_per_second"]
+                        row = self._row("bare", {"model": model, "processes": processes}, load, clients, work, pids)
+                        rate = "clips_per_second" if load.pixels == "clip" else "images_per_second"
+                        self._ceilings[model, load, processes] = row[rate]
 
     def _work(self, load: Load) -> Row:
         return {"size": load.size, "pixels": load.pixels}
@@ -134,8 +134,6 @@ class Bench:
         """Arguments of the client process of this number; with nixl:cuda, clients take the setup's devices in turn."""
         if driver == "raw":
             return {"target": server.target, "connections": self._options.connections}
-        if driver == "async":
-            return {"target": server.target}
         way, _, device = delivery.partition(":")
         devices = setup.devices.split(",")
         device = devices[number % len(devices)] if device == "cuda" else device
@@ -154,8 +152,8 @@ class Bench:
         """Measure a load that all clients share, and report it."""
         clients = clients[: load.in_flight]
         size = prepared(clients, work)
-        busy: list[float] = []
-        sample = (lambda: busy.append(server.busy_seconds())) if server else (lambda: None)
+        seen: list[tuple[float, float]] = []
+        sample = (lambda: seen.append(server.counted())) if server else (lambda: None)
         measured = loaded(clients, load.in_flight, self._options.seconds, pids, sample=sample)
         nbytes = size["up"] + size["down"]
         row = {
@@ -163,7 +161,7 @@ class Bench:
             **self._work(load),
             "in_flight": load.in_flight,
             "clients": len(clients),
-            "images_per_second": round(measured.rate, 1),
+            f"{'clips' if load.pixels == 'clip' else 'images'}_per_second": round(measured.rate, 1),
             "tokens_per_second": round(measured.rate * size["tokens"]),
             "gb_per_second": round(measured.rate * nbytes / 1e9, 3),
             "p50_ms": measured.milliseconds(0.5),
@@ -171,7 +169,9 @@ class Bench:
             "server_cpu_ms": measured.server_milliseconds,
         }
         if server:
-            row["busy"] = round((busy[1] - busy[0]) / measured.seconds / len(server.processes), 3)
+            busy, decoded = (after - before for before, after in zip(*seen, strict=True))
+            row["busy"] = round(busy / measured.seconds / len(server.processes), 3)
+            row["decoded_on_device"] = round(decoded / max(1, len(measured.latencies)), 2)
             ceiling = self._ceilings.get((own["model"], load, own["rpc_processes"] * len(server.processes)))
             row["of_bare"] = round(measured.rate / ceiling, 3) if ceiling else None
         return self._report.add(section, row | measured.cpu_per_gigabyte(nbytes) | {"errors": measured.errors})

@@ -14,8 +14,7 @@ from bench.commands import ClientFailed
 from bench.echo import ANSWER
 from bench.report import Report
 from bench.service import Bench
-from bench.service_options import parser
-from bench.setups import Setup
+from bench.setups import Setup, parser
 
 from benches import last_line
 
@@ -50,7 +49,7 @@ def test_wire_bench(tmp_path: Path) -> None:
     assert row["beside_p99_ms"] >= row["beside_p50_ms"] > 0 < row["alone_p50_ms"]
 
 
-PREPARED = ("picture:112:2", "float32:112:2", "jpeg:1080p:2")
+PREPARED = ("picture:112:2", "float32:112:2", "jpeg:1080p:2", "clip:112:2")
 """Loads of files and pictures, which the server prepares, and what they are compared with."""
 
 
@@ -59,7 +58,7 @@ def test_service_bench(tmp_path: Path) -> None:
     out = tmp_path / "service.json"
     flags = ("--tiny", "--devices", "cpu", "--loads", "112:1", "112:4", *PREPARED, "--seconds", "2", "--clients", "2")
     tiny = ("--flags", "--graphs simulated --budgets 16,64", "--delivery", "stream", "nixl")
-    kinds = ("--drivers", "client", "--bare", "1")
+    kinds = ("--drivers", "client", "--bare", "1", "--decode", "cpu")
     document = last_line("bench/service.py", *flags, *tiny, *kinds, "--out", str(out))
     assert document == json.loads(out.read_text())
     loads = [("uint8", "112", 1), ("uint8", "112", 4), *((*tuple(load.split(":")[:2]), 2) for load in PREPARED)]
@@ -70,12 +69,13 @@ def test_service_bench(tmp_path: Path) -> None:
     assert len(delivered) == len(loads)
     for row in document["bare"] + document["rows"]:
         assert row["errors"] == {}
-        assert row["images_per_second"] > 0
+        assert row["clips_per_second" if row["pixels"] == "clip" else "images_per_second"] > 0
         assert row["p99_ms"] >= row["p50_ms"] > 0
         assert min(row["server_cpu_s_per_gb"], row["client_cpu_s_per_gb"]) >= 0
     for row in document["rows"]:
         assert row["of_bare"] > 0
         assert 0 <= row["busy"] < 1.2
+        assert (row["decode"], row["decoded_on_device"]) == ("cpu", 0)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_service_bench_lists_what_there_was_no_time_for(tmp_path: Path) -> None:
     report = Report("service", None, {})
     options = Namespace(flags="", delivery=["stream"], minutes=0)
     Bench(report, options, tmp_path).run(Setup("Qwen3-VL-8B", "cpu", 1))
-    assert report.document()["skipped"] == ["Qwen3-VL-8B on cpu, RPC processes: 1: no time"]
+    assert report.document()["skipped"] == ["Qwen3-VL-8B on cpu, RPC processes: 1, --decode auto: no time"]
 
 
 def test_bare_servers_answer_with_the_sizes_that_a_call_asks_for() -> None:

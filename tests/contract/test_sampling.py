@@ -26,7 +26,7 @@ from vitwire_server.towers.processors.sampling import read_sampling
 CLIPS = [
     (total, fps)
     for total in (1, 2, 3, 4, 5, 7, 16, 29, 30, 31, 48, 49, 120, 121, 299, 900, 1001, 7201, 30_000)
-    for fps in (1.0, 23.976, 24.0, 25.0, 29.97, 30.0, 59.94)
+    for fps in (1.0, 10.0, 14.23, 23.976, 24.0, 25.0, 29.97, 30.0, 59.94, 60.0)
 ]
 
 
@@ -79,6 +79,7 @@ stock_of = {
         ("qwen2_vl", "rate", {"num_frames": 9}),
         ("qwen3_vl", "rate_to_last", {"fps": 2, "min_frames": 4, "max_frames": 768}),
         ("qwen3_vl", "rate_to_last", {"fps": 0.7, "min_frames": 2, "max_frames": 20}),
+        ("qwen3_vl", "rate_to_last", {"num_frames": 9}),
         ("cosmos3_edge", "rate_to_last", {"fps": 2, "min_frames": 4, "max_frames": 768}),
         ("glm4v", "seconds", {"fps": 2, "max_duration": 300}),
         ("glm4v", "seconds", {"fps": 0.3, "max_duration": 20}),

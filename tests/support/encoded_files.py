@@ -180,19 +180,45 @@ def clip(
     codec: str = "libx264",
     options: Mapping[str, str] | None = None,
     matrix: Sequence[int] | None = None,
+    times: Sequence[int] = (),
 ) -> bytes:
-    """The frames as a file; `options` are the codec's, `matrix` is how players show it."""
+    """The frames as a file; `options` are the codec's, `matrix` is how players show it, `times` when, in ms."""
     with io.BytesIO() as file:
         with av.open(file, "w", format=kind) as container:
-            stream = cast("VideoStream", container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001)))
+            rate = Fraction(fps).limit_denominator(1001)
+            stream = cast("VideoStream", container.add_stream(codec, rate=rate))
             stream.height, stream.width = frames[0].shape[:2]
             stream.pix_fmt = "yuv420p"
             stream.options = {"crf": "10", **(options or {})}
             stream.set_display_matrix(matrix)
-            for frame in frames:
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+            unit = stream.codec_context.time_base = Fraction(1, 1000) if times else 1 / rate
+            for time, frame in zip(times or range(len(frames)), frames, strict=True):
+                shown = av.VideoFrame.from_ndarray(frame, format="rgb24")
+                shown.pts, shown.time_base = time, unit
+                container.mux(stream.encode(shown))
             container.mux(stream.encode())
         return file.getvalue()
+
+
+def numbered(count: int) -> list[Frame]:
+    """Frames that differ much: the bits of its number, up to 255, are the columns of a frame."""
+    bits = np.unpackbits(np.arange(count, dtype=np.uint8)[:, None], axis=1) * np.uint8(255)
+    return [np.ascontiguousarray(np.broadcast_to(row[:, None], (96, 128, 3))) for row in np.repeat(bits, 16, axis=1)]
+
+
+def numbered_clips() -> dict[str, bytes]:
+    """Rates, counts, orders of frames and edit lists (late, hidden) that easily lead to other frames or times."""
+    uneven = [60 * each + 20 * (each % 3) + 500 * (each // 9) for each in range(41)]
+    return {
+        **{f"{rate} a second": clip(numbered(round(2 * rate) + 1), rate) for rate in (1, 23.976, 29.97, 30, 60)},
+        **{f"{count} in all": clip(numbered(count)) for count in (1, 2, 3, 5)},
+        "open groups": clip(numbered(41), options={"g": "10", "x264-params": "open-gop=1:b-adapt=0:b-pyramid=normal"}),
+        "uneven": clip(numbered(41), 25.0, codec="libx265", times=uneven),
+        "uneven VP8": clip(numbered(41), 25.0, "webm", "libvpx", times=uneven),
+        "late": clip(numbered(31), times=range(700, 3800, 100)),
+        "12 are hidden": clip(numbered(41), options={"g": "5"}, times=range(-1200, 2900, 100)),
+        "one is hidden": clip(numbered(31), times=range(-100, 3000, 100)),
+    }
 
 
 def cut(file: bytes, packets: int, kind: str = "mp4") -> bytes:

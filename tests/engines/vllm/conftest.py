@@ -35,15 +35,16 @@ def item(content_id: str, grid: tuple[int, int, int] = (1, 4, 4), **arguments: A
 _WRITE = """
 import sys
 from pathlib import Path
-from encoded_files import clip, moving
-turned = (0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30)
+from encoded_files import clip, moving, numbered_clips
 for name, file in {
     "usual": clip(moving(30), 10.0),
-    "turned": clip(moving(12), 8.0, matrix=turned),
+    "turned": clip(moving(12), 8.0, matrix=(0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30)),
     "every frame": clip(moving(5), 2.0),
     "NTSC, VP9": clip(moving(40), 29.97, "webm", "libvpx-vp9"),
-    "mirrored": clip(moving(12), 8.0, matrix=(-65536, 0, 0, 0, 65536, 0, 0, 0, 1 << 30)),
     "odd": clip(moving(17, 98, 134), 7.0),
+    "mirrored": clip(moving(12), 8.0, matrix=(-65536, 0, 0, 0, 65536, 0, 0, 0, 1 << 30)),
+    "upside down": clip(moving(12), 8.0, matrix=(-65536, 0, 0, 0, -65536, 0, 0, 0, 1 << 30)),
+    **numbered_clips(),
 }.items():
     (Path(sys.argv[1]) / name).write_bytes(file)
 """

@@ -1,6 +1,7 @@
 """What the hooked front end makes of clips: vLLM's own prompts, times and places, and the frames that vLLM chooses."""
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -9,19 +10,31 @@ from tests.engines.vllm.conftest import SERVER_FLAGS
 from tests.engines.vllm.engine import vllm_config
 from tests.engines.vllm.image_site import picture, video
 from tests.engines.vllm.in_process import WithTower
-from tests.engines.vllm.test_plugin_inputs import LIMITS, counted, engines, hooked, part, queued, rendered, since
+from tests.engines.vllm.test_plugin_inputs import LIMITS, Json, counted, engines, hooked, part, queued, rendered, since
 from vllm.v1.engine.input_processor import InputProcessor
 
 from servers import ServerProcess, serving
 from vitwire import Client, Item
 from vitwire.integrations.vllm import uploads
 from vitwire.integrations.vllm.files import CLIPS
-from vitwire.integrations.vllm.table import FILE
+from vitwire.integrations.vllm.table import FILE, OPTIONS, unpacked
 
 __all__ = ["engines", "hooked"]
 VIDEOS = LIMITS | {"limit_mm_per_prompt": {"image": 10, "video": 10}, "mm_processor_cache_gb": 0}
 TIMES = {"qwen2_5_vl": "second_per_grid_ts", "qwen3_vl": "timestamps", "qwen3_5": "timestamps"}
 """What positions or prompts are made from, beside the grid."""
+MEDIA_IO_KWARGS: list[Json] = [
+    *({}, {"fps": 5}, {"fps": 0.5}, {"fps": 60}, {"num_frames": 8}),
+    *({"video_backend": each, "num_frames": 7, "fps": 3, "max_duration": 2} for each in ("opencv", "opencv_dynamic")),
+]
+
+
+def loaded(frontend: InputProcessor, file: bytes, options: Json) -> Json:
+    """The prompt of a clip; nearly empty if vLLM refuses it."""
+    try:
+        return rendered(frontend, [video(file)], media_io_kwargs={"video": options})
+    except (ValueError, ZeroDivisionError):
+        return {"mm_kwargs": {"video": ()}}
 
 
 @pytest.fixture
@@ -42,7 +55,8 @@ def test_prompts_are_those_of_the_tower(
     """Token ids with the times of frames, places, grids, of clips alone and among images; rows are the server's."""
     tower = InputProcessor(vllm_config(checkpoints[kind], "localhost:1", **VIDEOS, ec_transfer_config=None))
     with serving(checkpoints[kind], *SERVER_FLAGS) as server, Client(server.target) as client:
-        vllm, files = engines(server.target, kind, **VIDEOS), [clips[name] for name in clips if name != "mirrored"]
+        vllm = engines(server.target, kind, **VIDEOS)
+        files = [clips[name] for name in ("usual", "turned", "every frame", "NTSC, VP9", "odd")]
         several = [part(picture(64, 64)), video(files[1]), part(picture(90, 40)), video(files[0])]
         name = vllm.add([*map(video, files), *several])
         vllm.run(name)
@@ -63,26 +77,35 @@ def test_prompts_are_those_of_the_tower(
         assert outcomes() == {"accepted": 2 * len(files) + 4}
 
 
-def test_the_frames_are_those_of_media_io_kwargs(
-    engines: Callable[..., WithTower], checkpoint: Path, server: ServerProcess, client: Client, clips: dict[str, bytes]
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_frames_are_those_that_vllm_reads(
+    kind: str, engines: Callable[..., WithTower], checkpoints: dict[str, Path], clips: dict[str, bytes]
 ) -> None:
-    """Of a request: other frames than the model's rule would choose, under another id."""
-    options = {"media_io_kwargs": {"video": {"fps": 4}}}
-    tower = InputProcessor(vllm_config(checkpoint, "localhost:1", **VIDEOS, ec_transfer_config=None))
-    vllm, part = engines(server.target, **VIDEOS), video(clips["usual"])
-    plain, ours, theirs = (
-        rendered(vllm.frontend, [part]),
-        rendered(vllm.frontend, [part], **options),
-        rendered(tower, [part], **options),
-    )
-    assert ours["prompt_token_ids"] == theirs["prompt_token_ids"] != plain["prompt_token_ids"]
-    assert ours["mm_hashes"] != plain["mm_hashes"]
-    name = queued(vllm, ours)
-    vllm.run(name)
-    assert not vllm.errors
-    frames = tuple(round(index * 29 / 11) for index in range(12))  # the rule of Qwen3-VL at 4 frames each second
-    item = Item(encoded=clips["usual"], modality="video", options={"frames": frames})
-    assert torch.equal(vllm.gathered[name][0], client.encode([item])[0].torch())
+    """By prompts, times and pixels, over rates, edit lists, B-frames, counts and loaders; ids differ with frames."""
+    settings = VIDEOS | {"ec_transfer_config": None, "mm_device_do_normalize": False}
+    tower = InputProcessor(vllm_config(checkpoints[kind], "localhost:1", **settings))
+    left, ids = set[str](), dict[tuple[str, object], str]()
+    with serving(checkpoints[kind], *SERVER_FLAGS) as server, Client(server.target) as client:
+        frontend = engines(server.target, kind, **VIDEOS).frontend
+        for options, (clip, file) in product(MEDIA_IO_KWARGS, clips.items()):
+            case = f"{clip}, {options}"
+            ours, theirs = (loaded(each, file, options) for each in (frontend, tower))
+            assert "mm_hashes" in ours or "in all" in clip, case
+            for field in ("prompt_token_ids", "mm_placeholders"):
+                assert ours.get(field) == theirs.get(field), case
+            for one, other in zip(ours["mm_kwargs"]["video"], theirs["mm_kwargs"]["video"], strict=True):
+                assert one[TIMES[kind]].data == other[TIMES[kind]].data, case
+                if FILE not in one:
+                    left.add(clip)
+                    continue
+                sent, (name,) = unpacked(one[OPTIONS].data.tolist()), ours["mm_hashes"]["video"]
+                assert ids.setdefault((clip, sent), name) == name, case
+                pixels, grid = other["pixel_values_videos"].data, tuple(other["video_grid_thw"].data.tolist())
+                items = [Item(encoded=file, modality="video", options=sent), Item(pixels.float(), grid, "video")]
+                rows = (each.torch().float() for each in client.encode(items))
+                assert torch.cosine_similarity(*rows).min() > 0.99, case
+    assert left == {"one is hidden", "mirrored"}
+    assert len(set(ids.values())) == len(ids) > 5 * len(MEDIA_IO_KWARGS)
 
 
 def test_what_vllm_decodes_itself(

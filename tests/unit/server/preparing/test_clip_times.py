@@ -2,16 +2,18 @@
 
 from dataclasses import replace
 from fractions import Fraction
+from io import BytesIO
 from types import SimpleNamespace
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.processing_utils import ProcessorMixin
 from transformers.video_utils import VideoMetadata
 
-from encoded_files import clip
+from encoded_files import clip, frames_of, numbered_clips
 from prepared import MODELS
 from vitwire_server.core.items import Modality
 from vitwire_server.core.sampling import Sampling, SamplingRule
@@ -55,7 +57,14 @@ def test_seconds_per_group_are_those_of_the_processor(
         assert found.frame_seconds == pytest.approx(metadata.timestamps, rel=1e-9)
 
 
-def test_a_film() -> None:
-    """The distance of the first two groups, 23.5 frames, would be 0.98."""
-    found = clips.measure(clip([FRAME] * 1199, 24000 / 1001, codec="mpeg4"), recipe(), 1 << 20)
-    assert found.second_per_grid == pytest.approx(1.0002, abs=5e-5)
+def test_frames_and_times_over_rates_orders_and_edit_lists() -> None:
+    """Frames are numbered from the first that is shown; their times follow from the mean rate, as in processors."""
+    for name, file in numbered_clips().items():
+        with av.open(BytesIO(file)) as container:
+            rate = float(container.streams.video[0].average_rate or 0)
+        shown = frames_of(file, range(256))
+        indices = sampled(len(shown), rate, QWEN, 1)
+        with clips.decoded(file, recipe(1), 1 << 20) as (frames, _):
+            np.testing.assert_array_equal(list(frames), [shown[each] for each in indices], name)
+        metadata = VideoMetadata(total_num_frames=len(shown), fps=rate, frames_indices=indices)
+        assert clips.measure(file, recipe(1), 1 << 20).frame_seconds == pytest.approx(metadata.timestamps), name
