@@ -157,15 +157,8 @@ class BaseClient(Generic[T]):
         return self._shared.is_closed
 
     def __repr__(self) -> str:
-        """The arguments that are not defaults, without the token and the values of metadata."""
-        shown = [repr(self._options.target)]
-        for each in fields(ClientOptions)[1:]:
-            value = getattr(self._options, each.name)
-            if value == each.default:
-                continue
-            hidden = {"token": "***", "metadata": dict.fromkeys(value, "***") if each.name == "metadata" else None}
-            shown.append(f"{each.name}={hidden.get(each.name) or value!r}")
-        return f"{type(self).__name__}({', '.join(shown)})"
+        """The target alone: other arguments may be secrets."""
+        return f"{type(self).__name__}({self._options.target!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled client has the same arguments, with the token, and connections of its own."""

@@ -232,24 +232,17 @@ class TestExit:
         assert run("serve", "--model", "m/m", *words) == (1, f"vitwire-server: --{name}port: {reason}\n")
 
     def test_port_taken(self, server: ServerProcess) -> None:
-        for host in ("127.0.0.1", "localhost", "0.0.0.0"):
-            code, error = run(
-                "serve", "--model", "m/m", "--host", host, "--port", str(server.port), "--metrics-port", "0"
-            )
-            assert code == 1
-            assert f"--port: cannot listen on {host}:{server.port}: Address already in use" in error
-        several = ("--devices", "cpu,cpu", "--port", str(server.port - 1), "--no-metrics")
-        code, error = run("serve", "--model", "m/m", *several)
-        assert code == 1
-        taken = (server.port - 1, server.port)  # another process may have the first one
-        assert any(f"--port: cannot listen on 127.0.0.1:{port}: " in error for port in taken)
-        with socket.socket() as held:
-            held.bind(("127.0.0.1", 0))
-            held.listen()
-            port = held.getsockname()[1]
-            code, error = run("serve", "--model", "m/m", "--port", "0", "--metrics-port", str(port))
-        assert code == 1
-        assert str(port) in error
+        port, metrics = server.port, server.metrics_port
+        for words, taken in (
+            (f"--host localhost --port {port} --metrics-port 0", f"--port: cannot listen on localhost:{port}"),
+            (f"--host 0.0.0.0 --port {port} --metrics-port 0", f"--port: cannot listen on 0.0.0.0:{port}"),
+            (f"--port 0 --metrics-port {metrics}", f"--metrics-port: cannot listen on 127.0.0.1:{metrics}"),
+        ):
+            code, error = run("serve", "--model", "m/m", *words.split())
+            assert (code, f"{taken}: Address already in use" in error) == (1, True)
+        code, error = run("serve", "--model", "m/m", "--devices", "cpu,cpu", "--port", str(port - 1), "--no-metrics")
+        assert code == 1  # another process may have the first one
+        assert any(f"--port: cannot listen on 127.0.0.1:{each}: " in error for each in (port - 1, port))
 
 
 def test_unix_socket(checkpoints: Checkpoints, tmp_path: Path) -> None:

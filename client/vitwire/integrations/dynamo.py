@@ -104,7 +104,6 @@ class VitwireEncoder(VisionEncoderBackend):  # type: ignore[misc]  # Dynamo has 
 
 
 def _client() -> Client:
-    """A client with the settings of the environment."""
     ca, cert, key, token = (os.environ.get(f"VITWIRE_{name}") or None for name in ("CA", "CERT", "KEY", "TOKEN"))
     switch, timeout = os.environ.get("VITWIRE_TLS", "0"), os.environ.get("VITWIRE_TIMEOUT", _TIMEOUT)
     if switch not in ("0", "1"):

@@ -143,7 +143,6 @@ def _columns(model: Model) -> int:
 
 
 def _slices(rows: Float32) -> Iterator[Float32]:
-    """The rows, some at a time."""
     step = max(1, _LIST_BYTES // (rows.shape[1] * rows.itemsize))
     for start in range(0, len(rows), step):
         yield rows[start : start + step]

@@ -27,7 +27,6 @@ def images_of(request: Json, *, with_clips: bool = False) -> list[ImageRef]:
 
 
 def _field(part: Json) -> str | None:
-    """The field with the image or clip of a part."""
     if "image_url" in part or part.get("type") in _IMAGE_TYPES:
         return "image_url"
     return "video_url" if "video_url" in part or part.get("type") == "video_url" else None

@@ -18,9 +18,7 @@ class DemoModel:
     """The fields of one demo model that are written down."""
 
     config: Json = field(default_factory=dict)
-    """Fields of its configuration."""
     image: Json = field(default_factory=dict)
-    """Settings of its image processor."""
     video: Json = field(default_factory=dict)
     """Settings of its video processor that differ from those of images."""
     processor: str = ""

@@ -40,7 +40,6 @@ class LoadHistogram:
         self._unit = 1.0
         """The weight of a load that is added now; grows instead of all others shrinking."""
         self.added = 0
-        """Loads that were added."""
 
     def add(self, tokens: int, weight: float = 1.0) -> None:
         """Count a load."""

@@ -162,7 +162,6 @@ class MetricsServer:
         except OSError as error:
             raise OSError(f"cannot listen on {host}:{port}: {error}") from error
         self.port = int(self._socket.getsockname()[1])
-        """The port that was bound."""
         self._max_connections = max_connections
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()

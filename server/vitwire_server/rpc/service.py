@@ -71,7 +71,6 @@ class EncoderService:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     def _counted(self, read: Callable[[bytes], T]) -> Callable[[bytes], T]:
-        """A deserialiser that counts the bytes of messages."""
 
         def read_counted(raw: bytes) -> T:
             self._metrics.received(len(raw))

@@ -31,7 +31,6 @@ class Launch:
     was computed is finite; the tokens that pruning kept, concatenated."""
     stage_in: float
     dtype: torch.dtype
-    """The tower's dtype."""
     shapes: Sequence[tuple[int, ...]]
     """`(rows, width)` of each item."""
     outgoing: Sequence[DeviceRows | None]

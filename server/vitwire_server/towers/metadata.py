@@ -56,7 +56,6 @@ class Rows(Kind):
     """One row for each patch, token or segment. Padding keeps what lay there before: a row of any grid is valid."""
 
     shape: tuple[int, ...]
-    """Shape of one row."""
     dtype: torch.dtype
     per: Literal["patches", "tokens", "segments"] = "patches"
     initial: int = 0

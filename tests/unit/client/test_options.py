@@ -154,6 +154,9 @@ async def test_a_token_may_come_from_a_function(make: Call, running: Running) ->
         with pytest.raises(ValueError, match="printable ASCII") as raised:
             await client.encode([item()])
     assert "third" not in str(raised.value)
+    with pytest.raises(ValueError, match="printable ASCII") as raised:
+        make(running.target, token=f"{SECRET}\n")
+    assert SECRET not in str(raised.value)
 
 
 @both
@@ -281,14 +284,9 @@ async def test_retries_and_requests_are_logged(make: Call, caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_a_repr_has_the_arguments_without_secrets(kind: Any) -> None:
-    assert repr(kind("localhost:1")) == f"{kind.__name__}('localhost:1')"
-    client = kind("localhost:1", token=SECRET, tls=True, timeout=5, metadata={"x-api-key": SECRET}, max_in_flight=3)
-    shown = repr(client.with_options(priority="batch"))
-    assert shown == (
-        f"{kind.__name__}('localhost:1', tls=True, token='***', timeout=5, priority='batch', max_in_flight=3, "
-        "metadata={'x-api-key': '***'})"
-    )
+def test_a_repr_has_no_secrets(kind: Any) -> None:
+    client = kind("localhost:1", token=SECRET, metadata={"x-api-key": SECRET})
+    assert repr(client.with_options(priority="batch")) == f"{kind.__name__}('localhost:1')"
     for part in (client._shared, client._options, client._context(), client._shared.transport):
         assert SECRET not in repr(part)
 
@@ -298,8 +296,7 @@ async def test_a_pickled_client_has_the_same_arguments(make: Call, running: Runn
     kind = Client if make is InThread else AsyncClient
     client = kind(running.target, timeout=20, token=SECRET, max_in_flight=2).with_options(output_type="float16")
     copy = pickle.loads(pickle.dumps(client))
-    assert repr(copy) == repr(client)
-    assert type(copy) is kind
+    assert (type(copy), copy._options) == (kind, client._options)
     if isinstance(copy, Client):
         with copy:
             (embedding,) = copy.encode([item()])

@@ -104,7 +104,6 @@ class ProcessorClass:
     squares: bool = False
     """A size of one number is a square's side, rather than the shorter side."""
     converts: bool = False
-    """Images are converted to RGB."""
 
 
 _SHORTEST = {"shortest_edge": 224}

@@ -211,19 +211,14 @@ def refusing(wanted: Callable[[int], bool]) -> Fake:
     return fake
 
 
-def test_errors_are_counted_by_code() -> None:
-    with serving(refusing(lambda number: number > 1 and bool(number % 2))) as service:
-        found = document(bench(service.target, "--requests", 10, "--concurrency", 1))
-    assert found["errors"] == {"RESOURCE_EXHAUSTED": 5}
-    assert found["items"] == 5
-
-
-def test_a_service_that_refuses_all_is_an_error() -> None:
-    with serving(refusing(lambda number: number > 1)) as service:
-        done = bench(service.target, "--requests", 3, "--concurrency", 1)
-    assert done.exit_code == 1
-    assert json.loads(done.stdout.splitlines()[-1])["errors"] == {"RESOURCE_EXHAUSTED": 3}
-    assert done.stderr == "vitwire: all 3 requests failed\n"
+@pytest.mark.parametrize(("each", "errors"), [(2, 5), (1, 10)])
+def test_errors_are_counted_by_code(each: int, errors: int) -> None:
+    """A service that refuses all is an error of the command."""
+    with serving(refusing(lambda number: number > 1 and number % each == each - 1)) as service:
+        done = bench(service.target, "--requests", 10, "--concurrency", 1)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["errors"], found["items"]) == ({"RESOURCE_EXHAUSTED": errors}, 10 - errors)
+    assert (done.exit_code, done.stderr) == ((1, "vitwire: all 10 requests failed\n") if errors == 10 else (0, ""))
 
 
 PROGRAM = """
