@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from vitwire._delivery.answers import Accepted, Result, Stored
 from vitwire.aio import AsyncClient
 from vitwire.client import Client
-from vitwire.embeddings import DType, Embedding, Report
+from vitwire.embeddings import DType, Embedding, Report, RowGroup
 from vitwire.errors import (
     DeadlineExceeded,
     EncodeFailed,
@@ -49,6 +49,7 @@ __all__ = [
     "ProcessorOptions",
     "Report",
     "Result",
+    "RowGroup",
     "Stored",
     "TileShapes",
     "Unauthenticated",

@@ -38,6 +38,12 @@ class CallOptions(TypedDict, total=False):
     priority: Priority | None
 
 
+class IterOptions(CallOptions, total=False):
+    """Options of `iter_encode`."""
+
+    groups: bool
+
+
 class ImageOptions(CallOptions, total=False):
     """Options of `encode_images`."""
 

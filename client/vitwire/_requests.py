@@ -186,7 +186,8 @@ class BaseClient(Generic[T]):
             options.get("priority") or self._options.priority,
             stream=stream,
         )
-        return Call(self._deadline(options.get("timeout")), replace(wire, store_only=store_only), looks_up)
+        wire = replace(wire, store_only=store_only, in_groups=bool(options.get("groups")))
+        return Call(self._deadline(options.get("timeout")), wire, looks_up)
 
     def _deadline(self, timeout: float | None, default: float = MODEL_SECONDS) -> Deadline:
         return Deadline(self._options.timeout if timeout is None else timeout, default)

@@ -12,6 +12,7 @@ from vitwire._arguments import (
     CallOptions,
     ClipOptions,
     ImageOptions,
+    IterOptions,
     batch_items,
     clip_items,
     image_items,
@@ -47,16 +48,16 @@ class AsyncClient(BaseClient[AsyncTransport]):
 
     @overload
     def iter_encode(
-        self, items: Items, *, return_exceptions: Literal[False] = False, **options: Unpack[CallOptions]
+        self, items: Items, *, return_exceptions: Literal[False] = False, **options: Unpack[IterOptions]
     ) -> AsyncGenerator[tuple[int, Embedding], None]: ...
 
     @overload
     def iter_encode(
-        self, items: Items, *, return_exceptions: Literal[True], **options: Unpack[CallOptions]
+        self, items: Items, *, return_exceptions: Literal[True], **options: Unpack[IterOptions]
     ) -> AsyncGenerator[Result, None]: ...
 
     async def iter_encode(
-        self, items: Items, *, return_exceptions: bool = False, **options: Unpack[CallOptions]
+        self, items: Items, *, return_exceptions: bool = False, **options: Unpack[IterOptions]
     ) -> AsyncGenerator[Result, None]:
         """Yield `(position, embedding)` of each item as soon as it is ready. As `Client.iter_encode`.
 
@@ -65,7 +66,7 @@ class AsyncClient(BaseClient[AsyncTransport]):
         Leaving the loop cancels the rest: at once within `contextlib.aclosing`, else when the generator is collected.
         """
         errors: list[VitwireError] = []
-        call = self._call(options, stream=return_exceptions)
+        call = self._call(options, IterOptions, stream=return_exceptions)
         if isinstance(items, Sequence):
             stream = self._answers(numbered(items), call)
         else:

@@ -10,6 +10,7 @@ from vitwire._arguments import (
     CallOptions,
     ClipOptions,
     ImageOptions,
+    IterOptions,
     batch_items,
     clip_items,
     image_items,
@@ -73,16 +74,16 @@ class Client(BaseClient[Transport]):
 
     @overload
     def iter_encode(
-        self, items: Iterable[Item], *, return_exceptions: Literal[False] = False, **options: Unpack[CallOptions]
+        self, items: Iterable[Item], *, return_exceptions: Literal[False] = False, **options: Unpack[IterOptions]
     ) -> Generator[tuple[int, Embedding], None, None]: ...
 
     @overload
     def iter_encode(
-        self, items: Iterable[Item], *, return_exceptions: Literal[True], **options: Unpack[CallOptions]
+        self, items: Iterable[Item], *, return_exceptions: Literal[True], **options: Unpack[IterOptions]
     ) -> Generator[Result, None, None]: ...
 
     def iter_encode(
-        self, items: Iterable[Item], *, return_exceptions: bool = False, **options: Unpack[CallOptions]
+        self, items: Iterable[Item], *, return_exceptions: bool = False, **options: Unpack[IterOptions]
     ) -> Generator[Result, None, None]:
         """Yield `(position, embedding)` of each item once it is ready; leaving the loop cancels the rest.
 
@@ -97,9 +98,11 @@ class Client(BaseClient[Transport]):
 
         return_exceptions: yield the error of an item instead of its embedding. The request is then always a stream, so
             an invalid item does not fail the others.
+        groups: before an embedding, also yield its rows as they arrive, in order, as `RowGroup`; where
+            `Model.clip_groups` is true, rows of a clip are sent while others are computed. Retries repeat none.
         """
         errors: list[VitwireError] = []
-        call = self._call(options, stream=return_exceptions)
+        call = self._call(options, IterOptions, stream=return_exceptions)
         if isinstance(items, Sequence):
             results = self._answers(numbered(items), call)
         else:

@@ -157,6 +157,13 @@ class Embedding:
         return f"Embedding(shape={self.shape}, dtype={self.dtype}, path={self.report.path})"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RowGroup(Embedding):
+    """Rows of an item, while others are still to come: from `row` on. Its report is empty."""
+
+    row: int = 0
+
+
 def _float32(rows: npt.NDArray[Any], dtype: DType) -> Float32:
     """A bfloat16 is the upper half of the float32 of the same value."""
     if dtype == "bfloat16":

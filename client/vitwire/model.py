@@ -108,6 +108,8 @@ class Model:
     """Modalities whose items of grid (t, h, w) have t*h*w / merge_size**2 vectors."""
     matryoshka: tuple[int, ...] | None = None
     """Lengths that pooled vectors may be cut to, any if empty; None if they may not be cut."""
+    clip_groups: bool = False
+    """Whether rows of clips can leave while others are computed: `iter_encode(groups=True)`."""
 
     def group_seconds(self, frame_seconds: Sequence[float]) -> list[float]:
         """The middle of each group of a clip's frames in seconds, as the models' processors compute it for prompts.

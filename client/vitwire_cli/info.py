@@ -14,7 +14,7 @@ from vitwire_flags.options import with_options
 _CONNECTION, _PATIENT = Connection(), PatientConnection()
 _SECTIONS = {
     "model": ("model_id", "model_type", "weights_fingerprint", "dtype", "pooling", "available_poolings"),
-    "embeddings": ("embedding_width", "deepstack_levels", "matryoshka", "rows_by_grid", "deliveries"),
+    "embeddings": ("embedding_width", "deepstack_levels", "matryoshka", "rows_by_grid", "clip_groups", "deliveries"),
     "pixels": ("patch_size", "merge_size", "temporal_patch_size", "channels"),
     "preparation": ("prepared", "encodings", "options", "preparation_fingerprint"),
     "server": ("server_version", "device", "device_sharing", "attention_backend", "graphs", "budgets"),

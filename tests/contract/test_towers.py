@@ -18,6 +18,7 @@ from vitwire_server.core.grids import Grid
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import TileGeometry
 from vitwire_server.runtime.attention.selection import select
+from vitwire_server.scheduling.groups import parts_of
 from vitwire_server.towers.checkpoints.checkpoint import load_tower, open_checkpoint
 from vitwire_server.towers.family import Accepts
 from vitwire_server.towers.layouts import patches
@@ -72,6 +73,17 @@ class TestParity:
             for grid, own, other in zip(grids, encoded, expected(rig, reference, grids), strict=True)
         }
         assert max(errors.values()) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("model_type", ROWS)
+def test_a_clip_equals_its_parts(model_type: str, rigs: Rigs) -> None:
+    rig, grid = rigs(model_type, graphs=True), Grid(5, 12, 8)
+    if not rig.tower.clip_groups:
+        assert not model_type.startswith("qwen")
+        return
+    clip = replace(rig.item(grid, rig.pixels(grid, 3)), modality=Modality.VIDEO, in_groups=True)
+    (whole,), parts = rig.run([clip]), list(parts_of(clip, 8 * 24, rig.tower.geometry.temporal))
+    assert (len(parts), error(np.concatenate(rig.run(parts)), whole) <= TOLERANCE) == (3, True)
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ def test_a_clip(server: ServerProcess, tmp_path: Path) -> None:
     (path := tmp_path / "film.mp4").write_bytes(clip(moving(20)))
     first = document(bench(server, "--clip", path, "--requests", 4, "--items", 2))
     assert (first["requests"], first["errors"], first["clip"], first["shapes"]) == (4, {}, str(path), [])
+    assert 0 < first["first_rows_ms"]["p50"] <= first["latency_ms"]["p50"]
     assert "cache" not in first["paths"]
     assert sum(first["paths"].values()) == 8
     wrong = bench(server, "--clip", path, "--size", "56x56")

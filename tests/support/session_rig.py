@@ -53,6 +53,12 @@ def item(level: int = 1, tokens: int = 4, content_id: str = "") -> Item:
     return Item(Modality.IMAGE, Grid(1, 4, tokens), pixels, footprint, DType.FLOAT32, content_id=content_id)
 
 
+def film(*levels: int) -> Item:
+    pixels = Pixels(b"".join(bytes([level]) * 64 for level in levels), DType.UINT8, (16 * len(levels), 4))
+    footprint = Footprint(16 * len(levels), 4 * len(levels), len(levels), 16)
+    return Item(Modality.VIDEO, Grid(len(levels), 4, 4), pixels, footprint, DType.FLOAT32, in_groups=True)
+
+
 @dataclass
 class Runner:
     """Encodes whenever `open` is set; rows lie in `memory`."""
@@ -193,12 +199,17 @@ class Rpc:
     def __init__(self, rig: Rig, opening: Opening) -> None:
         self.rig = rig
         self.outcomes: dict[int, Outcome] = {}
+        self.parts: list[tuple[int, list[float]]] = []  # first row and levels of each group of rows of a clip
         self.faults: list[Exception] = []
         self.session: Session = rig.sessions.open(opening, self.settle, self.faults.append)
 
     def settle(self, key: int, outcome: Outcome) -> None:
         assert key not in self.outcomes, "one outcome"
-        self.outcomes[key] = outcome
+        if isinstance(outcome, Encoded) and outcome.new:
+            levels = np.frombuffer(outcome.embedding.data, np.float32)[::WIDTH]
+            self.parts.append((outcome.new[0], levels[slice(*outcome.new)].tolist()))
+        if not (isinstance(outcome, Encoded) and outcome.is_partial):
+            self.outcomes[key] = outcome
 
     async def submit(self, items: dict[int, Item | CacheLookup]) -> None:
         await self.session.submit(items, self.digests(items))

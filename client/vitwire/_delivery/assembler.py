@@ -22,7 +22,7 @@ from vitwire._delivery.answers import (
 )
 from vitwire._delivery.memory import empty
 from vitwire._delivery.nixl import Leases
-from vitwire.embeddings import DTYPES, STORAGE, DType, Embedding, Report
+from vitwire.embeddings import DTYPES, STORAGE, DType, Embedding, Report, RowGroup
 from vitwire.errors import EncodeFailed, from_status
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import Buffer, Malformed
@@ -37,8 +37,8 @@ class Assembler:
     """Assembles embeddings from the response frames of one RPC; buffers are bounded and filled in order.
 
     `indices` are the positions of the RPC's items in the caller's request, `levels` the model's deepstack levels,
-    `expected` the expected embeddings. Raises EncodeFailed for an invalid response; values that are not finite fail
-    only their item.
+    `expected` the expected embeddings, `grouped` how many rows of items in groups were given out. Raises EncodeFailed
+    for an invalid response; values that are not finite fail only their item.
     """
 
     def __init__(
@@ -50,17 +50,19 @@ class Assembler:
         request_id: str = "",
         *,
         store_only: bool = False,
+        grouped: dict[int, int] | None = None,
     ) -> None:
         self._indices = indices
         self._levels = levels
         self._leases = leases
         self._request_id = request_id
         self._store_only = store_only
+        self._grouped = {} if grouped is None else grouped
         self._expected = expected or [Expected()] * len(indices)
         self._open: dict[int, _Rows | None] = dict.fromkeys(range(len(indices)))
 
     def feed(self, response: Response) -> Answer | None:
-        """The result of the item that this frame completes or accepts, if any."""
+        """The result of the item that this frame completes or accepts, or a group of its rows, if any."""
         if isinstance(response, Malformed):
             raise EncodeFailed(f"the response cannot be parsed: {response.reason}")
         message = response.message
@@ -73,7 +75,7 @@ class Assembler:
             raise EncodeFailed(f"items[{index}]: {error}", item=index) from None
         if answer is None:
             return None
-        if not isinstance(answer, Accepted):
+        if not isinstance(answer, Accepted | RowGroup):
             del self._open[message.item]
         return index, answer
 
@@ -133,7 +135,11 @@ class Assembler:
             rows = self._open[message.item] = _Rows.announced(chunk, self._levels, expected)
         rows.add(chunk, data)
         if not chunk.last:
-            return None
+            first = self._grouped.get(index, rows.filled)
+            if first >= rows.filled or not rows.finite:
+                return None
+            self._grouped[index] = rows.filled
+            return RowGroup(rows.array[first : rows.filled], rows.dtype, self._levels, Report(), expected.grid, first)
         report = self._report(message, len(rows.array))
         if self._leases:
             self._leases.returned(message.item, report.delivery_fallback)

@@ -11,6 +11,7 @@ from vitwire._delivery.answers import Result
 from vitwire._transport.arrivals import Arrivals, AsyncArrivals
 from vitwire._transport.calls import Calls
 from vitwire._transport.protocol import ONE_MESSAGE_BYTES
+from vitwire.embeddings import RowGroup
 from vitwire.items import Item, checked, pixel_bytes
 
 Items = Iterable[Item] | AsyncIterable[Item]
@@ -59,10 +60,11 @@ class Window:
             self._requests -= 1
             self._send()
 
-    def taken(self, index: int) -> None:
-        """The caller took the result of this item."""
+    def taken(self, index: int, result: object = None) -> None:
+        """The caller took the result of this item, or some of its rows."""
         with self._lock:
-            self._held_bytes -= self._held.pop(index)
+            if not isinstance(result, RowGroup):
+                self._held_bytes -= self._held.pop(index)
 
     @property
     def has_room(self) -> bool:
@@ -114,7 +116,7 @@ class Ahead:
         try:
             while not self._window.is_complete:
                 if (result := self._arrivals.next()) is not None:
-                    self._window.taken(result[0])
+                    self._window.taken(*result)
                     self._taken.release()
                     yield result
         finally:
@@ -164,7 +166,7 @@ class AsyncAhead:
         try:
             while not self._window.is_complete:
                 if (result := await self._arrivals.next()) is not None:
-                    self._window.taken(result[0])
+                    self._window.taken(*result)
                     self._taken.set()
                     yield result
         finally:

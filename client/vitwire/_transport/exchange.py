@@ -10,6 +10,7 @@ from vitwire._transport.balancing import CONTENT_HEADER
 from vitwire._transport.connections import C, Connection
 from vitwire._transport.context import log
 from vitwire._transport.protocol import Part
+from vitwire.embeddings import RowGroup
 from vitwire.errors import (
     DeadlineExceeded,
     EncodeFailed,
@@ -36,6 +37,7 @@ class Exchange:
         self._request_id = request_id
         self._answered: set[int] = set()
         self._overloaded: dict[int, Overloaded] = {}
+        self._grouped = dict.fromkeys(part.indices if part.options.in_groups else (), 0)
 
     @property
     def is_routed(self) -> bool:
@@ -65,6 +67,7 @@ class Exchange:
             leases,
             self._request_id,
             store_only=part.options.store_only,
+            grouped=self._grouped,
         )
         return True
 
@@ -87,7 +90,7 @@ class Exchange:
         if result is None:
             return None
         index, outcome = result
-        if isinstance(outcome, Accepted):
+        if isinstance(outcome, Accepted | RowGroup):
             return result
         if isinstance(outcome, Overloaded) and outcome.retry_after is not None:
             self._overloaded[index] = outcome

@@ -48,6 +48,8 @@ class Options:
     """Leases memory for the rows; None if they come in the response."""
     store_only: bool = False
     """Have the rows cached, and return none."""
+    in_groups: bool = False
+    """Have rows of clips sent as they are computed, and give out rows as they arrive."""
 
     @property
     def patient(self) -> bool:
@@ -191,5 +193,7 @@ def parts_of(items: Mapping[int, Item], shares: Sequence[Share], options: Option
 def _part(items: Mapping[int, Item], share: Share, options: Options, model: Model) -> Part:
     patch = Patch(model.channels, model.temporal_patch_size, model.patch_size**2)
     wire = tuple(to_wire(item, model.dtype, patch, store_only=options.store_only) for item in items.values())
+    for each in wire:
+        each.message.in_groups = options.in_groups and each.message.modality == pb.MODALITY_VIDEO
     expected = tuple(Expected.of(item, model) for item in items.values())
     return Part(tuple(items), wire, expected, options, model, share)

@@ -333,6 +333,7 @@ class Item(google.protobuf.message.Message):
     REGION_FIELD_NUMBER: builtins.int
     STORE_ONLY_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
+    IN_GROUPS_FIELD_NUMBER: builtins.int
     ENCODED_FIELD_NUMBER: builtins.int
     CROPS_FIELD_NUMBER: builtins.int
     PIXELS_FIELD_NUMBER: builtins.int
@@ -349,6 +350,12 @@ class Item(google.protobuf.message.Message):
     server answers with Accepted once it admitted the item, then with
     EmbeddingStored. Without pixels, asks whether the embedding is cached:
     answered with EmbeddingStored or NOT_FOUND at once.
+    """
+    in_groups: builtins.bool
+    """Send the rows of a clip as they are computed, where the model's clip_groups is
+    true: chunks of its first rows come while the server computes the others. If
+    it then fails, an error follows them. Ignored for other items, and with
+    keep_ratio, store_only or a region.
     """
     encoded: builtins.bytes
     """A file instead of pixels, of a format in GetModelResponse.encodings. The
@@ -392,12 +399,13 @@ class Item(google.protobuf.message.Message):
         region: Global___Region | None = ...,
         store_only: builtins.bool = ...,
         options: Global___ProcessorOptions | None = ...,
+        in_groups: builtins.bool = ...,
         encoded: builtins.bytes = ...,
         crops: Global___Tensor | None = ...,
         pixels: Global___Tensor | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["crops", b"crops", "grid", b"grid", "options", b"options", "pixels", b"pixels", "region", b"region"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["content_id", b"content_id", "crops", b"crops", "encoded", b"encoded", "grid", b"grid", "keep_ratio", b"keep_ratio", "modality", b"modality", "options", b"options", "pixels", b"pixels", "region", b"region", "store_only", b"store_only"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content_id", b"content_id", "crops", b"crops", "encoded", b"encoded", "grid", b"grid", "in_groups", b"in_groups", "keep_ratio", b"keep_ratio", "modality", b"modality", "options", b"options", "pixels", b"pixels", "region", b"region", "store_only", b"store_only"]) -> None: ...
 
 Global___Item: typing_extensions.TypeAlias = Item
 
@@ -673,7 +681,9 @@ Global___EmbeddingPlacement: typing_extensions.TypeAlias = EmbeddingPlacement
 
 @typing.final
 class ItemReport(google.protobuf.message.Message):
-    """Facts about the encoding of an item."""
+    """Facts about the encoding of an item. Of a clip that was sent in groups, path,
+    budget_tokens, queued and encoded are those of its last batch.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -990,6 +1000,7 @@ class GetModelResponse(google.protobuf.message.Message):
     OPTIONS_FIELD_NUMBER: builtins.int
     DEVICE_SHARING_FIELD_NUMBER: builtins.int
     CLIP_DECODING_FIELD_NUMBER: builtins.int
+    CLIP_GROUPS_FIELD_NUMBER: builtins.int
     model_id: builtins.str
     """Hugging Face id, or name of the directory that the server loaded."""
     model_type: builtins.str
@@ -1028,6 +1039,10 @@ class GetModelResponse(google.protobuf.message.Message):
     device_sharing: builtins.str
     """How a CUDA device is shared, in a line for readers: its name, the memory that
     was free at start, the bound of the server's memory, and MPS. Empty on a CPU.
+    """
+    clip_groups: builtins.bool
+    """Whether the rows of each of the t groups of frames in a clip's grid depend on
+    those frames alone, so that they can be sent before others are computed.
     """
     @property
     def budgets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Budget]:
@@ -1132,9 +1147,10 @@ class GetModelResponse(google.protobuf.message.Message):
         options: collections.abc.Iterable[builtins.str] | None = ...,
         device_sharing: builtins.str = ...,
         clip_decoding: Global___Preparation | None = ...,
+        clip_groups: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["clip_decoding", b"clip_decoding", "decoding", b"decoding", "limits", b"limits", "matryoshka", b"matryoshka", "preparation", b"preparation", "tiles", b"tiles"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "available_poolings", b"available_poolings", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "clip_decoding", b"clip_decoding", "data_type", b"data_type", "decoding", b"decoding", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "device_sharing", b"device_sharing", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "limits", b"limits", "matryoshka", b"matryoshka", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "options", b"options", "patch_size", b"patch_size", "pooling", b"pooling", "preparation", b"preparation", "preparation_fingerprint", b"preparation_fingerprint", "prepared", b"prepared", "raster_patches", b"raster_patches", "rows_by_grid", b"rows_by_grid", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "tiles", b"tiles", "unavailable", b"unavailable", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "available_poolings", b"available_poolings", "budgets", b"budgets", "channels", b"channels", "channels_last", b"channels_last", "clip_decoding", b"clip_decoding", "clip_groups", b"clip_groups", "data_type", b"data_type", "decoding", b"decoding", "deepstack_levels", b"deepstack_levels", "deliveries", b"deliveries", "device", b"device", "device_sharing", b"device_sharing", "dropped_budgets", b"dropped_budgets", "embedding_width", b"embedding_width", "encodings", b"encodings", "graphs", b"graphs", "limits", b"limits", "matryoshka", b"matryoshka", "merge_size", b"merge_size", "model_id", b"model_id", "model_type", b"model_type", "options", b"options", "patch_size", b"patch_size", "pooling", b"pooling", "preparation", b"preparation", "preparation_fingerprint", b"preparation_fingerprint", "prepared", b"prepared", "raster_patches", b"raster_patches", "rows_by_grid", b"rows_by_grid", "server_version", b"server_version", "temporal_patch_size", b"temporal_patch_size", "tiles", b"tiles", "unavailable", b"unavailable", "weights_fingerprint", b"weights_fingerprint"]) -> None: ...
 
 Global___GetModelResponse: typing_extensions.TypeAlias = GetModelResponse
 

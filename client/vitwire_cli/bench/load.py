@@ -42,6 +42,8 @@ class Sample:
     """Seconds by which the generator itself was late."""
     waited: float = 0.0
     """Seconds for which it then waited until fewer than the maximum were in flight, and for its pixels."""
+    first_rows: float = 0.0
+    """Seconds from its scheduled time to its first rows."""
 
     @property
     def latency(self) -> float:
@@ -187,22 +189,25 @@ class Load:
             self._record(sample)
 
     def _encoded(self, items: Sequence[Item], due: float, late: float, waited: float) -> Sample:
-        nbytes = sum(map(pixel_bytes, items))
+        nbytes, first, answers = sum(map(pixel_bytes, items)), 0.0, dict[int, Embedding]()
         try:
-            embeddings = self.client.encode(items)
+            for answer in self.client.iter_encode(items, groups=items[0].encoded is not None):
+                first = first or self._now()
+                answers |= [answer]
         except VitwireError as error:
             return Sample(due, self._now(), nbytes, error=error.code, late=late, waited=waited)
         done = self._now()
-        reports, model = [each.report for each in embeddings], self.client.model()
+        reports, model = [each.report for each in answers.values()], self.client.model()
         return Sample(
             due,
             done,
             nbytes,
-            tokens=sum(model.tokens(each.grid, each.shape[0]) for each in embeddings),
+            tokens=sum(model.tokens(each.grid, each.shape[0]) for each in answers.values()),
             paths=tuple(each.path for each in reports),
             queued=tuple(each.queued for each in reports),
             late=late,
             waited=waited,
+            first_rows=first - due,
         )
 
     def _record(self, sample: Sample) -> None:

@@ -103,6 +103,7 @@ class Run:
             "tokens_per_second": round(tokens / self.seconds, 1),
             "megabytes_per_second": round(nbytes / self.seconds / 1e6, 3),
             "latency_ms": percentiles(self.latencies),
+            "first_rows_ms": percentiles(np.array([sample.first_rows for sample in answered]) * 1e3),
             "queued_ms": percentiles(np.array([each for sample in answered for each in sample.queued]) * 1e3),
             "generator": self.generator(),
             "limited_by": self.limited_by(),

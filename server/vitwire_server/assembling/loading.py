@@ -117,6 +117,7 @@ def _card(captured: Captured, preparation: Preparation) -> ModelCard:
         pooling=checkpoint.pooling,
         poolings=checkpoint.poolings,
         matryoshka=checkpoint.matryoshka if checkpoint.pooling is not Pooling.NONE else None,
+        clip_groups=tower.clip_groups,
     )
 
 

@@ -78,6 +78,8 @@ class Item:
     """Whether the pixels are a picture, `(H, W, 3)` or `(F, H, W, 3)`, that the engine prepares."""
     areas: Areas | None = None
     """Bounds for such a picture, in place of the checkpoint's."""
+    in_groups: bool = False
+    """Whether rows of a clip may be returned while others are computed, or the item is a part of such a clip."""
 
     def filled(self, data: memoryview) -> "Item":
         """The item with its `nbytes` bytes at the beginning of `data`: pixels, then crops."""

@@ -348,6 +348,8 @@ class ModelCard:
     poolings: tuple[Pooling, ...] = (Pooling.NONE,)
     matryoshka: tuple[int, ...] | None = None
     """Lengths that pooled vectors may be cut to, any if empty; None if they may not be cut."""
+    clip_groups: bool = False
+    """Whether the rows of each of the `t` groups of frames of a clip depend on those frames alone."""
 
     @property
     def options(self) -> tuple[str, ...]:

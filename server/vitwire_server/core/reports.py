@@ -49,6 +49,13 @@ class Encoded:
     report: ItemReport
     delivery: Delivered | NotDelivered | Stored | None = None
     """Outcome of the delivery; None if the rows are returned and the item has no region."""
+    new: tuple[int, int] | None = None
+    """First and end of the rows that are to be sent now, of a clip whose rows leave in groups; None for all rows."""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether more rows will follow: only these are complete."""
+        return self.new is not None and self.new[1] < self.embedding.shape[0]
 
 
 Outcome = Encoded | EncoderError

@@ -14,7 +14,7 @@ from vitwire_server.core.delivery import Consumer, MemoryKind, Region
 from vitwire_server.core.errors import InvalidRequest, Violation
 from vitwire_server.core.footprints import Footprints
 from vitwire_server.core.grids import Grid
-from vitwire_server.core.items import CacheLookup, DType, Item, Pixels
+from vitwire_server.core.items import CacheLookup, DType, Item, Modality, Pixels
 from vitwire_server.core.models import ModelCard
 from vitwire_server.preparing.files.messages import Measured
 from vitwire_server.preparing.rules.forms import form_of
@@ -182,6 +182,7 @@ class Codec:
             store_only=item.store_only,
             is_picture=is_picture(item),
             areas=areas_of(item, card),
+            in_groups=item.in_groups and card.clip_groups and modality is Modality.VIDEO,
         )
         nbytes, cached = made.rows_nbytes(card.geometry.width), card.limits.cached_bytes
         wrong = wrong_region(region, consumer, nbytes)

@@ -83,9 +83,12 @@ class ItemsInFlight:
             self._outcomes.put_nowait((index, replace(item.accepted, forecast=forecast)))
 
     def settle(self, index: int, outcome: Outcome) -> None:
-        """The outcome of an item is known."""
+        """The outcome of an item is known, or the first rows of a clip are."""
         if isinstance(outcome, InvalidTensors):
             outcome = outcome.of_item(index)
+        if isinstance(outcome, Encoded) and outcome.is_partial:
+            self._outcomes.put_nowait((index, outcome))
+            return
         item = self.item(index)
         self._indices.pop(item.key, None)
         if isinstance(outcome, Encoded):

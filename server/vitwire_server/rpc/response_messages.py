@@ -77,11 +77,13 @@ def _chunks(kind: type[Answer], item: int, outcome: Encoded, prepared: Prepared 
     rows, width = embedding.shape
     row_bytes = width * embedding.dtype.size
     step = max(1, CHUNK_BYTES // row_bytes)
+    start, end = outcome.new or (0, rows)
     chunk = pb.EmbeddingChunk(data_type=_NUMBERS[embedding.dtype], shape=embedding.shape)
-    for row in range(0, rows, step):
-        chunk.row, chunk.last = row, row + step >= rows
+    for row in range(start, end, step):
+        stop = min(row + step, end)
+        chunk.row, chunk.last = row, stop == rows
         rest = kind(item=item, report=_report(outcome, prepared) if chunk.last else None)
-        data = embedding.data[row * row_bytes : (row + step) * row_bytes]
+        data = embedding.data[row * row_bytes : stop * row_bytes]
         yield Outgoing(
             wire.join_chunk(rest.SerializeToString(), chunk.SerializeToString(), data), len(data), chunk.last
         )
@@ -139,6 +141,7 @@ def model_message(card: ModelCard) -> pb.GetModelResponse:
         attention_backend=card.attention,
         device=card.device,
         device_sharing=card.device_sharing,
+        clip_groups=card.clip_groups,
         server_version=card.version,
         pooling=_POOLINGS[card.pooling],
         available_poolings=[_POOLINGS[pooling] for pooling in card.poolings],

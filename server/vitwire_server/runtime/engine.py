@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, repeat
 
 import torch
@@ -231,6 +231,8 @@ class Engine:
     def _job(self, item: Item, source: Tensor, pixels: Tensor, crops: Tensor | None) -> Job:
         """The job that prepares the flat picture of an item into its rows of the tower's inputs."""
         recipe = self._recipes[item.modality].within(item.areas)
+        if item.in_groups:  # a part has fewer frames than the clip that its size follows from
+            recipe = replace(recipe, size=(item.grid.h * recipe.patch, item.grid.w * recipe.patch))
         return Job(source.view(item.pixels.shape), recipe, pixels, crops if crops is not None and len(crops) else None)
 
 

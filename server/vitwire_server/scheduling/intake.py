@@ -18,7 +18,7 @@ _WINDOW = 64
 
 @dataclass(frozen=True, slots=True)
 class NextBatch:
-    """Entries that left the queue: entries to run as one batch, and entries whose deadline has passed."""
+    """Entries that left the queue: entries to run as one batch, and entries that are void."""
 
     batch: Batch | None
     """None if nothing waits."""
@@ -83,7 +83,7 @@ class Intake:
         """Drop what still waits of a request; what is on the device finishes but is not delivered."""
         with self._changed:
             ticket.cancelled = True
-            for _ in self._queue.remove(ticket):
+            for _ in {entry.clip or entry for entry in self._queue.remove(ticket)}:
                 reason = "deadline" if ticket.is_expired(self._clock()) else "cancelled"
                 self._monitor.item_dropped("queue", reason)
 
@@ -115,8 +115,8 @@ class Intake:
         with self._changed:
             window = self._queue.window(_WINDOW, self.planner.capacity)
             now = self._clock()
-            expired = [entry for entry in window if entry.ticket.is_expired(now)]
-            waiting = [entry for entry in window if not entry.ticket.is_expired(now)] if expired else window
+            expired = [entry for entry in window if entry.is_void(now)]
+            waiting = [entry for entry in window if not entry.is_void(now)] if expired else window
             footprints = [entry.item.footprint for entry in waiting]
             plan = self.planner.plan(footprints, self._forecast.backlog(now))
             batch = plan.batches[0] if plan.batches else None

@@ -39,14 +39,17 @@ class Queue:
         """Entries to pack the next batch from: the first `limit` of at most `tokens` tokens, one at least.
 
         With more to choose from, the planner could fill the batch with later arrivals and postpone an earlier turn.
+        Of a clip only the next part: a batch with more of them would hold back the first rows.
         """
-        entries = self.peek(limit)
-        left = tokens
-        for position, entry in enumerate(entries):
-            left -= entry.item.footprint.tokens
-            if left < 0 and position:
-                return entries[:position]
-        return entries
+        shown: dict[object, Entry] = {}
+        for entry in self.peek(limit):
+            if (entry.clip or entry) in shown:
+                continue
+            tokens -= entry.item.footprint.tokens
+            if tokens < 0 and shown:
+                break
+            shown[entry.clip or entry] = entry
+        return list(shown.values())
 
     def peek(self, limit: int) -> list[Entry]:
         """Up to `limit` entries in the order they should run."""

@@ -154,7 +154,8 @@ class Scheduler:
             self.intake.wait(min(_HEARTBEAT_SECONDS, due))
         taken = self.intake.take()
         for entry in taken.expired:
-            self._monitor.item_dropped("queue", "deadline")
+            if entry.clip is None or not entry.clip.failed:
+                self._monitor.item_dropped("queue", "deadline")
             self._deliver(entry, DeadlineExceeded("the deadline passed while the item was queued"))
         return self._execute(taken) if taken.batch else None
 
@@ -186,10 +187,11 @@ class Scheduler:
 
     def _deliver(self, entry: Entry, outcome: Outcome) -> None:
         self.intake.answered(entry)
+        found = entry.clip.add(outcome) if entry.clip else outcome
         if entry.ticket.cancelled:
             self._monitor.item_dropped("encoded", "cancelled")
-        else:
-            entry.ticket.deliver(entry.index, outcome)
+        elif found:
+            entry.ticket.deliver(entry.index, found)
 
     def _check_device(self) -> None:
         """Run the canary if it is due and nothing waits."""

@@ -6,6 +6,7 @@ from enum import IntEnum
 
 from vitwire_server.core.items import Item
 from vitwire_server.core.reports import Outcome
+from vitwire_server.scheduling.groups import Clip
 
 
 class Priority(IntEnum):
@@ -19,8 +20,8 @@ class Priority(IntEnum):
 class Ticket:
     """A request in flight: its deadline and the receiver of its outcomes.
 
-    `deliver(item, outcome)` is called once per submitted item, by the engine's thread, unless the
-    ticket was cancelled. Owned by the RPC that opened it; `cancelled` is set through the intake.
+    `deliver(item, outcome)` is called by the engine's thread, unless the ticket was cancelled: once per submitted
+    item, before that for rows of a clip. Owned by the RPC that opened it; `cancelled` is set through the intake.
     """
 
     deliver: Callable[[int, Outcome], None]
@@ -45,3 +46,9 @@ class Entry:
     """Position of the item in its request."""
     item: Item
     arrived: float
+    clip: Clip | None = None
+    """The clip that the item is a part of."""
+
+    def is_void(self, now: float) -> bool:
+        """True once the deadline has passed, or another part of the clip failed."""
+        return self.ticket.is_expired(now) or (self.clip is not None and self.clip.failed)

@@ -212,7 +212,8 @@ class SessionHost:
             opened.rows[key] = read
             done.offset, done.nbytes = offset, len(embedding.data)
             done.fallback = delivery.reason if delivery else ""
-        if key in opened.spares:  # the engine has read the item's bytes
+            done.new = outcome.new
+        if key in opened.spares and not outcome.is_partial:  # the engine has read the item's bytes
             offset, block = opened.spares.pop(key)
             # The engine copies bytes that are not pinned, so those blocks are used once.
             is_pinned = self.memory.is_kept(self.memory.arena.address + offset, _SPARE_BYTES)

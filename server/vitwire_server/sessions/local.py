@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from secrets import randbits
@@ -18,6 +19,7 @@ from vitwire_server.delivery.courier import Courier
 from vitwire_server.fitting.traces import TraceWriter
 from vitwire_server.observe.metrics.sessions import AdmissionMetrics
 from vitwire_server.scheduling.admission import Admission, Permit
+from vitwire_server.scheduling.groups import Clip, parts_of
 from vitwire_server.scheduling.intake import Intake
 from vitwire_server.scheduling.tickets import Entry, Ticket
 from vitwire_server.sessions.arena import Memory, PrivateMemory
@@ -61,8 +63,13 @@ class LocalSessions:
         return flight.find(name, lookup) or (flight.missed(lookup) if lookup.store_only else None)
 
     def run(self, ticket: Ticket, items: Mapping[int, Item]) -> None:
-        now = self.intake.now()
-        self.intake.submit([Entry(ticket, key, item, now) for key, item in items.items()])
+        now, entries = self.intake.now(), list[Entry]()
+        for key, item in items.items():
+            clip, parts = None, list(parts_of(item, self.intake.planner.capacity, self.card.geometry.temporal))
+            with suppress(Overloaded):  # then the clip runs whole
+                clip = Clip(item, self.memory.allocate(item.rows_nbytes(self.width))) if parts else None
+            entries += [Entry(ticket, key, each, now, clip) for each in (parts if clip else [item])]
+        self.intake.submit(entries)
 
 
 class LocalSession:

@@ -38,6 +38,7 @@ class ItemForm(Message):
     on_device: bool = False
     is_picture: bool = False
     areas: Areas | None = None
+    in_groups: bool = False
 
 
 # -- from RPCs to the engine; `session` and `number` are chosen by the sender ----------------------
@@ -155,6 +156,7 @@ class Done(Message, tag=1):
     """The reason for not delivering the rows of an item with a region."""
     spare: int | None = None
     """Offset of the block of the item's bytes, if it may be written into again."""
+    new: tuple[int, int] | None = None
 
 
 class Fault(Message, tag=2):
@@ -227,7 +229,7 @@ def form_of(item: Item | CacheLookup) -> ItemForm:
     tensors = (item.pixels.dtype.label, item.pixels.shape), crops
     form = ItemForm(item.modality, item.grid, label, item.keep_ratio, *named, tensors)
     form.footprint, form.on_device = item.footprint, item.on_device
-    form.is_picture, form.areas = item.is_picture, item.areas
+    form.is_picture, form.areas, form.in_groups = item.is_picture, item.areas, item.in_groups
     return form
 
 
@@ -249,6 +251,7 @@ def item_of(form: ItemForm) -> Item:
         store_only=form.store_only,
         is_picture=form.is_picture,
         areas=form.areas,
+        in_groups=form.in_groups,
     )
 
 
@@ -264,7 +267,8 @@ def encoded_of(message: Done, data: memoryview) -> Encoded:
     """The outcome, with the rows that are returned."""
     not_delivered = NotDelivered(Fallback(message.fallback)) if message.fallback else None
     delivery = Stored() if message.is_stored else message.delivered or not_delivered
-    return Encoded(Embedding(data, DType.of(message.dtype), message.shape, message.kept), message.report, delivery)
+    rows = Embedding(data, DType.of(message.dtype), message.shape, message.kept)
+    return Encoded(rows, message.report, delivery, message.new)
 
 
 def unpickled(raw: bytes, kind: type[T]) -> T:

@@ -173,6 +173,9 @@ class Outcomes:
 
     def _completed(self, key: int, outcome: Outcome) -> None:
         held = self.held.get(key)
+        if held and isinstance(outcome, Encoded) and outcome.is_partial:
+            self.settle(key, outcome)
+            return
         if held and held.waiter:
             waiter, held.waiter = held.waiter, None
             self.single_flight.completed(waiter, outcome)

@@ -10,7 +10,7 @@ from vitwire_server.core.reports import Outcome
 from vitwire_server.scheduling.tickets import Priority
 
 Settle: TypeAlias = Callable[[int, Outcome], None]
-"""Receives the outcome of an item, by its key."""
+"""Receives the outcome of an item, by its key; before that, the first rows of a clip (`Encoded.is_partial`)."""
 Fail: TypeAlias = Callable[[Exception], None]
 """Receives the error that ends the RPC: the engine is gone."""
 
@@ -76,5 +76,5 @@ class Sessions(Protocol):
     """Seed of the digests that `submit` needs; None where nothing is cached."""
 
     def open(self, opening: Opening, settle: Settle, fail: Fail) -> Session:
-        """A session, which the caller closes. `settle` is called on the event loop, once per submitted item."""
+        """A session, which the caller closes. `settle` is called on the event loop."""
         ...

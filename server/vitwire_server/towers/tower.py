@@ -105,6 +105,7 @@ class Tower(Budgeted, ABC):
     """Heads of a resampler that attends through the same backend; None without one."""
     segmented: ClassVar[bool] = True
     """Attends within packed segments, through one of the registered backends."""
+    clip_groups = False  # see ModelCard
 
     @property
     def device(self) -> torch.device:

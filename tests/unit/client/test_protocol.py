@@ -12,7 +12,7 @@ from vitwire._delivery.answers import Expected
 from vitwire._delivery.assembler import Assembler
 from vitwire._transport.balancing import Balancing
 from vitwire._transport.protocol import CHUNK_BYTES, ONE_MESSAGE_BYTES, Options, Part, parts_of
-from vitwire.embeddings import Embedding
+from vitwire.embeddings import Embedding, RowGroup
 from vitwire.model import Limits, Model
 from vitwire.v1 import encoder_pb2 as pb
 from vitwire.wire import Frame, Malformed, write_chunk, write_request
@@ -139,6 +139,14 @@ def test_chunks_of_several_items_may_be_interleaved() -> None:
         assert isinstance(result[1], Embedding)
         np.testing.assert_array_equal(result[1].numpy(), ROWS)
         assert result[1].levels == 2
+
+
+def test_a_retry_repeats_no_group_of_rows() -> None:
+    given, found = {5: 0}, []
+    for sent in (1, 3):
+        assembler = Assembler((5,), 2, grouped=given)
+        found += [assembler.feed(chunk(ROWS[row : row + 1].tobytes(), row=row)) for row in range(sent)]
+    assert [each[1].row for each in found if each and isinstance(each[1], RowGroup)] == [0, 1, 2]
 
 
 def test_an_empty_embedding_is_one() -> None:

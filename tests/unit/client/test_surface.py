@@ -33,6 +33,7 @@ SURFACE = [
     "ProcessorOptions",
     "Report",
     "Result",
+    "RowGroup",
     "Stored",
     "TileShapes",
     "Unauthenticated",

@@ -54,6 +54,8 @@ def smart_resize(height: int, width: int, recipe: Recipe, frames: int = 1) -> Si
 
 def resized(height: int, width: int, recipe: Recipe, frames: int = 1) -> Size:
     """Height and width to resize to. Raises ValueError for sizes that the model's processor rejects too."""
+    if recipe.size:
+        return recipe.size
     if min(height, width) < 1:
         raise ValueError(f"expected at least one pixel, got a frame of {height}x{width}")
     if recipe.settings.resizing is Resizing.AREA:

@@ -22,6 +22,7 @@ class Recipe:
     """True if patches are ordered row by row of the frame, rather than token by token."""
     channels_last: bool = False
     """True if the columns of a patch are (p, p, C), rather than (C, T, p, p)."""
+    size: tuple[int, int] | None = None  # height and width of resized frames, if the settings do not decide
 
     @classmethod
     def of(cls, settings: Preprocessing, geometry: Geometry) -> Self:

@@ -18,7 +18,7 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import ClipGeometry, Geometry, Preprocessing, Resizing
 from vitwire_server.towers.configs import Config, at
 from vitwire_server.towers.family import Accepts, Parts
-from vitwire_server.towers.layouts.heads import Head
+from vitwire_server.towers.layouts.heads import Deepstack, Head
 from vitwire_server.towers.layouts.patches import TAPS, PatchFamily, PatchTower, most_windows, taps
 from vitwire_server.towers.metadata import Boundaries, Capacity, Kind, Order, Rows
 from vitwire_server.towers.processors.settings import AreaRule, read_areas
@@ -143,6 +143,8 @@ class PackedTower(PatchTower):
         learned = family.inputs.learned_positions
         self._learned: Any = None if learned is None else self.model.get_submodule(learned)
         self._window_side = own.window_size // own.patch_size if family.span is AttentionSpan.WINDOWS else 0
+        stock = family.head in (Head, Deepstack) and not (family.forward or family.pooler)
+        self.clip_groups = stock and family.span is not AttentionSpan.CLIP and family.videos is not Accepts.NOTHING
 
     @cached_property
     def footprint(self) -> PatchFootprints:
