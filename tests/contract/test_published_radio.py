@@ -132,3 +132,16 @@ def test_a_misspelt_model_type_is_answered_by_the_nearest(model_type: object, me
     with pytest.raises(CheckpointError, match=message) as refused:
         load(published)
     assert len(str(refused.value)) < 300
+
+
+def test_model_types_that_the_documentation_leaves_out_are_refused_by_name(published: Path) -> None:
+    section = (
+        Path("docs/models.md").read_text().partition("## Looked at and left out")[2].partition("## Unsupported")[0]
+    )
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("|")]
+    named = [name for cell in cells for name in re.findall(r"`(.+?)`", cell)]
+    assert {"molmo", "chatglm", "exaone4_5", "timm_wrapper"} < {*named}
+    for name in named:
+        edit("config.json", model_type=name)(published)
+        with pytest.raises(CheckpointError, match=f"model_type '{re.escape(name)}' is not supported"):
+            load(published)
