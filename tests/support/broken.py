@@ -54,5 +54,4 @@ def load(folder: Path, pooling: Pooling = Pooling.NONE, adapter: Adapter | None 
     """Everything that a server reads of a checkpoint."""
     checkpoint = open_checkpoint(str(folder)).pooled(pooling)
     checkpoint.preprocessing()
-    device, track = torch.device("cpu"), lambda shards, *_: shards
-    return load_tower(checkpoint, dtype=torch.float32, device=device, track=track, adapter=adapter)
+    return load_tower(checkpoint, dtype=torch.float32, device=torch.device("cpu"), adapter=adapter)

@@ -309,7 +309,7 @@ class Loaded(Published):
     def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         super().__init__(checkpoint, dtype, device)
         opened = open_checkpoint(str(checkpoint))
-        loaded = load_tower(opened, dtype=dtype, device=torch.device(device), track=lambda shards, *_: shards)
+        loaded = load_tower(opened, dtype=dtype, device=torch.device(device))
         self.parts: Any = loaded.tower.modules
 
     def embedding(self, pixels: Tensor, grid: tuple[int, int, int]) -> Tensor:

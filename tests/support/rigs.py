@@ -75,9 +75,7 @@ class Rig:
         With `attention`, budgets are captured for short segments as well where it attends to them in another way.
         """
         checkpoint = open_checkpoint(str(folder)).pooled(pooling)
-        tower = load_tower(
-            checkpoint, dtype=dtype, device=device, track=lambda shards, *_: shards, adapter=adapter
-        ).tower
+        tower = load_tower(checkpoint, dtype=dtype, device=device, adapter=adapter).tower
         choice = attention or select(
             "auto", device, dtype, *tower.attention_heads, captured=bool(sizes), resampler=tower.resampler_heads
         )

@@ -59,7 +59,7 @@ class VitwireTower(Tower):
         torch.backends.cuda.matmul.allow_tf32 = False
         if self._float32 is None:
             checkpoint = open_checkpoint(self.checkpoint)
-            loaded = load_tower(checkpoint, dtype=torch.float32, device=self.device, track=lambda each, *_: each)
+            loaded = load_tower(checkpoint, dtype=torch.float32, device=self.device)
             self._float32 = loaded.tower
         tower = self._float32
         scale = partial(torch.tensor, dtype=torch.float32, device=self.device)

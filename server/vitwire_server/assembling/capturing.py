@@ -19,7 +19,6 @@ from vitwire_server.core.costs import ASSUMED, ASSUMED_ON_HOST, Costs
 from vitwire_server.core.reports import LadderMonitor
 from vitwire_server.fitting.learned import Demands, Learned, StateFile
 from vitwire_server.observe.metrics import Metrics
-from vitwire_server.observe.progress import progress
 from vitwire_server.runtime.devices import memory
 from vitwire_server.runtime.engine import Engine
 from vitwire_server.runtime.graphs import CudaRecorder, GraphSet, Recorder, SimulatedRecorder
@@ -113,7 +112,7 @@ def capture(placed: Placed, metrics: Metrics) -> Captured:
     on_cuda = tower.device.type == "cuda"
     before = torch.cuda.memory_reserved(tower.device) if on_cuda else 0
     recorder = _recorder(placed)
-    graphs = GraphSet(tower, ladder, recorder, lambda budgets: progress(budgets, "capturing", len(ladder)))
+    graphs = GraphSet(tower, ladder, recorder)
     reserved = torch.cuda.memory_reserved(tower.device) - before if on_cuda else graphs.nbytes
     if on_cuda:
         metrics.memory.reads(partial(memory, tower.device, reserved))

@@ -13,7 +13,6 @@ from vitwire_server.core.budgets import Budget, Ladder
 from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing
 from vitwire_server.core.pooling import Pooling
-from vitwire_server.observe.progress import progress
 from vitwire_server.runtime.attention.selection import Selection, select
 from vitwire_server.runtime.devices import dtype_fault, kernel_fault
 from vitwire_server.runtime.memory.streams import CudaStreams, HostStreams, Streams, pin
@@ -81,7 +80,7 @@ def place(settings: ServeSettings, on_weights_loaded: Callable[[], None], memory
         _log.info("%s: %s", device, shared)
     nbytes = bound_device(settings, device)
     try:
-        loaded = load_tower(checkpoint, dtype=dtype, device=device, track=progress, adapter=adapter)
+        loaded = load_tower(checkpoint, dtype=dtype, device=device, adapter=adapter)
     except torch.OutOfMemoryError as error:
         raise UsageError(f"the weights do not fit on {device} ({shared}): {str(error).partition('. ')[0]}") from None
     if nbytes is not None:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from av import Packet
 from av.video.stream import VideoStream
-from numpy.typing import NDArray
 from torch import Tensor
 
 from vitwire_children.serving import Fault, NotDone
@@ -139,20 +138,27 @@ class Nvdec:
 
     def decoded(self, stream: VideoStream, coded: Sequence[Coded], chosen: Collection[int]) -> Iterator[Samples]:
         """As Source has it."""
-        kind = _Kind.of(stream)
+        kind, given = _Kind.of(stream), self._nvc.PacketData()
         annex_b = av.BitStreamFilterContext(_FILTERS[kind.codec], stream)
         try:
             decoder = self._taken(kind)
-            for each in coded:
-                for packet in annex_b.filter(each.packet):
-                    yield from self._step(decoder, np.frombuffer(memoryview(packet), np.uint8), each.time, chosen)
-            yield from self._step(decoder, np.empty(0, np.uint8), 0, chosen)
+            for each in (*coded, None):  # no bytes end the stream
+                for packet in annex_b.filter(each.packet) if each else (b"",):
+                    data = np.frombuffer(memoryview(packet), np.uint8)
+                    given.bsl, given.bsl_data, given.pts = len(data), data.ctypes.data, each.time if each else 0
+                    yield from (self._samples(frame) for frame in decoder.Decode(given) if frame.timestamp in chosen)
         except self._errors as error:
             raise NotDone(Fault.LOST, str(error)) from error
         with self._lock:
             self._kept.append((kind, decoder))
 
-    def _taken(self, kind: _Kind) -> Any:  # noqa: ANN401 - PyNvVideoCodec has no types
+    def _samples(self, frame: Any) -> Samples:  # noqa: ANN401 - PyNvVideoCodec has no types
+        if frame.format != self._nvc.Pixel_Format.NV12:
+            raise NotDone(Fault.LOST, f"NVDEC decodes it to {frame.format}")
+        luma, chroma = (torch.as_tensor(plane, device=f"cuda:{self._index}") for plane in frame.cuda())
+        return Samples(frame.timestamp, luma[..., 0], chroma)
+
+    def _taken(self, kind: _Kind) -> Any:  # noqa: ANN401 - as above
         with self._lock:
             for at, (kept, decoder) in enumerate(self._kept):
                 if kept == kind:
@@ -160,34 +166,9 @@ class Nvdec:
                     return decoder
             while sum(max(kept.area, _LEAST_AREA) for kept, _ in self._kept) + kind.area > _MOST_AREA:
                 del self._kept[0]
-        codec = getattr(self._nvc.cudaVideoCodec, _CODECS[kind.codec])
-        return self._nvc.CreateDecoder(
-            gpuid=self._index,
-            codec=codec,
-            cudacontext=0,
-            cudastream=0,
-            usedevicememory=1,
-            maxwidth=kind.width,
-            maxheight=kind.height,
-        )
-
-    def _step(
-        self,
-        decoder: Any,  # noqa: ANN401 - as above
-        data: NDArray[np.uint8],
-        at: int,
-        chosen: Collection[int],
-    ) -> Iterator[Samples]:
-        """Chosen frames that are ready after these bytes; the end of a stream has none."""
-        given = self._nvc.PacketData()
-        given.bsl, given.bsl_data, given.pts = len(data), data.ctypes.data if len(data) else 0, at
-        for frame in decoder.Decode(given):
-            if frame.timestamp not in chosen:
-                continue
-            if frame.format != self._nvc.Pixel_Format.NV12:
-                raise NotDone(Fault.LOST, f"NVDEC decodes it to {frame.format}")
-            luma, chroma = (torch.as_tensor(plane, device=f"cuda:{self._index}") for plane in frame.cuda())
-            yield Samples(frame.timestamp, luma[..., 0], chroma)
+        codec, (width, height) = getattr(self._nvc.cudaVideoCodec, _CODECS[kind.codec]), kind[1:]
+        own = {"gpuid": self._index, "cudacontext": 0, "cudastream": 0, "usedevicememory": 1}
+        return self._nvc.CreateDecoder(codec=codec, maxwidth=width, maxheight=height, **own)
 
     def is_damaged(self) -> bool:
         """As Source has it. Its decoders are not used again."""

@@ -18,7 +18,7 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Preprocessing, Resizing
 from vitwire_server.core.pooling import Pooling
 from vitwire_server.towers.checkpoints.lora import Adapter
-from vitwire_server.towers.checkpoints.weights import BROKEN, Track, download, fingerprint, read_weights, refused
+from vitwire_server.towers.checkpoints.weights import BROKEN, download, fingerprint, read_weights, refused
 from vitwire_server.towers.configs import Config, absurd_layers
 from vitwire_server.towers.family import TESTED, Family, Module, Weights
 from vitwire_server.towers.files import CheckpointError, local_folder, read_json
@@ -118,7 +118,6 @@ def load_tower(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    track: Track,
     adapter: Adapter | None = None,
 ) -> Loaded:
     """Read the tower's weights, merge an adapter into them, and build it. Raises CheckpointError.
@@ -127,7 +126,7 @@ def load_tower(
     rotary frequencies too.
     """
     fetch = partial(download, checkpoint.model_id) if checkpoint.on_hub else None
-    weights = read_weights(checkpoint.folder, checkpoint.family.modules, checkpoint.config, track, fetch)
+    weights = read_weights(checkpoint.folder, checkpoint.family.modules, checkpoint.config, fetch)
     if adapter:
         adapter.merge(checkpoint.family, checkpoint.config, weights)
     transformers.utils.logging.disable_progress_bar()

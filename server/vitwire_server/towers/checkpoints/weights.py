@@ -6,7 +6,7 @@ disk. Of what torch.save wrote, nothing but tensors is read.
 
 import hashlib
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
@@ -37,8 +37,6 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _WHOLE_BYTES = 4 << 30
 """Largest file of the format before torch 1.6, which cannot be mapped and is read as a whole."""
 
-Track = Callable[[Iterable[str], str, int], Iterable[str]]
-"""Wraps an iterable in a progress bar: items, description, how many."""
 Fetch = Callable[[list[str]], object]
 """Brings files of these names into the folder, as far as the hub has them. Raises CheckpointError."""
 
@@ -72,7 +70,7 @@ def vision_shards(
 
 
 def read_weights(
-    folder: Path, modules: Mapping[str, Module], config: Config, track: Track, fetch: Fetch | None = None
+    folder: Path, modules: Mapping[str, Module], config: Config, fetch: Fetch | None = None
 ) -> dict[str, Weights]:
     """The weights of each module, by their names within it; `config` is the whole checkpoint's. Raises CheckpointError.
 
@@ -80,7 +78,7 @@ def read_weights(
     """
     shards = vision_shards(folder, modules, config, fetch)
     weights: dict[str, Weights] = {module: {} for module in modules}
-    for shard in track(list(shards), "loading", len(shards)):
+    for shard in shards:
         path = folder / shard
         if not path.is_file():
             raise CheckpointError(f"{folder}: {shard} is missing, and it holds weights of the vision tower")
