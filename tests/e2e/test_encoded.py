@@ -227,23 +227,15 @@ def test_decoders_do_not_load_torch_and_end_with_the_server(checkpoints: Checkpo
 )
 def test_every_layout(checkpoints: Checkpoints, model_type: str, shape: str) -> None:
     photo = photograph(230, 310)
-    files = [
-        saved(photo),
-        saved(photo, "PNG"),
-        saved(photo, "WEBP"),
-        turned("PNG"),
-        saved(photo.convert("RGBA"), "PNG"),
-    ]
+    files = [*(saved(photo, each) for each in ("JPEG", "PNG", "WEBP")), turned("PNG")]
+    files.append(saved(photo.convert("RGBA"), "PNG"))
     folder = checkpoints(model_type)
     with serving(folder, *FLAGS, *SHAPES[shape]) as server, Client(server.target) as client:
-        for one, other in zip(
-            client.encode([Item(encoded=file) for file in files]), client.encode_images(files), strict=True
-        ):
+        encoded = client.encode([Item(encoded=file) for file in files])
+        for one, other in zip(encoded, client.encode_images(files), strict=True):
             assert_same(one, other)
-        for own, (item,) in zip(
-            client.encode_images([photo, np.asarray(photo)]), [image_items([photo], of_images(folder))] * 2, strict=True
-        ):
-            assert_same(own, client.encode([item])[0])
+        for own in client.encode_images([photo, np.asarray(photo)]):
+            assert_same(own, client.encode(image_items([photo], of_images(folder)))[0])
         if "mp4" in client.model().encodings:
             file = clip(moving(40), 10.0)
             _, frames = frames_used(file, 40, of_clips(folder))

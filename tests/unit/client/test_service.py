@@ -18,17 +18,7 @@ from grpc_health.v1 import health_pb2
 from PIL import Image
 
 from both_clients import Call, both, large
-from fake_service import (
-    SERVICE,
-    Fake,
-    Running,
-    abort,
-    bad_request,
-    expected,
-    item,
-    retry_info,
-    serving,
-)
+from fake_service import SERVICE, Fake, Running, abort, bad_request, expected, item, retry_info, serving
 from vitwire import (
     AsyncClient,
     Client,
@@ -132,25 +122,22 @@ async def test_health_is_seen_even_when_bad(client: Any, running: Running) -> No
 
 @both
 async def test_statuses_of_the_request_are_translated(make: Call, running: Running) -> None:
-    steps: list[Callable[[grpc.ServicerContext], None]] = [
-        lambda context: abort(context, grpc.StatusCode.UNAUTHENTICATED),
-        lambda context: abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, retry_info(1, 0)),
-        lambda context: abort(context, grpc.StatusCode.INVALID_ARGUMENT, bad_request("items[1].grid")),
-    ]
+    def refuse(code: grpc.StatusCode, *details: Any) -> None:
+        running.fake.before = lambda context: abort(context, code, *details)
+
     async with make(running.target, timeout=20, max_retries=0) as client:
         await client.model()
-        running.fake.before = steps.pop(0)
+        refuse(grpc.StatusCode.UNAUTHENTICATED)
         with pytest.raises(Unauthenticated):
             await client.encode([item()])
-        running.fake.before = steps.pop(0)
+        refuse(grpc.StatusCode.RESOURCE_EXHAUSTED, retry_info(1, 0))
         with pytest.raises(Overloaded) as overloaded:
             await client.encode([item()])
         assert overloaded.value.retry_after == 1.0
-        running.fake.before = steps.pop(0)
+        refuse(grpc.StatusCode.INVALID_ARGUMENT, bad_request("items[1].grid"))
         with pytest.raises(InvalidItem) as invalid:
             await client.encode([item(), item()])
-        assert invalid.value.violations[0].field == "items[1].grid"
-        assert invalid.value.item == 1
+        assert (invalid.value.violations[0].field, invalid.value.item) == ("items[1].grid", 1)
 
 
 @both

@@ -2,8 +2,9 @@
 
 import asyncio
 import select
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from io import BytesIO
 from typing import Any, cast
 
@@ -36,7 +37,7 @@ from vitwire_children.serving import Fault, NotDone
 from vitwire_server.core.items import Modality
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.files import clips
-from vitwire_server.preparing.files.decoders import HARDWARE
+from vitwire_server.preparing.files.decoders import HARDWARE, Decoder
 from vitwire_server.preparing.files.messages import Measured, Setup, Sizes
 from vitwire_server.preparing.files.pool import DecodePool
 from vitwire_server.preparing.pillow import Tiles
@@ -125,30 +126,46 @@ def assert_equal(found: Measured, pixels: np.ndarray, tiles: Tiles) -> None:
     assert np.array_equal(pixels, np.concatenate([part.reshape(-1) for part in parts]))
 
 
+async def assert_works(pool: DecodePool) -> None:
+    photo = saved(photograph())
+    assert_equal(*await prepared(pool, photo), expected(photo, MODELS["patches"]))
+
+
+async def started(pool: DecodePool, job: asyncio.Task[Any]) -> Decoder:
+    """A decoder that is busy: with the job, unless there are others."""
+    while not (busy := [child for child in pool._decoders._all if child.is_busy]):
+        assert not job.done(), job
+        await asyncio.sleep(0)
+    return busy[0]
+
+
+async def starting() -> psutil.Process:
+    """The only decoder, as soon as its process runs."""
+    while not (found := decoders()):  # noqa: ASYNC110 - a process has no event
+        await asyncio.sleep(0.01)
+    (child,) = found
+    return child
+
+
 pool = entered_async(pool_of)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_form_of_an_image_is_known_from_its_size(name: str) -> None:
-    own = MODELS[name][Modality.IMAGE]
-    for size in SIZES:
+@pytest.mark.parametrize(("name", "modality"), [
+    *((name, Modality.IMAGE) for name in MODELS), ("patches", Modality.VIDEO), ("ratio", Modality.VIDEO),
+])  # fmt: skip
+def test_the_form_of_an_item_is_known_from_its_shape(name: str, modality: Modality) -> None:
+    own = MODELS[name][modality]
+    clips = [(frames, *size) for size in SIZES[:2] for frames in (2, 5, 8)]
+    for size in SIZES if modality is Modality.IMAGE else clips:
         try:
             form = form_of((*size, 3), own)
         except ValueError as error:
+            assert modality is Modality.IMAGE
             with pytest.raises(ValueError, match=str(error)):
                 pillow.prepared(np.zeros((*size, 3), np.uint8), own)
             continue
         tiles = pillow.prepared(np.zeros((*size, 3), np.uint8), own)
         assert form == (tiles.grid, tiles.pixels.shape, None if tiles.crops is None else tiles.crops.shape)
-
-
-@pytest.mark.parametrize("name", ["patches", "ratio"])
-def test_the_form_of_a_clip_is_known_from_size_and_number(name: str) -> None:
-    own = MODELS[name][Modality.VIDEO]
-    for size in SIZES[:2]:
-        for frames in (2, 5, 8):
-            tiles = pillow.prepared(np.zeros((frames, *size, 3), np.uint8), own)
-            assert form_of((frames, *size, 3), own) == (tiles.grid, tiles.pixels.shape, None)
 
 
 @pytest.mark.parametrize("name", ["patches", "raster", "square"])
@@ -161,7 +178,6 @@ async def test_files_are_prepared_as_in_this_process(name: str) -> None:
 
 
 async def test_hostile_files_are_refused_and_the_decoder_survives() -> None:
-    good = saved(photograph())
     async with pool_of(pixels=64_000_000) as pool:
         before = decoders()
         for name, (make, fault, reason) in HOSTILE.items():
@@ -169,12 +185,12 @@ async def test_hostile_files_are_refused_and_the_decoder_survives() -> None:
                 await prepared(pool, make())
             assert not fault or error.value.fault == fault, name
             assert reason in str(error.value), name
-        assert_equal(*await prepared(pool, good), expected(good, MODELS["patches"]))
+        await assert_works(pool)
         assert decoders() == before
 
 
 async def test_a_file_that_takes_too_long_ends_only_its_decoder() -> None:
-    file, good = many_scans(), saved(photograph())
+    file = many_scans()
     async with pool_of(seconds=0.5, pixels=1 << 25) as pool:
         found = await pool.measure(FLOW, file, Modality.IMAGE)
         with pytest.raises(NotDone, match=r"takes more than 0\.5 s") as error:
@@ -182,25 +198,29 @@ async def test_a_file_that_takes_too_long_ends_only_its_decoder() -> None:
         assert error.value.fault is Fault.TOO_SLOW
         with pytest.raises(NotDone, match="takes more than 1 s"):
             await pool.measure(FLOW, tiff(32, 1_900_000, 1_900_000), Modality.IMAGE)
-        assert_equal(*await prepared(pool, good), expected(good, MODELS["patches"]))
+        await assert_works(pool)
 
 
-async def test_a_small_file_may_take_less_than_a_large_one() -> None:
-    file, good = many_scans(500, 20_000), saved(photograph())
-    async with pool_of(seconds=60.0) as pool:
-        with pytest.raises(NotDone, match=r"takes more than 1\.1\d s") as error:
-            await prepared(pool, file)
+@pytest.mark.parametrize(("make", "input_bytes", "seconds"), [
+    pytest.param(partial(many_scans, 500, 20_000), 8 << 20, r"1\.1\d", id="a small file"),
+    pytest.param(partial(many_chunks, 2_000_000), 32 << 20, "1", id="a header"),
+])  # fmt: skip
+async def test_a_small_file_or_a_header_may_take_less(
+    make: Callable[[], bytes], input_bytes: int, seconds: str
+) -> None:
+    """Than a large file; the time for a header does not grow with the file."""
+    async with pool_of(seconds=60.0, input_bytes=input_bytes) as pool:
+        with pytest.raises(NotDone, match=f"takes more than {seconds} s") as error:
+            await prepared(pool, make())
         assert error.value.fault is Fault.TOO_SLOW
-        assert_equal(*await prepared(pool, good), expected(good, MODELS["patches"]))
+        await assert_works(pool)
 
 
 async def test_headers_are_read_while_all_decoders_are_busy() -> None:
     file, slow = saved(photograph()), many_scans()
     async with pool_of(seconds=60.0, pixels=1 << 25) as pool:
         job = asyncio.create_task(decoded(pool, slow, 1))
-        while not any(child.is_busy for child in pool._decoders._all):  # until one has the job
-            assert not job.done(), job
-            await asyncio.sleep(0.01)
+        await started(pool, job)
         for _ in range(5):
             await pool.measure(FLOW, file, Modality.IMAGE)
         assert not job.done()
@@ -215,10 +235,8 @@ async def test_clips_of_one_caller_do_not_hold_up_others() -> None:
     slow, flood = never_shown(6000, 20_000_000), (0, "a flood")
     async with pool_of(processes=2, seconds=60.0, input_bytes=32 << 20) as pool:
         jobs = [asyncio.create_task(pool.measure(flood, slow, Modality.VIDEO)) for _ in range(4)]
-        while not any(child.is_busy for child in pool._decoders._all):  # noqa: ASYNC110 - until one has a job
-            await asyncio.sleep(0.01)
-        file = saved(photograph())
-        assert_equal(*await prepared(pool, file), expected(file, MODELS["patches"]))
+        await started(pool, jobs[0])
+        await assert_works(pool)
         await prepared(pool, clip(moving(12)), Modality.VIDEO)
         assert not any(job.done() for job in jobs)
         for job in jobs:
@@ -232,22 +250,12 @@ async def test_a_decoder_that_hangs_over_a_header_holds_up_nobody_else(pool: Dec
     hanging = psutil.Process(pool._decoders._idle[-1].process.pid)
     hanging.suspend()
     job = asyncio.create_task(pool.measure((0, "another"), file, Modality.IMAGE))
-    while not any(child.is_busy for child in pool._decoders._all):  # noqa: ASYNC110 - until it has the job
-        await asyncio.sleep(0.01)
+    await started(pool, job)
     for _ in range(3):
-        assert_equal(*await prepared(pool, file), expected(file, MODELS["patches"]))
+        await assert_works(pool)
     assert not job.done()
     hanging.resume()
     await job
-
-
-async def test_the_time_for_a_header_does_not_grow_with_the_file() -> None:
-    file, good = many_chunks(2_000_000), saved(photograph())
-    async with pool_of(seconds=60.0, input_bytes=32 << 20) as pool:
-        with pytest.raises(NotDone, match="takes more than 1 s") as error:
-            await pool.measure(FLOW, file, Modality.IMAGE)
-        assert error.value.fault is Fault.TOO_SLOW
-        assert_equal(*await prepared(pool, good), expected(good, MODELS["patches"]))
 
 
 async def test_pixels_are_not_decoded_for_metadata_behind_them(pool: DecodePool) -> None:
@@ -267,17 +275,14 @@ async def test_memory_is_limited() -> None:
         with pytest.raises(NotDone) as error:
             await prepared(pool, large)
         assert error.value.fault is Fault.TOO_LARGE
-        good = saved(photograph())
-        assert_equal(*await prepared(pool, good), expected(good, MODELS["patches"]))
+        await assert_works(pool)
 
 
 async def test_a_killed_decoder_costs_at_most_its_file() -> None:
     file, slow = saved(photograph()), many_scans()
     async with pool_of(seconds=60.0, pixels=1 << 25) as pool:
         job = asyncio.create_task(decoded(pool, slow, 1))
-        while not (busy := [child.process.pid for child in pool._decoders._all if child.is_busy]):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-        child = psutil.Process(busy[0])
+        child = psutil.Process((await started(pool, job)).process.pid)
         while child.cpu_times().user < 1.0:  # noqa: ASYNC110 - until it works on the job
             await asyncio.sleep(0.02)
         child.kill()
@@ -304,13 +309,11 @@ async def test_a_cancelled_job_keeps_its_decoder() -> None:
         before = {child.pid for child in decoders()}
         found = await pool.measure(FLOW, slow, Modality.IMAGE)
         job = asyncio.create_task(decoded(pool, slow, int(np.prod(found.pixels))))
-        while not any(child.is_busy for child in pool._decoders._all):  # until one has the job
-            assert not job.done(), job
-            await asyncio.sleep(0)
+        await started(pool, job)
         job.cancel()
         with pytest.raises(asyncio.CancelledError):
             await job
-        assert_equal(*await prepared(pool, file), expected(file, MODELS["patches"]))
+        await assert_works(pool)
         assert before <= {child.pid for child in decoders()}, "another may have read the header meanwhile"
 
 
@@ -321,17 +324,16 @@ async def test_a_job_that_is_cancelled_as_its_answer_arrives_costs_nothing() -> 
         before = set(pool._decoders._all)
         for steps in range(8):
             job = asyncio.create_task(pool.measure(FLOW, file, Modality.IMAGE))
-            while not (busy := [child for child in before if child.is_busy]):  # noqa: ASYNC110 - until it has the job
-                await asyncio.sleep(0)
+            child = await started(pool, job)
             await asyncio.sleep(0)
-            select.select([busy[0]._link], [], [], 0.5)  # of 5 ms that a header takes
+            select.select([child._link], [], [], 0.5)  # of 5 ms that a header takes
             for _ in range(steps):
                 await asyncio.sleep(0)
             job.cancel()
             with suppress(asyncio.CancelledError):
                 await job
             await asyncio.gather(*pool._decoders._returning)
-        assert_equal(*await prepared(pool, file), expected(file, MODELS["patches"]))
+        await assert_works(pool)
         assert pool._decoders._all == before
 
 
@@ -339,9 +341,7 @@ async def test_a_cancelled_job_does_not_stop_the_start_of_a_decoder(pool: Decode
     file = saved(photograph())
     killed()
     job = asyncio.create_task(pool.measure(FLOW, file, Modality.IMAGE))
-    while not decoders():  # noqa: ASYNC110 - until the decoder starts
-        await asyncio.sleep(0.01)
-    (child,) = decoders()
+    child = await starting()
     job.cancel()
     await prepared(pool, file)
     await asyncio.gather(*pool._decoders._returning)
@@ -352,8 +352,7 @@ async def test_a_cancelled_job_does_not_stop_the_start_of_a_decoder(pool: Decode
 async def test_closing_ends_a_decoder_that_starts(pool: DecodePool) -> None:
     killed()
     job = asyncio.create_task(pool.measure(FLOW, b"", Modality.IMAGE))
-    while not decoders():  # noqa: ASYNC110 - until the decoder starts
-        await asyncio.sleep(0.01)
+    await starting()
     job.cancel()
     with suppress(asyncio.CancelledError):
         await job
@@ -386,10 +385,14 @@ async def test_clips_that_start_between_keyframes(made: tuple[str, str, dict[str
     file = cut(clip(moving(60), codec=made[1], options=made[2]), 7, made[0])
     shown = len(frames_of(file, range(60)))
     assert shown < 60
-    own = MODELS["patches"][Modality.VIDEO]
-    indices = sampled(shown, 10.0, SAMPLING, own.temporal)
+    await assert_sampled(pool, file, shown, 10.0)
+
+
+async def assert_sampled(pool: DecodePool, file: bytes, frames: int, rate: float, name: str = "patches") -> None:
+    own = MODELS[name][Modality.VIDEO]
+    indices = sampled(frames, rate, SAMPLING, own.temporal)
     found, pixels = await prepared(pool, file, Modality.VIDEO)
-    assert found.frame_seconds == tuple(index / 10.0 for index in indices)
+    assert found.frame_seconds == tuple(index / rate for index in indices)
     assert_equal(found, pixels, pillow.prepared(np.stack(frames_of(file, indices)), own))
 
 
@@ -400,12 +403,8 @@ async def test_clips_that_start_between_keyframes(made: tuple[str, str, dict[str
 ])  # fmt: skip
 async def test_clips_are_sampled_and_prepared(name: str, kind: str, codec: str) -> None:
     file = clip(moving(45), 15.0, kind, codec, {"strict": "-1"})
-    own = MODELS[name][Modality.VIDEO]
-    indices = sampled(45, 15.0, SAMPLING, own.temporal)
     async with pool_of(MODELS[name]) as pool:
-        found, pixels = await prepared(pool, file, Modality.VIDEO)
-    assert found.frame_seconds == tuple(index / 15.0 for index in indices)
-    assert_equal(found, pixels, pillow.prepared(np.stack(frames_of(file, indices)), own))
+        await assert_sampled(pool, file, 45, 15.0, name)
 
 
 @pytest.mark.parametrize(("codec", "options", "skips"), [

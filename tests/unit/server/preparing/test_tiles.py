@@ -261,20 +261,10 @@ def test_ovis2_layouts_of_random_sizes() -> None:
 # The stock processors of these two need torchvision; what they plan was worked out by hand from their rules.
 
 
-@pytest.mark.parametrize(
-    ("size", "grid"),
-    [
-        ((56, 56), (1, 1, 1)),
-        ((20, 20), (1, 1, 1)),
-        ((57, 57), (5, 2, 2)),
-        ((56, 112), (3, 1, 2)),
-        ((112, 56), (3, 2, 1)),
-        ((56, 200), (5, 1, 4)),
-        ((300, 300), (5, 2, 2)),
-        ((60, 100), (5, 2, 2)),
-        ((30, 400), (7, 1, 6)),
-    ],
-)
+@pytest.mark.parametrize(("size", "grid"), [
+    ((56, 56), (1, 1, 1)), ((20, 20), (1, 1, 1)), ((57, 57), (5, 2, 2)), ((56, 112), (3, 1, 2)), ((112, 56), (3, 2, 1)),
+    ((56, 200), (5, 1, 4)), ((300, 300), (5, 2, 2)), ((60, 100), (5, 2, 2)), ((30, 400), (7, 1, 6)),
+])  # fmt: skip
 def test_llama4_takes_the_layout_that_scales_least(size: tuple[int, int], grid: tuple[int, int, int]) -> None:
     tiles = ours(picture(*size), Tiling(TilingRule.CANVAS, (56, 56), Overview.LAST, max_tiles=6), resample=2)
     assert tiles.grid == grid
@@ -283,23 +273,11 @@ def test_llama4_takes_the_layout_that_scales_least(size: tuple[int, int], grid: 
 
 # What the stock processor, which needs torchvision, gave as num_patches and layout:
 # Cohere2VisionImageProcessor(size=SQUARE, max_patches=6)([picture(*size)]), transformers 5.23
-@pytest.mark.parametrize(
-    ("size", "grid"),
-    [
-        ((30, 30), (1, 1, 1)),
-        ((64, 40), (3, 2, 1)),
-        ((40, 100), (3, 1, 2)),
-        ((57, 55), (3, 2, 1)),
-        ((200, 90), (7, 3, 2)),
-        ((90, 301), (5, 1, 4)),
-        ((113, 224), (7, 2, 3)),
-        ((12, 300), (7, 1, 6)),
-        ((400, 7), (7, 6, 1)),
-        ((2, 2), (1, 1, 1)),
-        ((300, 300), (5, 2, 2)),
-        ((480, 640), (7, 2, 3)),
-    ],
-)
+@pytest.mark.parametrize(("size", "grid"), [
+    ((30, 30), (1, 1, 1)), ((64, 40), (3, 2, 1)), ((40, 100), (3, 1, 2)), ((57, 55), (3, 2, 1)), ((200, 90), (7, 3, 2)),
+    ((90, 301), (5, 1, 4)), ((113, 224), (7, 2, 3)), ((12, 300), (7, 1, 6)), ((400, 7), (7, 6, 1)),
+    ((2, 2), (1, 1, 1)), ((300, 300), (5, 2, 2)), ((480, 640), (7, 2, 3)),
+])  # fmt: skip
 def test_command_vision_stretches_an_image_over_the_layout_that_scales_least(
     size: tuple[int, int], grid: tuple[int, int, int]
 ) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -125,9 +126,7 @@ def test_a_correct_item_is_viewed_and_not_copied() -> None:
     [
         ({"modality": pb.MODALITY_UNSPECIFIED}, "modality"),
         ({"modality": 77}, "modality"),
-        ({"grid__t": 0}, "grid.t"),
-        ({"grid__h": 0}, "grid.h"),
-        ({"grid__w": 0}, "grid.w"),
+        *(({f"grid__{side}": 0}, f"grid.{side}") for side in "thw"),
         ({"grid": None}, "grid"),
         ({"grid__h": 3}, "grid.h"),
         ({"grid__w": 5}, "grid.w"),
@@ -138,20 +137,17 @@ def test_a_correct_item_is_viewed_and_not_copied() -> None:
         ({"pixels__data_type": 0}, "pixels.data_type"),
         ({"pixels__data_type": 99}, "pixels.data_type"),
         ({"pixels__data_type": pb.DATA_TYPE_FLOAT32}, "pixels.data"),
-        ({"pixels__shape": [8, SINGLE + 1]}, "pixels.shape"),
-        ({"pixels__shape": [9, SINGLE]}, "pixels.shape"),
-        ({"pixels__shape": [8 * SINGLE]}, "pixels.shape"),
-        ({"pixels__shape": [1 << 63] * 9}, "pixels.shape"),
-        ({"pixels__shape": []}, "pixels.shape"),
+        *(
+            ({"pixels__shape": shape}, "pixels.shape")
+            for shape in ([8, SINGLE + 1], [9, SINGLE], [8 * SINGLE], [1 << 63] * 9, [])
+        ),
         ({"modality": pb.MODALITY_VIDEO}, "pixels.shape"),
         ({"crops": pb.Tensor(data_type=pb.DATA_TYPE_UINT8)}, "crops"),
-        ({"keep_ratio": 0.5}, "keep_ratio"),
-        ({"keep_ratio": 1.0}, "keep_ratio"),
-        ({"keep_ratio": float("nan")}, "keep_ratio"),
-        ({"modality": pb.MODALITY_VIDEO, "pixels__shape": [8, FULL], "keep_ratio": -0.1}, "keep_ratio"),
-        ({"modality": pb.MODALITY_VIDEO, "pixels__shape": [8, FULL], "keep_ratio": 1.5}, "keep_ratio"),
-        ({"modality": pb.MODALITY_VIDEO, "pixels__shape": [8, FULL], "keep_ratio": float("inf")}, "keep_ratio"),
-        ({"modality": pb.MODALITY_VIDEO, "pixels__shape": [8, FULL], "keep_ratio": float("nan")}, "keep_ratio"),
+        *(({"keep_ratio": ratio}, "keep_ratio") for ratio in (0.5, 1.0, nan)),
+        *(
+            ({"modality": pb.MODALITY_VIDEO, "pixels__shape": [8, FULL], "keep_ratio": ratio}, "keep_ratio")
+            for ratio in (-0.1, 1.5, inf, nan)
+        ),
         ({"content_id": "x" * 513}, "content_id"),
     ],
 )
@@ -183,11 +179,14 @@ def test_a_header_that_repeats_is_checked_once_and_never_shared() -> None:
 
 
 def test_wrong_options_and_counts_are_named() -> None:
+    """All that is wrong at once."""
     assert violated(request()) == {"items"}
     assert violated(request(*[message()] * 4)) == {"items"}
     assert violated(request(message(), output_type=pb.DATA_TYPE_UINT8)) == {"output_type"}
     assert violated(request(message(), output_type=55)) == {"output_type"}
     assert violated(request(message(), priority=7)) == {"priority"}
+    both = request(message(grid__h=3), message(modality=9, grid__w=0))
+    assert violated(both) == {"items[0].grid.h", "items[1].modality", "items[1].grid.w"}
     assert violated(request(message(), data=bytes(5))) == {"items[0].pixels.data"}
 
 
@@ -269,11 +268,6 @@ def test_options_set_the_grid_of_a_picture() -> None:
     assert item_of(form_of(largest)).areas == (225, 64)
     with pytest.raises(InvalidRequest, match=r"items\[0\].grid: has 400 patches, at most 64"):
         optioned(SIZED, sent, max_pixels=(1 << 63) - 1)
-
-
-def test_every_wrong_field_is_named_at_once() -> None:
-    wrong = request(message(grid__h=3), message(modality=9, grid__w=0))
-    assert violated(wrong) == {"items[0].grid.h", "items[1].modality", "items[1].grid.w"}
 
 
 def test_a_cached_embedding_is_asked_for_without_pixels() -> None:
