@@ -72,7 +72,7 @@ def _renamed(weights: Mapping[str, Tensor], names: Names) -> dict[str, Tensor]:
             name = re.sub(pattern, replacement, name)  # noqa: PLW2901 - renamed step by step
         flat = tensor.flatten(1) if name.endswith(".patch_emb.weight") else tensor
         flat = torch.cat([flat, flat.flip(-1)]) if name.endswith(".wte") else flat  # another token
-        renamed[name] = flat[None] if name.endswith(("pos_embed", "pos_emb")) and flat.ndim == 2 else flat
+        renamed[name] = flat[None] if name.endswith(("pos_embed", ".pos_emb")) and flat.ndim == 2 else flat
     return renamed
 
 
