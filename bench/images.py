@@ -22,7 +22,7 @@ _FORMS: Mapping[str, Form] = {"picture": "picture", "jpeg": "jpeg"}
 SIZES = {"448p": (448, 640), "1080p": (1080, 1920), "12mp": (3024, 4032)}
 """Height and width of pictures and clips of cameras."""
 _FRAMES = 300
-"""Of a clip, which takes 10 s."""
+"""Frames of a clip of 10 s."""
 
 
 @dataclass(frozen=True, slots=True)

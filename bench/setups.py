@@ -86,7 +86,7 @@ def started(model: Path, devices: str, flags: Sequence[str]) -> Iterator[Server]
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Of the process's arguments."""
+    """The flags of the benchmark."""
     parser = argparse.ArgumentParser("service-bench", description=description)
     names = list(PUBLISHED)
     add = parser.add_argument

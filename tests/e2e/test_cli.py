@@ -49,7 +49,7 @@ def started(*words: str | Path, flags: tuple[str, ...] = ()) -> Iterator[subproc
 
 
 def test_encode_writes_what_the_client_gets(server: ServerProcess, tmp_path: Path) -> None:
-    """Of every format that the server decodes."""
+    """A file of each format that the server decodes."""
     folder, out, single = tmp_path / "files", tmp_path / "rows.safetensors", tmp_path / "one.npy"
     folder.mkdir()
     for kind in ("jpeg", "png", "webp", "gif", "bmp"):

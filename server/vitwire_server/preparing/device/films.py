@@ -56,7 +56,7 @@ _MOST_CROPPED = 64
 
 
 def _coded(container: InputContainer, stream: VideoStream, nbytes: int) -> Iterator[Coded]:
-    """The frames of a file of so many bytes. Raises NotDone, ValueError or PyAV's errors."""
+    """The frames of a file of `nbytes`. Raises NotDone, ValueError or PyAV's errors."""
     codec = stream.codec_context.codec.canonical_name
     sequence = units.sequence_of(codec, stream.codec_context.extradata or b"")
     width, height = units.coded_size(codec, sequence)

@@ -11,7 +11,7 @@ _START = b"\0\0\1"
 """Begins a unit in the form that NVDEC reads; no unit may contain it."""
 _SEQUENCE = {"h264": 7, "hevc": 33}
 _SUBSET = 15
-"""Of H.264, for several views."""
+"""nal_unit_type of a sequence parameter set of H.264 for several views."""
 _HIGH = (44, 83, 86, 100, 110, 118, 122, 128, 134, 135, 138, 139, 244)
 """Profiles of H.264 whose sequence parameter sets say more of their samples."""
 _PROFILE_AND_LEVEL = 96

@@ -235,7 +235,7 @@ def test_an_item_that_the_service_fails_does_not_lose_the_others(photos: list[Pa
 
 
 def test_encode_writes_by_suffix(vitwire: Invoke, photos: list[Path], tmp_path: Path) -> None:
-    """In any case; a folder may have one too."""
+    """A suffix in upper or lower case decides; a folder may have one too."""
     for name in ("all.SafeTensors", "one.NPY", "two.npy"):
         assert vitwire("encode", photos[0], "--out", tmp_path / name).exit_code == 0
     assert load_file(tmp_path / "all.SafeTensors")["cat.png"].shape == (20, 12)
