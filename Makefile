@@ -31,15 +31,15 @@ unexport PYTHONDONTWRITEBYTECODE
 
 TIER := everyday
 KIND := cpu
-.PHONY: $(foreach tier,everyday matrix versions fault gpu kernel page watch engine example full image,tier-$(tier)) \
+.PHONY: $(foreach tier,everyday matrix versions fault gpu kernel watch engine example full image,tier-$(tier)) \
 	$(foreach kind,cpu wire gpu service engine,kind-$(kind))
 
 # TIER= one of: everyday; matrix (all combinations of what the everyday suite samples); versions (every model on other
 # releases of transformers, and a trained tower); fault (load, faults and bad input); gpu; kernel (the Triton kernels on
-# the CPU); page (the status page in Chromium); watch (rules, alerts and dashboard with a real Prometheus); engine
+# the CPU); watch (rules, alerts and dashboard with a real Prometheus); engine
 # (vLLM's and SGLang's own code); example (TypeScript); full (towers of published size); image (the container image).
 # FLAGS are pytest's.
-test: tier-$(TIER) ## the everyday suite, or TIER=matrix|versions|fault|gpu|kernel|page|watch|engine|example|full|image
+test: tier-$(TIER) ## the everyday suite, or TIER=matrix|versions|fault|gpu|kernel|watch|engine|example|full|image
 
 # KIND= one of: cpu (planner, eager forward, codec); wire (the service beside bare gRPC, on a CPU); gpu (published
 # towers beside plain transformers); service (servers under load, on GPUs); engine (vLLM with a language model, with its
@@ -100,12 +100,6 @@ check: $(READY) ## format, lint, types, import rules, proto, stubs, tables, ceil
 	$(BIN)/python tools/tables.py --check
 	$(BIN)/python -m tools.monitoring --check
 	$(BIN)/python tools/weight.py --check
-
-# Chromium is that of PATH, or Playwright's.
-tier-page: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --requirement tests/page/requirements.txt
-	command -v chromium || command -v google-chrome || $(BIN)/python -m playwright install --with-deps chromium
-	$(BIN)/python -m pytest -c tests/page/pytest.ini tests/page $(FLAGS)
 
 # Installs Prometheus and Alertmanager by apt-get.
 tier-watch: $(READY)
@@ -218,7 +212,7 @@ licences: $(READY) .tools/supply/.ready ## dist/licences.md; fails on copyleft
 release: $(READY) .tools/supply/.ready ## dist/: wheel, lock, SBOM, licences, notes, image; uploads nothing, exits 3 if not audited; FLAGS=--no-image
 	tools/release.sh $(FLAGS)
 
-acceptance: check tier-everyday tier-matrix tier-versions demo kind-cpu kind-wire tier-full tier-fault tier-kernel tier-page tier-watch tier-engine tier-example ## every tier in full
+acceptance: check tier-everyday tier-matrix tier-versions demo kind-cpu kind-wire tier-full tier-fault tier-kernel tier-watch tier-engine tier-example ## every tier in full
 	VITWIRE_GPU_TEST_DEVICE=cpu $(MAKE) test TIER=gpu GPU_PYTHON=$(BIN)/python
 
 stubs: $(READY) ## regenerate client/vitwire/v1 from the proto

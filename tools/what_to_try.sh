@@ -8,7 +8,7 @@ while IFS= read -r line; do
 	"ready: "*)
 		printf '\nIn another terminal:\n'
 		printf "  $1/vitwire %s --target ${target%,}\n" "encode PHOTO.jpg" "bench --seconds 5" "info"
-		[ -z "$page" ] || echo "  status page: http://$page/"
+		[ -z "$page" ] || echo "  metrics: http://$page/metrics"
 		;;
 	esac
 done

@@ -65,7 +65,7 @@ def test_make_serve_says_what_to_try_after_the_server_is_ready(
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
     try:
         deadline = time.monotonic() + 200
-        while "status page" not in output.read_text() and time.monotonic() < deadline and process.poll() is None:
+        while "metrics: http" not in output.read_text() and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.05)
         started = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, number) if number is signal.SIGINT else process.terminate()

@@ -29,7 +29,7 @@ class AddressSettings:
     host: str = flag("127.0.0.1", "address to listen on")
     port: int = flag(50051, "port to listen on; 0 picks a free port, printed on stdout", 0, _MAX_PORT)
     unix_socket: Path | None = flag(None, "also listen on this Unix socket; with --devices, process N uses PATH.N")
-    metrics_host: str = flag("127.0.0.1", "address of the metrics port (/metrics, /healthz, status page)")
+    metrics_host: str = flag("127.0.0.1", "address of the metrics port (/metrics, /healthz, /livez)")
     metrics_port: int = flag(9464, "metrics port; 0 picks a free port", 0, _MAX_PORT)
     metrics: bool = flag(True, "enable the metrics port")
     http_host: str = flag("127.0.0.1", "address of --http-port, which has no TLS")

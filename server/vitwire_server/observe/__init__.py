@@ -1,1 +1,1 @@
-"""For operators: metrics (`metrics/`), logs, traces and the status page."""
+"""For operators: metrics (`metrics/`), logs and traces."""

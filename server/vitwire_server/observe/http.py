@@ -1,4 +1,4 @@
-"""The metrics port: `/metrics` for Prometheus, `/healthz` and `/livez` for probes, `/` for people.
+"""The metrics port: `/metrics` for Prometheus, `/healthz` and `/livez` for probes.
 
 Runs on a separate event loop and thread, so that it answers while the server's event loop is busy or the engine
 hangs. The number of connections is bounded, and none takes a thread.
@@ -17,8 +17,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encoder
 
 from vitwire_server.core.health import Health
-from vitwire_server.observe.page import page, policy
-from vitwire_server.observe.readings import Readings
 
 _SECONDS = 10.0
 """Time after which a connection is closed, whatever its state."""
@@ -41,15 +39,10 @@ Routes = Mapping[str, Callable[[str], Response]]
 
 def _routes(registry: CollectorRegistry, health: Health) -> Routes:
     return {
-        "/": lambda _: _document(page(Readings(registry), health)),
         "/metrics": lambda accept: Response(HTTPStatus.OK, *_exposition(registry, accept)),
         "/healthz": lambda _: _probe(health.is_ready, "not ready"),
         "/livez": lambda _: _probe(health.is_alive, "not alive"),
     }
-
-
-def _document(text: str) -> Response:
-    return Response(HTTPStatus.OK, "text/html; charset=utf-8", text.encode())
 
 
 def _probe(ok: bool, otherwise: str) -> Response:
@@ -99,7 +92,6 @@ class _Exchange(BaseHTTPRequestHandler):
         self.send_response(response.status)
         self.send_header("Content-Type", response.content_type)
         self.send_header("Content-Length", str(len(response.body)))
-        self.send_header("Content-Security-Policy", policy())
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Cache-Control", "no-store")
         self.end_headers()

@@ -59,7 +59,7 @@ class EdgeMetrics(Collector):
         self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_root()))
         self._owner = _locked(self._folder)
         self.registry = CollectorRegistry()
-        """Shown by the metrics port and the status page."""
+        """Shown by the metrics port."""
         self.registry.register(self)
 
     @property

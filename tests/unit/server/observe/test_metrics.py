@@ -7,6 +7,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from readings import Readings
 from vitwire_server.core.budgets import budget
 from vitwire_server.core.errors import EncodeFailed, NonFinite
 from vitwire_server.core.health import Health, State
@@ -15,7 +16,6 @@ from vitwire_server.core.plans import Fallback
 from vitwire_server.core.reports import BatchReport, Encoded, ItemReport, Outcome, Path
 from vitwire_server.core.runner import Timings
 from vitwire_server.observe.metrics import Metrics
-from vitwire_server.observe.readings import Readings
 from vitwire_server.rpc.status import _CODES
 
 NAMES = """

@@ -19,10 +19,10 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from entered import entered
+from readings import Readings
 from vitwire_server.config.resolving import resolve
 from vitwire_server.observe.metrics import Metrics, edges
 from vitwire_server.observe.metrics.edges import EdgeMetrics, edge_metrics
-from vitwire_server.observe.readings import Readings
 from vitwire_server.process.serve import serve
 
 EDGE = """

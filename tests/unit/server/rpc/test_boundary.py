@@ -7,9 +7,9 @@ from typing import Any, cast
 import grpc
 import pytest
 
+from readings import Readings
 from vitwire_server.core.errors import Unavailable
 from vitwire_server.observe.metrics import Metrics
-from vitwire_server.observe.readings import Readings
 from vitwire_server.rpc.boundary import RpcBoundary, cancellation
 from vitwire_server.rpc.credentials import IS_REFUSED
 

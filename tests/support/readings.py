@@ -1,4 +1,4 @@
-"""Snapshots of the metrics, for the status page."""
+"""Snapshots of the metrics of a registry."""
 
 import time
 from collections.abc import Mapping
