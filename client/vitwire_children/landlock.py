@@ -14,6 +14,8 @@ _BENEATH = 1
 """LANDLOCK_RULE_PATH_BENEATH."""
 _ALL, _OF_FILES, _READING = (1 << 13) - 1, 0b111, 0b1101
 """Rights of the first version: all, those that a file can have, and to execute, read and list."""
+_MOVING = 1 << 13
+"""To move files between folders: without it, and in the first version (before Linux 5.19), nobody may."""
 _NO_NEW_PRIVS = 38
 
 
@@ -26,8 +28,9 @@ def bind(read: Iterable[str], write: Iterable[str]) -> None:
     if sys.platform != "linux":
         raise OSError(errno.ENOSYS, f"there is no Landlock on {sys.platform}")
     libc = ctypes.CDLL(None, use_errno=True)
-    rules = _checked(libc.syscall(_CREATE, struct.pack("=Q", _ALL), 8, 0))
-    for rights, paths in ((_READING, read), (_ALL, write)):
+    everything = _ALL | (_MOVING if _checked(libc.syscall(_CREATE, None, 0, 1)) > 1 else 0)
+    rules = _checked(libc.syscall(_CREATE, struct.pack("=Q", everything), 8, 0))
+    for rights, paths in ((_READING, read), (everything, write)):
         for path in filter(os.path.exists, paths):
             allowed = rights if Path(path).is_dir() else rights & _OF_FILES
             opened = os.open(path, os.O_PATH | os.O_CLOEXEC)

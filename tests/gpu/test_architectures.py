@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from vitwire_server.preparing.device.kernels import follow
+from vitwire_server.preparing.device.planes import convert
 from vitwire_server.preparing.device.tables import Field
 from vitwire_server.runtime.devices import Architecture
 from vitwire_server.runtime.kernels import attention, rotary
@@ -171,6 +172,14 @@ def positions() -> None:
     interpolated(table, torch.zeros(64, 4, dtype=torch.int64), torch.zeros(64, 4))
 
 
+def planes() -> None:
+    convert(
+        *(torch.zeros(shape, dtype=torch.uint8) for shape in ((4, 98), (2, 49, 2))),
+        (1,) * 6,
+        torch.zeros(4, 98, 3, dtype=torch.uint8),
+    )
+
+
 @pytest.mark.parametrize(
     "launch",
     [
@@ -182,6 +191,7 @@ def positions() -> None:
         activations,
         checked_copies,
         positions,
+        planes,
     ],
 )
 def test_kernels_between_products(

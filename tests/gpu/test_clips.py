@@ -11,7 +11,7 @@ pytest.importorskip("av")
 
 from encoded_files import clip, moving
 from prepared import MODELS
-from vitwire_children.serving import NotDone
+from vitwire_children.serving import Fault, NotDone
 from vitwire_server.core.items import Modality
 from vitwire_server.preparing.device import films
 from vitwire_server.preparing.device.hardware import take
@@ -35,6 +35,13 @@ def source() -> Nvdec:
     return Nvdec(take(torch.device("cuda", 0)))
 
 
+def made_of(data: bytes, source: Nvdec) -> torch.Tensor:
+    film = clips.measure(data, RECIPE, PIXELS).film
+    if not film:
+        raise NotDone(Fault.LOST, "it is not for the device")
+    return films.frames_of(data, film, source, torch.device("cuda", 0))
+
+
 @pytest.mark.parametrize("size", [(144, 194), (448, 640), (1080, 1920)])
 @pytest.mark.parametrize("name", TAKEN)
 def test_frames_are_those_of_the_cpu(source: Nvdec, name: str, size: tuple[int, int]) -> None:
@@ -42,7 +49,7 @@ def test_frames_are_those_of_the_cpu(source: Nvdec, name: str, size: tuple[int, 
     with clips.decoded(data, RECIPE, PIXELS) as (frames, _):
         wanted = np.stack(list(frames))
     for _ in range(2):  # the decoders of the first time are used again
-        made = films.frames_of(data, RECIPE, PIXELS, source, torch.device("cuda", 0))
+        made = made_of(data, source)
         np.testing.assert_array_equal(made.cpu().numpy(), wanted)
 
 
@@ -54,4 +61,4 @@ def test_damage_is_noticed(source: Nvdec, name: str) -> None:
         for at in rng.integers(0, len(data), 12):
             data[at] = rng.integers(256)
         with pytest.raises((NotDone, ValueError, films.av.FFmpegError)):
-            films.frames_of(bytes(data), RECIPE, PIXELS, source, torch.device("cuda", 0))
+            made_of(bytes(data), source)

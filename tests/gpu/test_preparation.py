@@ -19,7 +19,7 @@ from vitwire_server.core.items import Modality
 from vitwire_server.core.models import Geometry
 from vitwire_server.core.tilings import Tiling, TilingRule
 from vitwire_server.preparing import pillow
-from vitwire_server.preparing.device import checks, kernels, passes, resizing
+from vitwire_server.preparing.device import checks, colours, kernels, passes, planes, resizing
 from vitwire_server.preparing.device.passes import program
 from vitwire_server.preparing.device.resizing import Job, prepare, prepared
 from vitwire_server.preparing.rules.recipe import Recipe
@@ -208,3 +208,14 @@ def test_another_normalisation_is_found(device: torch.device, monkeypatch: pytes
     monkeypatch.setattr(resizing, "_affine", lambda *own: affine(*own).nextafter(affine(*own) + 1))
     fault = checks.fault_of({Modality.IMAGE: PATCHES}, device, torch.float32)
     assert fault.endswith("is normalised in another way than torch does it")
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("matrix", colours._MATRICES)
+def test_planes_are_converted_as_by_torch(matrix: int, full: bool, device: torch.device) -> None:
+    own, (height, width) = colours.Colours(matrix, full), (6, 35 + matrix)
+    samples = torch.from_numpy(drawn(height, width + 2, 1)[..., 0]), torch.from_numpy(drawn(height // 2, width, 2))
+    luma, chroma = (each.to(device)[:, : -(-width // 2) if each.ndim > 2 else width] for each in samples)
+    made = torch.zeros(height, width, 3, dtype=torch.uint8, device=device)
+    planes.convert(luma, chroma, colours._factors(own), made)
+    assert torch.equal(made.cpu(), colours.rgb(luma.cpu(), chroma.cpu(), own))

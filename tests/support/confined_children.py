@@ -118,14 +118,17 @@ async def clips_on_device(device: str) -> dict[str, object]:
     from vitwire_server.preparing.device import films  # noqa: PLC0415 - needs PyAV
     from vitwire_server.preparing.files import clips  # noqa: PLC0415 - as above
 
+    def job(data: bytes) -> Decode:
+        found = clips.measure(data, RECIPES[Modality.VIDEO], _SIZES.pixels)
+        return Decode(len(data), Modality.VIDEO, 60.0, int(np.prod(found.pixels)), film=found.film)
+
     of = await started(device, decoders.FILMS)
     (high, *_), files = films.drawn(64, WIDE), films.drawn()
-    found = json.loads(str(await answered(of, high, Decode(len(high), Modality.VIDEO, 60.0, 1))))
+    found = json.loads(str(await answered(of, high, job(high))))
     done: dict[str, object] = {"acts": found, "status": status(of.process.pid)}
     made = []
     for data in files:
-        nbytes = int(np.prod(clips.measure(data, RECIPES[Modality.VIDEO], _SIZES.pixels).pixels))
-        answer = await answered(of, data, Decode(len(data), Modality.VIDEO, 60.0, nbytes))
+        answer = await answered(of, data, job(data))
         made.append("" if isinstance(answer, Decoded) else str(answer))
     await of.close()
     return done | {"decoded": made}

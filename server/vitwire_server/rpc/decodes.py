@@ -143,7 +143,7 @@ async def _measured(pool: DecodePool, flow: Path, index: int, given: Unprepared)
         return measured, attributes
     trace_preparing(began, {"measure": time.monotonic() - began}, attributes)
     if is_elongated(measured.picture):
-        measured = changed(measured, orientation=0, is_film=False)  # its kernel would take long
+        measured = changed(measured, orientation=0, film=None)  # its kernel would take long
     if pool.takes_on_device(measured):
         measured = changed(measured, picture=())  # the engine gets what was prepared
     return measured, attributes

@@ -5,13 +5,10 @@ pictures of 4:2:0 and 8 bits whose height is even.
 """
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from av.video.stream import VideoStream
 
 _BT601, _BT709 = (104597, 132201, 25675, 53279), (117489, 138438, 13975, 34925)
 _MATRICES = {
@@ -28,8 +25,6 @@ _ONE = 1 << 16
 _SHIFT = 3
 """Samples have this many bits after the point when they are multiplied."""
 _MIDDLE = 128
-_FULL = 2
-"""AVCOL_RANGE_JPEG."""
 _BLACK, _WHITE_OF_LIMITED, _CHROMA_OF_LIMITED, _WHITE = 16, 219, 224, 255
 
 
@@ -40,12 +35,6 @@ class Colours(NamedTuple):
     """As H.273 numbers it; 2 is unspecified."""
     is_full: bool
     """Whether luma takes all values from 0 to 255."""
-
-    @classmethod
-    def of(cls, stream: "VideoStream") -> Self:
-        """As the stream's header says."""
-        context = stream.codec_context
-        return cls(int(context.colorspace), int(context.color_range) == _FULL or context.pix_fmt == "yuvj420p")
 
     @property
     def is_known(self) -> bool:
@@ -84,6 +73,11 @@ def rgb(luma: Tensor, chroma: Tensor, colours: Colours) -> Tensor:
     """`(H, W, 3)` of samples `(H, W)` and pairs `(H / 2, ceil(W / 2), 2)` of U and V; uint8. H is even."""
     factors = _factors(colours)
     height, width = luma.shape
+    if luma.is_cuda:
+        from vitwire_server.preparing.device.planes import convert  # noqa: PLC0415 - needs Triton
+
+        convert(luma, chroma, factors, target := luma.new_empty(height, width, 3))
+        return target
     bright = _upper((luma.to(torch.int32) << _SHIFT) - factors.offset, factors.luma)
     u, v = ((chroma.to(torch.int32) - _MIDDLE) << _SHIFT).unbind(-1)
     green = _upper(u, factors.green_u) + _upper(v, factors.green_v)

@@ -16,6 +16,7 @@ from functools import partial
 from io import BytesIO
 from itertools import accumulate, pairwise
 from pathlib import Path
+from shutil import which
 from tempfile import gettempdir
 from typing import Any
 
@@ -37,10 +38,9 @@ from vitwire_server.preparing.device.hardware import DRAWN, difference_of, take,
 from vitwire_server.preparing.device.resizing import prepared
 from vitwire_server.preparing.device.sources import Coded, Nvdec, OnCpu, Source
 from vitwire_server.preparing.files import clips
-from vitwire_server.preparing.files.messages import Decode, Decoded, Setup
+from vitwire_server.preparing.files.messages import Decode, Decoded, Film, Setup
 from vitwire_server.preparing.files.rotation import Rotation
 from vitwire_server.preparing.files.worker import shared_memory
-from vitwire_server.preparing.rules.recipe import Recipe
 
 _ENCODERS = {"libx264": {"bf": "2", "g": "4"}, "libx265": {"x265-params": "log-level=none"}}
 """Encoders of the drawn clips, with their options."""
@@ -50,6 +50,14 @@ _WRITTEN = ("/dev/null", "/proc/self/oom_score_adj", "/proc/self/task")
 """The last for CUDA, which names its threads and does not start otherwise."""
 _CACHES = {"TRITON_CACHE_DIR": "~/.triton", "CUDA_CACHE_PATH": "~/.nv", "TMPDIR": gettempdir()}
 """Folders that CUDA, Triton and a C compiler write into, by the variable that moves each."""
+_COMPILERS = [
+    str(Path(found).resolve().parents[1])
+    for name in (os.environ.get("CC", ""), "gcc", "clang")
+    if (found := which(name))
+]
+"""Where each C compiler that Triton may use was installed."""
+_DEVICES = [*map(str, Path("/dev").glob("nvidia*"))]
+"""Now: later this process may not list the folder."""
 _PROBE_FRAMES = 8
 _MOST_CROPPED = 64
 """Pixels of each side: a coding tree block of HEVC."""
@@ -67,10 +75,8 @@ def _coded(container: InputContainer, stream: VideoStream, nbytes: int) -> Itera
         if nbytes < 0:
             raise NotDone(Fault.LOST, "its frames overlap in the file")
         if packet.size and packet.pts is not None:
-            own = list(units.units_of(bytes(packet)))
-            units.check(codec, own, sequence)
-            starts = packet.is_keyframe and units.starts_stream(codec, own)
-            yield Coded(packet.pts, packet, starts, units.is_unneeded(codec, own))
+            frame = units.frame_of(codec, bytes(packet), sequence)
+            yield Coded(packet.pts, packet, packet.is_keyframe and frame.starts, frame.is_unneeded)
 
 
 def parts_of(coded: Sequence[Coded], chosen: Collection[int], most: int) -> list[list[Coded]]:
@@ -84,44 +90,44 @@ def parts_of(coded: Sequence[Coded], chosen: Collection[int], most: int) -> list
     starts = [at for at, each in enumerate(coded) if each.starts and before[at] < each.time <= behind[at]]
     if not starts or starts[0]:
         raise NotDone(Fault.LOST, "it does not start with a keyframe")
-    groups = [coded[start:end] for start, end in pairwise([*starts, len(coded)])]
-    needed = [group for group in groups if any(each.time in chosen for each in group)]
+    needed = []
+    for start, end in pairwise([*starts, len(coded)]):
+        last = max((at for at in range(start, end) if coded[at].time in chosen), default=start - 1)
+        needed.append(coded[start : last + 1])
     total, done = sum(map(len, needed)), 0
     parts: list[list[Coded]] = [[] for _ in range(most)]
-    for group in needed:
+    for group in filter(None, needed):
         parts[done * most // total] += group
         done += len(group)
-    return [part[: max(at for at, each in enumerate(part, 1) if each.time in chosen)] for part in parts if part]
+    return [*filter(None, parts)]
 
 
 def turned(picture: Tensor, rotation: Rotation) -> Tensor:
     """A picture `(H, W, 3)` as `Rotation.applied` turns it."""
     upright = picture.transpose(0, 1) if rotation.transposed else picture
-    return upright.flip(
-        [axis for axis, is_flipped in enumerate((rotation.upside_down, rotation.mirrored)) if is_flipped]
-    )
+    axes = [axis for axis, is_flipped in enumerate((rotation.upside_down, rotation.mirrored)) if is_flipped]
+    return upright.flip(axes) if axes else upright
 
 
-def frames_of(data: bytes, recipe: Recipe, max_pixels: int, source: Source, device: torch.device) -> Tensor:
+def frames_of(data: bytes, film: Film, source: Source, device: torch.device) -> Tensor:
     """The chosen frames in RGB, upright, `(F, H, W, 3)` uint8. Raises NotDone, ValueError or PyAV's errors."""
-    own = clips.chosen(data, recipe, max_pixels)
-    with clips.opened(data) as (container, stream):
-        colours = Colours.of(stream)
-        if not own.suits_device or not colours.is_known:
+    colours, rotation = Colours(*film.colours), Rotation(*film.rotation)
+    with clips.opened(data, decodes=False) as (container, stream):
+        if not colours.is_known or (stream.height, stream.width) != film.size:
             raise NotDone(Fault.LOST, "it is not for the device")
         most = source.most(stream)
-        places = {own.shown.times[index]: at for at, index in enumerate(own.indices)}
+        places = {time: at for at, time in enumerate(film.times)}
         coded = [each for each in _coded(container, stream, len(data)) if each.time in places or not each.is_unneeded]
-        pictures = torch.empty((len(places), *own.size, 3), dtype=torch.uint8, device=device)
+        pictures = torch.empty((len(places), *rotation.size(*film.size), 3), dtype=torch.uint8, device=device)
 
         def convert(part: Sequence[Coded]) -> int:
             found = set()
             for samples in source.decoded(stream, part, places):
                 found.add(samples.time)
-                if samples.luma.shape != (stream.height, stream.width):
+                if samples.luma.shape != film.size:
                     raise NotDone(Fault.LOST, "its frames change their size")
                 picture = rgb(samples.luma, samples.chroma, colours)
-                pictures[places[samples.time]] = turned(picture, own.rotation)
+                pictures[places[samples.time]] = turned(picture, rotation)
             return len(found)
 
         with ThreadPoolExecutor(most) as threads:
@@ -159,7 +165,8 @@ def fault_of(source: Source, files: Sequence[bytes]) -> str:
             name = stream.codec_context.codec.canonical_name
             source.most(stream)
             for samples in source.decoded(stream, list(_coded(container, stream, len(data))), expected):
-                made[samples.time] = rgb(samples.luma, samples.chroma, Colours.of(stream)).cpu().numpy()
+                colours = Colours(*clips.colours_of(stream))
+                made[samples.time] = rgb(samples.luma, samples.chroma, colours).cpu().numpy()
         if source.is_damaged() or made.keys() != expected.keys():
             return f"a clip in {name} of {len(expected)} frames has {len(made)}"
         differences = [np.abs(made[at].astype(np.int16) - expected[at]) for at in expected]
@@ -170,33 +177,33 @@ def fault_of(source: Source, files: Sequence[bytes]) -> str:
 
 def _bind(*caches: str) -> None:
     """Let this process open only the device, what libraries read, and these folders. Raises OSError."""
-    folders = (sys.prefix, sys.base_prefix, *sys.path, *os.environ.get("LD_LIBRARY_PATH", "").split(":"))
-    devices = map(str, Path("/dev").glob("nvidia*"))
-    bind([*_SEEN, *filter(None, folders)], [*_WRITTEN, *devices, *caches])
+    folders = {sys.prefix, sys.base_prefix, *sys.path, *os.environ.get("LD_LIBRARY_PATH", "").split(":"), *_COMPILERS}
+    bind([*_SEEN, *folders - {"", "/"}], [*_WRITTEN, *_DEVICES, *caches])
 
 
 def _source(device: torch.device) -> Source:
-    """Where this process decodes. Raises OSError, ImportError, or what the library raises."""
+    """Where this process decodes, once it has: the first use loads libraries and kernels, which is not possible later.
+
+    Raises OSError, ImportError, or what the library raises.
+    """
     if len([*Path("/proc/self/task").iterdir()]) > 1:
         raise OSError(errno.EBUSY, "threads run already, which Landlock would not bind")
     caches = [os.environ.get(name, str(Path(default).expanduser())) for name, default in _CACHES.items()]
     with suppress(OSError):
         Path(caches[0]).mkdir(parents=True, exist_ok=True)  # Triton's, which could not be made later
     _bind(*caches)
-    if device.type != "cuda":
-        return OnCpu()
-    source = Nvdec(take(device))
-    torch.cuda.set_per_process_memory_fraction(CLIP_TENSORS_BYTES / torch.cuda.mem_get_info()[1])
+    source: Source = OnCpu()
+    if device.type == "cuda":
+        source = Nvdec(take(device))
+        torch.cuda.set_per_process_memory_fraction(CLIP_TENSORS_BYTES / torch.cuda.mem_get_info()[1])
+    fault_of(source, drawn())
+    prepared(torch.zeros(2, 144, 194, 3, dtype=torch.uint8, device=device), DRAWN)[0].cpu()
     return source
 
 
 def _ahead() -> Answering:
-    """Decodes and prepares drawn clips: the first use loads libraries and kernels, which is not possible later."""
     device = torch.device(sys.argv[3])
-    source = _source(device)
-    fault_of(source, drawn())
-    prepared(torch.zeros(2, 144, 194, 3, dtype=torch.uint8, device=device), DRAWN)[0].cpu()
-    return partial(_answering, source, device)
+    return partial(_answering, _source(device), device)
 
 
 def _answering(source: Source, device: torch.device, setup: Setup) -> tuple[Callable[[Decode], object], None]:
@@ -207,8 +214,10 @@ def _answering(source: Source, device: torch.device, setup: Setup) -> tuple[Call
     def answer(job: Decode) -> object:
         start = time.perf_counter()
         recipe = setup.recipes[job.modality].within(job.areas).taking(job.frames)
+        if not job.film:
+            raise NotDone(Fault.LOST, "it is not for the device")
         try:
-            frames = frames_of(memory[: job.nbytes], recipe, setup.sizes.pixels, source, device)
+            frames = frames_of(memory[: job.nbytes], job.film, source, device)
             decoded = time.perf_counter()
             write(prepared(frames, recipe), memory, setup.sizes.input_bytes, job)
         except (ValueError, av.FFmpegError, torch.OutOfMemoryError) as error:
@@ -219,10 +228,12 @@ def _answering(source: Source, device: torch.device, setup: Setup) -> tuple[Call
 
 
 def _check() -> Answering:
-    """Its job is to say why this device cannot decode; empty if it can, confined as a decoder is."""
+    """Its job is to say why this device cannot decode; empty if it can, confined as a decoder is.
+
+    The size is another than before, for which decoders are made then.
+    """
     try:
-        source, files = _source(torch.device(sys.argv[3])), drawn()
-        fault_of(source, files)
+        source, files = _source(torch.device(sys.argv[3])), drawn(208, 272)
     except Exception as error:  # noqa: BLE001 - of a driver or library: the reason is the answer
         fault = f"NVDEC cannot be used: {str(error).partition(chr(10))[0]}"
         return lambda _: (lambda _: fault, None)

@@ -3,15 +3,18 @@
 NVDEC reserves memory by what a stream says of itself, not by what the file says, so both are compared here.
 """
 
-from collections.abc import Iterator
+from typing import NamedTuple
 
 from vitwire_children.serving import Fault, NotDone
 
 _START = b"\0\0\1"
 """Begins a unit in the form that NVDEC reads; no unit may contain it."""
-_SEQUENCE = {"h264": 7, "hevc": 33}
-_SUBSET = 15
-"""nal_unit_type of a sequence parameter set of H.264 for several views."""
+_SEQUENCES = {"h264": (7, 15), "hevc": (33,)}
+"""nal_unit_type of sequence parameter sets; the second of H.264 is for several views."""
+_STARTS = {"h264": (5,), "hevc": range(16, 22)}
+"""IDR pictures of H.264, and random access points of HEVC, in which a decoder can start."""
+_SLICES = range(1, 6)
+"""Of H.264."""
 _HIGH = (44, 83, 86, 100, 110, 118, 122, 128, 134, 135, 138, 139, 244)
 """Profiles of H.264 whose sequence parameter sets say more of their samples."""
 _PROFILE_AND_LEVEL = 96
@@ -32,19 +35,31 @@ class _Bits:
         return self.take(2 * zeros + 1) - 1
 
 
-def kind(codec: str, unit: bytes) -> int:
-    """Its nal_unit_type."""
-    return unit[0] & 31 if codec == "h264" else unit[0] >> 1 & 63
+class Frame(NamedTuple):
+    """What the units of a frame say."""
+
+    starts: bool
+    """Whether a decoder can start there, by the frame and not by the file, so that it shows nothing of another clip."""
+    is_unneeded: bool
+    """Whether it is an H.264 frame that no other refers to: `nal_ref_idc` is 0 (7.4.1)."""
 
 
-def units_of(packet: bytes) -> Iterator[bytes]:
-    """All that have a byte."""
-    at = 0
-    while at + 4 < len(packet):
-        end = at + 4 + int.from_bytes(packet[at : at + 4], "big")
-        if end > at + 4:
-            yield packet[at + 4 : end]
-        at = end
+def frame_of(codec: str, packet: bytes, sequence: bytes) -> Frame:
+    """Raises NotDone if the frame brings another sequence parameter set than the file's, or hides one."""
+    starts, importance, end = False, -1, 0
+    while end + 4 < len(packet):
+        begin = end + 4
+        end = begin + int.from_bytes(packet[end:begin], "big")
+        if begin == end:
+            continue
+        kind = packet[begin] & 31 if codec == "h264" else packet[begin] >> 1 & 63
+        other = kind in _SEQUENCES[codec] and packet[begin:end] != sequence
+        if other or packet.find(_START, begin, end) >= 0:
+            raise NotDone(Fault.LOST, "its frames bring other settings than the file")
+        starts = starts or kind in _STARTS[codec]
+        if codec == "h264" and kind in _SLICES and importance < 0:
+            importance = packet[begin] >> 5 & 3
+    return Frame(starts, importance == 0)
 
 
 def sequence_of(codec: str, settings: bytes) -> bytes:
@@ -57,7 +72,7 @@ def sequence_of(codec: str, settings: bytes) -> bytes:
         array, count, at = settings[at] & 63, int.from_bytes(settings[at + 1 : at + 3], "big"), at + 3
         for _ in range(count):
             end = at + 2 + int.from_bytes(settings[at : at + 2], "big")
-            found += [settings[at + 2 : end]] if array == _SEQUENCE["hevc"] else []
+            found += [settings[at + 2 : end]] if array in _SEQUENCES["hevc"] else []
             at = end
     if len(found) != 1 or _START in settings:
         raise NotDone(Fault.LOST, "it has not one sequence parameter set")
@@ -91,25 +106,3 @@ def coded_size(codec: str, sequence: bytes) -> tuple[int, int]:
     bits.take(1)
     width, height = bits.number() + 1, bits.number() + 1
     return 16 * width, 16 * height * (2 - bits.take(1))
-
-
-def is_unneeded(codec: str, units: list[bytes]) -> bool:
-    """Whether it is an H.264 frame that no other refers to: `nal_ref_idc` is 0 (7.4.1)."""
-    slices = [unit[0] for unit in units if 1 <= kind(codec, unit) <= 5] if codec == "h264" else []
-    return bool(slices) and slices[0] >> 5 & 3 == 0
-
-
-def starts_stream(codec: str, units: list[bytes]) -> bool:
-    """Whether a decoder can start there, by the frame and not by the file, so that it shows nothing of another clip.
-
-    It is an IDR picture of H.264 or a random access point of HEVC.
-    """
-    return any(kind(codec, unit) in ((5,) if codec == "h264" else range(16, 22)) for unit in units)
-
-
-def check(codec: str, units: list[bytes], sequence: bytes) -> None:
-    """Raises NotDone if a frame brings another sequence parameter set than the file's, or hides one."""
-    for unit in units:
-        other = kind(codec, unit) == _SEQUENCE[codec] and unit != sequence
-        if other or _START in unit or (codec == "h264" and kind(codec, unit) == _SUBSET):
-            raise NotDone(Fault.LOST, "its frames bring other settings than the file")

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from vitwire_children.serving import Fault, NotDone
 from vitwire_server.core.decoding import CLIP_FRAMES_BYTES
-from vitwire_server.preparing.files.messages import Measured
+from vitwire_server.preparing.files.messages import MOST_FRAMES, Film, Measured
 from vitwire_server.preparing.files.rotation import Frame, Rotation, rotation_of
 from vitwire_server.preparing.rules.forms import form_of
 from vitwire_server.preparing.rules.patches import CHANNELS
@@ -35,6 +35,8 @@ _CODECS = ("av1", "h264", "hevc", "mjpeg", "mpeg2video", "mpeg4", "vp8", "vp9")
 """FFmpeg's decoders that clips are made for today."""
 _MAX_FRAMES = 1 << 20
 _LAYERS_AT = 21
+_FULL = 2
+"""AVCOL_RANGE_JPEG."""
 _FRAMES_OF_COST = 10
 """Frames that a decoder passes in the time that an image of their size takes."""
 av.logging.set_level(None)  # files are untrusted: their oddities are not news
@@ -42,21 +44,21 @@ av.logging.set_level(None)  # files are untrusted: their oddities are not news
 
 def measure(data: bytes, recipe: Recipe, max_pixels: int) -> Measured:
     """Form and cost of the prepared clip; decodes at most one frame. Raises NotDone, ValueError or PyAV's errors."""
-    own = chosen(data, recipe, max_pixels)
+    own = _chosen(data, recipe, max_pixels)
     indices, rate, (height, width) = own.indices, own.rate, own.size
     picture = (len(indices), height, width, CHANNELS)
     cost = width * height * (indices[-1] // _FRAMES_OF_COST + len(indices))
     seconds = tuple(index / rate for index in indices if rate)
     interval = recipe.temporal / (len(indices) / own.shown.total * rate) if rate else 0.0
     measured = Measured.of(form_of(picture, recipe), cost, picture)
-    is_film = own.suits_device and prod(picture) <= CLIP_FRAMES_BYTES
-    return replace(measured, frame_seconds=seconds, second_per_grid=interval, is_film=is_film)
+    film = own.film if prod(picture) <= CLIP_FRAMES_BYTES and len(indices) <= MOST_FRAMES else None
+    return replace(measured, frame_seconds=seconds, second_per_grid=interval, film=film)
 
 
 @contextmanager
 def decoded(data: bytes, recipe: Recipe, max_pixels: int) -> Iterator[tuple[Iterator[Frame], int]]:
     """The chosen frames, each decoded when it is taken, and their number. Raises as `measure`."""
-    own = chosen(data, recipe, max_pixels)
+    own = _chosen(data, recipe, max_pixels)
     with opened(data) as (container, stream):
         yield map(own.rotation.applied, _frames(container, stream, own)), len(own.indices)
 
@@ -79,11 +81,11 @@ class _Chosen(NamedTuple):
     rotation: Rotation
     size: tuple[int, int]
     """Height and width of a frame that is turned."""
-    suits_device: bool
-    """Whether NVDEC decodes its frames as libavcodec does, and `device.colours` converts them as swscale."""
+    film: Film | None
+    """Unless NVDEC does not decode its frames as libavcodec does."""
 
 
-def chosen(data: bytes, recipe: Recipe, max_pixels: int) -> _Chosen:
+def _chosen(data: bytes, recipe: Recipe, max_pixels: int) -> _Chosen:
     """The frames to use of a clip. Raises as `measure`."""
     if recipe.settings.sampling is None:
         raise NotDone(Fault.UNSUPPORTED, "the model has no rule to choose frames: send clips as pixels")
@@ -97,6 +99,7 @@ def chosen(data: bytes, recipe: Recipe, max_pixels: int) -> _Chosen:
         rate = float(stream.average_rate or 0)
         shown = _shown(data, container, stream)
         rotation = rotation_of(stream)
+        colours = colours_of(stream)
         suits_device = bool(shown.times) and _suits_device(stream)
     if given := recipe.settings.sampling.given:
         if given[-1] >= shown.total:
@@ -104,7 +107,10 @@ def chosen(data: bytes, recipe: Recipe, max_pixels: int) -> _Chosen:
         if rotation.is_mirror_image:
             raise NotDone(Fault.UNSUPPORTED, "is mirrored by its display matrix, and options.frames chooses its frames")
     indices = sampled(shown.total, rate, recipe.settings.sampling, recipe.temporal)
-    return _Chosen(indices, shown, rate, rotation, rotation.size(height, width), suits_device)
+    film = None
+    if suits_device:
+        film = Film(tuple(shown.times[index] for index in indices), (height, width), rotation, colours)
+    return _Chosen(indices, shown, rate, rotation, rotation.size(height, width), film)
 
 
 def _frames(container: InputContainer, stream: VideoStream, chosen: _Chosen) -> Iterator[Frame]:
@@ -130,6 +136,12 @@ def needed(container: InputContainer, stream: VideoStream, chosen: Collection[in
         yield from packet.decode()
 
 
+def colours_of(stream: VideoStream) -> tuple[int, bool]:
+    """Number of the matrix in ITU-T H.273, and whether luma takes all values from 0 to 255."""
+    context = stream.codec_context
+    return int(context.colorspace), int(context.color_range) == _FULL or context.pix_fmt == "yuvj420p"
+
+
 def _suits_device(stream: VideoStream) -> bool:
     context = stream.codec_context
     return (
@@ -147,14 +159,23 @@ def _has_whole_lengths(codec: str, settings: bytes) -> bool:
 
 
 @contextmanager
-def opened(data: bytes) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """A clip's file and its first stream. Raises NotDone or PyAV's errors."""
+def opened(data: bytes, *, decodes: bool = True) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """A clip's file and its first stream. Raises NotDone or PyAV's errors.
+
+    Unless it `decodes` a frame to learn them, which takes most of the time, pixel format and colours are not known.
+    """
     name = next((name for name, start in _MARKS if start.match(data)), None)
     if name is None:
         raise NotDone(Fault.UNSUPPORTED, "is neither an MP4, WebM, AVI nor MPEG-TS file")
-    if name == "mp4" and b"moov" not in data:
-        raise NotDone(Fault.MALFORMED, "is an MP4 without an index (moov), such as a recording that was cut off")
-    with BytesIO(data) as file, av.open(file, "r", name, metadata_errors="ignore") as container:
+    options = {} if decodes else {"skip_frame": "all"}
+    try:
+        container = av.open(BytesIO(data), "r", name, options=options, metadata_errors="ignore")
+    except av.FFmpegError:
+        if name == "mp4" and b"moov" not in data:
+            text = "is an MP4 without an index (moov), such as a recording that was cut off"
+            raise NotDone(Fault.MALFORMED, text) from None
+        raise
+    with container:
         if not container.streams.video:
             raise NotDone(Fault.UNSUPPORTED, "has no video")
         stream = container.streams.video[0]

@@ -30,8 +30,8 @@ OF_HARDWARE = (*spawn.OF_DEVICES, "CUDA_HOME", "TRITON_CACHE_DIR", "CC", "TMPDIR
 """Variables of decoders on a device."""
 _COPIED_BYTES = 4 << 20
 """Bytes that are copied before other RPCs get their turn."""
-_KEPT_BYTES = 8 << 20
-"""Shared memory that a decoder keeps between two jobs."""
+_KEPT_BYTES, _KEPT_ON_DEVICE_BYTES = 8 << 20, 256 << 20
+"""Shared memory that a decoder keeps between two jobs, half of it for each direction: it takes long to get anew."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if sys.platform == "linux" else 0
 DEVICE_SECONDS = 5.0
 """Wall-clock time for a JPEG file on the device, which takes milliseconds: it was checked, and its size is bounded."""
@@ -48,6 +48,7 @@ class Decoder(Child):
     sizes: Sizes
     memory: mmap.mmap
     """Begins with the input, and ends with the output."""
+    kept_bytes = _KEPT_BYTES
 
     @classmethod
     async def begin(cls, awaited: asyncio.Future[Setup], device: str = "", module: str = _WORKER) -> Self:
@@ -75,6 +76,7 @@ class Decoder(Child):
         finally:
             os.close(descriptor)
         child.noun = "decoder on the device" if device else "decoder"
+        child.kept_bytes = _KEPT_ON_DEVICE_BYTES if device else _KEPT_BYTES
         child.memory, child.sizes = memory.pop(), awaited.result().sizes
         return child
 
@@ -105,10 +107,10 @@ class Decoder(Child):
     async def idle(self) -> None:
         """Wait until the last job is done, and give pages of large files and clips back to the system."""
         await super().idle()
-        if self.is_alive and len(self.memory) > _KEPT_BYTES:
+        if self.is_alive and len(self.memory) > self.kept_bytes:
             start = self.sizes.input_bytes // mmap.PAGESIZE * mmap.PAGESIZE
             for begin, end in ((0, start), (start, len(self.memory))):
-                keep = _KEPT_BYTES // 2
+                keep = self.kept_bytes // 2
                 if end - begin > keep:
                     with suppress(OSError):
                         self.memory.madvise(mmap.MADV_REMOVE, begin + keep, end - begin - keep)
@@ -140,12 +142,12 @@ class DeviceDecoder(Pool[Decoder]):
         self._module = module
         self._running = asyncio.create_task(self._keep_running())
         self.settled = asyncio.Event()
-        """Set once it was ready, or is closed."""
+        """Set once it is ready, could not be started, or is closed."""
 
     def takes(self, found: Measured) -> bool:
         """True if it is ready, and decodes this file as a decoder on the CPU does and sooner."""
         if self._module == FILMS:
-            return bool(self._all) and found.is_film
+            return bool(self._all) and found.film is not None
         return bool(self._all) and found.orientation > 0 and found.area >= _LEAST_PIXELS
 
     async def close(self) -> None:
@@ -165,6 +167,7 @@ class DeviceDecoder(Pool[Decoder]):
                 child = await Decoder.begin(self._setup, self._device, self._module)
             except NotDone as error:
                 _log.warning("%s did not start, so the CPU decodes: %s", self._module.rpartition(".")[2], error)
+                self.settled.set()
                 await asyncio.sleep(_LONGEST_PAUSE)
                 continue
             self._all.add(child)

@@ -50,6 +50,19 @@ class Measure(Struct, frozen=True):
     """Frames in place of the recipe's rule."""
 
 
+class Film(Struct, array_like=True, frozen=True):
+    """What the chosen frames of a clip are, for a decoder on a device."""
+
+    times: tuple[int, ...]
+    """When each is shown, in the stream's unit."""
+    size: tuple[int, int]
+    """Height and width, as they are stored."""
+    rotation: tuple[bool, bool, bool]
+    """The fields of `rotation.Rotation`."""
+    colours: tuple[int, bool]
+    """The fields of `colours.Colours`."""
+
+
 class Decode(Struct, frozen=True):
     """Answered with Decoded: prepare a file or picture."""
 
@@ -68,6 +81,8 @@ class Decode(Struct, frozen=True):
     areas: Areas | None = None
     frames: tuple[int, ...] = ()
     """As in Measure."""
+    film: Film | None = None
+    """Of a clip, for a decoder on a device."""
 
 
 # -- from a decoder --------------------------------------------------------------------------------
@@ -91,8 +106,8 @@ class Measured(Struct, array_like=True, frozen=True):
     """By EXIF, of a JPEG that a device decodes as Pillow does; 0 of other files."""
     area: int = 0
     """Pixels of such a JPEG."""
-    is_film: bool = False
-    """Whether it is a clip that a device decodes as PyAV does."""
+    film: Film | None = None
+    """Of a clip that a device decodes as PyAV does."""
 
     @classmethod
     def of(cls, form: Form, cost: int, picture: tuple[int, ...]) -> "Measured":

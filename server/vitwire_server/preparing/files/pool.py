@@ -146,6 +146,7 @@ class DecodePool:
         engine to prepare. `areas` and `frames` are as for `measure`.
         """
         start = time.perf_counter()
+        how = picture, raw, found.orientation, areas, frames, found.film
         target: memoryview | None = None
 
         async def decoded(decoders: Pool[Decoder], at: Places, seconds: float, wall: float) -> Prepared:
@@ -154,14 +155,14 @@ class DecodePool:
                 waited = time.perf_counter() - start
                 target = target or await reserve()
                 await child.write(data)
-                job = Decode(len(data), modality, seconds, len(target), picture, raw, found.orientation, areas, frames)
+                job = Decode(len(data), modality, seconds, len(target), *how)
                 answer = await child.do(job, wall, Decoded)
                 await child.read(target)
             on_device = decoders is not self._decoders
             return Prepared(target, waited, answer.decode_seconds, answer.prepare_seconds, on_device)
 
         if not raw and (module := self._taking(found)):
-            bounds = self._bounds(found.cost) if found.is_film else (DEVICE_SECONDS, DEVICE_SECONDS)
+            bounds = self._bounds(found.cost) if found.film else (DEVICE_SECONDS, DEVICE_SECONDS)
             try:
                 return await decoded(self._devices[module], self._on_device[module], *bounds)
             except NotDone as error:

@@ -3,8 +3,11 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,6 +77,16 @@ async def decoded(pool: DecodePool, data: bytes) -> Prepared:
     return await pool.decode(FLOW, data, Modality.VIDEO, found, reserve)
 
 
+def made_of(data: bytes) -> torch.Tensor:
+    film = clips.measure(data, RECIPE, PIXELS).film
+    assert film
+    return films.frames_of(data, film, films.OnCpu(), torch.device("cpu"))
+
+
+def unit(content: bytes) -> bytes:
+    return len(content).to_bytes(4, "big") + content
+
+
 def expected(data: bytes, count: int = 40) -> np.ndarray[Any, Any]:
     indices = sampled(count, 10.0, RECIPE.settings.sampling, RECIPE.temporal)
     return pillow.prepared(np.stack(frames_of(data, indices)), RECIPE).pixels.reshape(-1)
@@ -84,8 +97,31 @@ def test_frames_are_those_of_the_cpu(name: str) -> None:
     data = clip(moving(40, 98, 130), **TAKEN[name])
     with clips.decoded(data, RECIPE, PIXELS) as (frames, _):
         wanted = np.stack(list(frames))
-    made = films.frames_of(data, RECIPE, PIXELS, films.OnCpu(), torch.device("cpu"))
-    np.testing.assert_array_equal(made.numpy(), wanted)
+    np.testing.assert_array_equal(made_of(data).numpy(), wanted)
+
+
+def test_what_may_be_opened_before_jobs_and_during_them(tmp_path: Path) -> None:
+    """Triton moves files from one folder of its cache to another; NVDEC opens the device at any time."""
+    program = """
+import sys
+from pathlib import Path
+from vitwire_server.preparing.device import films
+films._DEVICES[:] = ["/dev/zero"]
+cache, device = Path(sys.argv[1]), Path("/dev/zero")
+films._bind(str(cache))
+(cache / "new").mkdir()
+(cache / "new" / "kernel").write_text("made")
+print((cache / "new" / "kernel").replace(cache / "kernel").read_text())
+films._bind()
+for path in (device, cache / "kernel", Path("/etc/passwd")):
+    try:
+        path.open("rb").close()
+        print("opened")
+    except PermissionError:
+        print("refused")
+"""
+    ran = subprocess.run([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True, check=True)
+    assert ran.stdout.split() == ["made", "opened", "refused", "refused"]
 
 
 async def test_a_process_takes_what_it_can_and_leaves_the_rest() -> None:
@@ -117,7 +153,7 @@ def test_damaged_clips_raise_what_is_expected(seed: int) -> None:
     for at in rng.integers(0, len(data), 5):
         data[at] = rng.integers(256)
     try:
-        made = films.frames_of(bytes(data), RECIPE, PIXELS, films.OnCpu(), torch.device("cpu"))
+        made = made_of(bytes(data))
     except (films.NotDone, ValueError, films.av.FFmpegError):
         return
     assert made.dtype is torch.uint8
@@ -129,7 +165,7 @@ def test_only_groups_with_chosen_frames_are_decoded() -> None:
         coded = list(films._coded(container, stream, len(data)))
         times = sorted(each.time for each in coded)
         parts = films.parts_of(coded, {times[3], times[25], times[31]}, 2)
-        assert [len(part) for part in parts] == [17, 3]
+        assert [len(part) for part in parts] == [9, 3]
         assert films.parts_of(coded, {times[12]}, 4) == [coded[10:14]]
         decoded = [samples.time for part in parts for samples in films.OnCpu().decoded(stream, part, times)]
     assert {times[3], times[25], times[31]} <= {*decoded} <= {*times[:10], *times[20:]}
@@ -144,7 +180,7 @@ def test_the_check_finds_other_colours(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_clip_in_which_damage_was_found_is_left_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(films.OnCpu, "is_damaged", lambda _: True)
     with pytest.raises(films.NotDone, match="it is damaged"):
-        films.frames_of(clip(moving(40), options=X264), RECIPE, PIXELS, films.OnCpu(), torch.device("cpu"))
+        made_of(clip(moving(40), options=X264))
 
 
 @pytest.mark.parametrize("codec", ["libx264", "libx265"])
@@ -154,8 +190,9 @@ def test_a_run_begins_with_a_frame_that_refers_to_no_other(codec: str) -> None:
     with clips.opened(data) as (container, stream):
         name = stream.codec_context.codec.canonical_name
         coded = list(films._coded(container, stream, len(data)))
-    frames = [list(units.units_of(bytes(each.packet))) for each in coded]
-    assert [units.starts_stream(name, each) for each in frames] == [True] + [False] * 19
+        settings = units.sequence_of(name, bytes(stream.codec_context.extradata or b""))
+    frames = [units.frame_of(name, bytes(each.packet), settings) for each in coded]
+    assert [each.starts for each in frames] == [True] + [False] * 19
     assert len(films.parts_of(coded, {each.time for each in coded}, 4)) == 1
     with pytest.raises(films.NotDone, match="does not start with a keyframe"):
         films.parts_of(coded[1:], {coded[5].time}, 4)
@@ -164,24 +201,24 @@ def test_a_run_begins_with_a_frame_that_refers_to_no_other(codec: str) -> None:
 @pytest.mark.parametrize("codec", ["libx264", "libx265"])
 @pytest.mark.parametrize(("height", "width"), [(98, 130), (1080, 1920)])
 def test_the_coded_size_is_read_and_no_frame_may_change_it(codec: str, height: int, width: int) -> None:
-    def opened(height: int, width: int) -> tuple[str, bytes, list[bytes]]:
+    def opened(height: int, width: int) -> tuple[str, bytes, bytes]:
         data = clip(moving(3, height, width), codec=codec, options={"x265-params": "log-level=none"})
         with clips.opened(data) as (container, stream):
             with pytest.raises(films.NotDone, match="its frames overlap"):
                 list(films._coded(container, stream, 100))
             context, packet = stream.codec_context, next(container.demux(stream))
             settings = bytes(context.extradata or b"")
-            return context.codec.canonical_name, settings, list(units.units_of(bytes(packet)))
+            return context.codec.canonical_name, settings, bytes(packet)
 
     name, settings, frame = opened(height, width)
     sequence = units.sequence_of(name, settings)
     coded = units.coded_size(name, sequence)
     assert (0, 0) <= (coded[0] - width, coded[1] - height) < (16, 16)
-    units.check(name, [sequence, *frame], sequence)
     other = units.sequence_of(name, opened(200, 300)[1])
-    for hidden in (other, frame[-1] + b"\0\0\1" + other):
+    assert units.frame_of(name, unit(sequence) + frame, sequence) == units.frame_of(name, frame, sequence)
+    for hidden in (other, frame[4:] + b"\0\0\1" + other):
         with pytest.raises(films.NotDone, match="bring other settings"):
-            units.check(name, [*frame, hidden], sequence)
+            units.frame_of(name, frame + unit(hidden), sequence)
     for broken in (settings[:7], settings[:12], settings + b"\0\0\1"):
         with pytest.raises((films.NotDone, ValueError)):
             units.coded_size(name, units.sequence_of(name, broken))
