@@ -3,7 +3,7 @@
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, cast
@@ -67,13 +67,12 @@ class SyncClient(Caller):
     def model(self) -> Model:
         return self._client.model()
 
-    def encode(self, items: Sequence[Item]) -> Sequence[Embedding]:
+    def iter_encode(self, items: Sequence[Item], *, groups: bool) -> Iterator[tuple[int, Embedding]]:
         """Rows that others wrote into our memory are read; the client has read all that it received."""
-        embeddings = self._client.encode(items)
-        if self._reads:
-            for each in embeddings:
-                each.torch()[-1, -1].item()
-        return embeddings
+        for position, rows in self._client.iter_encode(items, groups=groups):
+            if self._reads:
+                rows.torch()[-1, -1].item()
+            yield position, rows
 
 
 class Raw(Caller):

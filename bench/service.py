@@ -37,6 +37,7 @@ def main() -> None:
         for choice in product(options.models, options.devices, options.rpc_processes, options.decode):
             bench.run(Setup(*choice))
     report.end(TITLES)
+    raise SystemExit(bench.failed)
 
 
 class Bench:
@@ -47,6 +48,7 @@ class Bench:
         self._options = options
         self._folder = folder
         self._end = time.monotonic() + 60 * options.minutes
+        self.failed = False
         self._ceilings: dict[tuple[str, Load, int], float] = {}
         """Calls a second of bare servers, by model, load and number of processes."""
 
@@ -61,6 +63,7 @@ class Bench:
                 for driver, delivery in self._clients():
                     self._measure(setup, server, driver, delivery)
         except (RuntimeError, ClientFailed) as error:  # a server or client did not start
+            self.failed = True
             self._report.skip(str(setup), str(error)[-1000:])
 
     def _flags(self, setup: Setup) -> list[str]:

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from vitwire.v1 import encoder_pb2 as pb
 
-R = TypeVar("R", "Budget", "Limits", "Model")
+R = TypeVar("R", "Budget", "Limits", "Model", "Place")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,18 @@ class TileShapes:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where a step runs: device or cpu; empty if the server does not say."""
+
+    place: str
+    reason: str
+    """Why not on the device; empty otherwise."""
+
+    def __str__(self) -> str:
+        return f"{self.place} ({self.reason})" if self.reason else self.place
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """The server's model, the pixels that it takes, and the server's limits."""
 
@@ -102,6 +114,16 @@ class Model:
     """SHA-256 over all that affects this preparation, in hex."""
     options: tuple[str, ...] = ()
     """Fields of `ProcessorOptions` that items may have."""
+    preparation: Place = Place("", "")
+    """Where pictures are prepared."""
+    decoding: Place = Place("", "")
+    """Where JPEG files are decoded and prepared."""
+    clip_decoding: Place = Place("", "")
+    """Where clips are decoded and prepared."""
+    unavailable: tuple[str, ...] = ()
+    """Features of this kind of device that the server cannot use here, each with the reason."""
+    dropped_budgets: tuple[str, ...] = ()
+    """Budgets that could not be captured, each with the reason."""
     tiles: TileShapes | None = None
     """None if the model takes patches."""
     rows_by_grid: tuple[str, ...] = ()
@@ -139,6 +161,11 @@ class Model:
             budgets=tuple(_same(Budget, each) for each in message.budgets),
             limits=_same(Limits, message.limits),
             options=tuple(message.options),
+            preparation=_same(Place, message.preparation),
+            decoding=_same(Place, message.decoding),
+            clip_decoding=_same(Place, message.clip_decoding),
+            unavailable=tuple(f"{each.feature} ({each.reason})" for each in message.unavailable),
+            dropped_budgets=tuple(f"{each.tokens} ({each.reason})" for each in message.dropped_budgets),
             available_poolings=poolings or ("none",),
             tiles=_tile_shapes(message.tiles) if message.HasField("tiles") else None,
             matryoshka=tuple(message.matryoshka.dimensions) if message.HasField("matryoshka") else None,

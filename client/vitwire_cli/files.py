@@ -24,7 +24,7 @@ _THREADS = 8
 _CHUNK = 1 << 20
 
 _IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".avif", ".tif", ".tiff", ".ico", ".jp2", ".j2k")
-_SUFFIXES = frozenset((*_IMAGES, ".mp4", ".webm", ".avi", ".m2ts"))
+_SUFFIXES = frozenset((*_IMAGES, ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".m2ts"))
 _NAMES = {"webp": "WebP", "webm": "WebM", "jpeg2000": "JPEG 2000", "mpeg_ts": "MPEG-TS"}
 """Names of formats that are not written in capitals."""
 

@@ -17,13 +17,15 @@ _SECTIONS = {
     "embeddings": ("embedding_width", "deepstack_levels", "matryoshka", "rows_by_grid", "clip_groups", "deliveries"),
     "pixels": ("patch_size", "merge_size", "temporal_patch_size", "channels"),
     "preparation": ("prepared", "encodings", "options", "preparation_fingerprint"),
-    "server": ("server_version", "device", "device_sharing", "attention_backend", "graphs", "budgets"),
+    "places": ("preparation", "decoding", "clip_decoding"),
+    "server": ("server_version", "device", "device_sharing", "attention_backend", "unavailable"),
+    "graphs": ("graphs", "budgets", "dropped_budgets"),
 }
 
 
 @with_options
 def info(*, connection: PatientConnection = _PATIENT, as_json: Json = False) -> None:
-    """Show the service's model, limits and budgets."""
+    """Show the service's model, what it prepares where, its device, budgets and limits."""
     with connection.client() as client:
         model = connection.model(client)
     typer.echo("\n".join(_lines(model)))

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from bench.callers import SyncClient, Work
 
 from both_clients import Call, both
 from checkpoints import Checkpoints
@@ -11,6 +12,7 @@ from encoded_files import clip, moving
 from reference import TOLERANCE, error
 from servers import ServerProcess, emptied
 from vitwire import Item, RowGroup
+from vitwire_cli.bench.load import Pace
 
 
 @pytest.fixture(scope="module")
@@ -33,3 +35,10 @@ async def test_groups_are_the_rows_of_the_whole_clip_in_order(make: Call, server
             assert (apart <= TOLERANCE, whole.report.path, last.report.path) == (True, "eager", "graph")
         async for _ in client.iter_encode([item] * 3, groups=True):
             break  # which leaves nothing on the server
+
+
+@pytest.mark.parametrize("pixels", ["uint8", "clip"])
+def test_the_client_of_benchmarks_calls_it(pixels: str, server: ServerProcess) -> None:
+    caller = SyncClient(server.target)
+    assert caller.prepare(Work("64", pixels))["tokens"] > 0
+    assert {*caller.run(Pace(1, 0.3))["error"]} == {""}

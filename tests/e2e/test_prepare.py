@@ -73,7 +73,6 @@ def prepared_by_decoders(request: pytest.FixtureRequest, checkpoints: Checkpoint
         assert server.metric("vitwire_prepare_seconds_count", stage="prepare") == len(sent)
         assert server.metric("vitwire_prepare_seconds_count", stage="batch") == 0
         assert server.metric("vitwire_preparation_info", what="prepare", where="cpu", reason="asked") == 1
-        assert "<dt>pictures are prepared</dt><dd>on the CPU (asked)</dd>" in server.page("/")[1]
     return folder, sent, expected
 
 
@@ -99,8 +98,6 @@ def test_the_engine_prepares_as_decoders_do(prepared_by_decoders: tuple[Path, li
         for own, other in zip(rows_of(server, sent[::-1]), expected[::-1], strict=True):
             np.testing.assert_allclose(own[1], other[1], rtol=0, atol=1e-5)
         assert server.metric("vitwire_prepared_total", where="device", reason="") == 2 * len(sent)
-        assert "<dt>pictures are prepared</dt><dd>on the device</dd>" in server.page("/")[1]
-        assert "on the CPU (asked)" not in server.page("/")[1]
         batches = server.metric("vitwire_prepare_seconds_count", where="device", stage="batch")
         assert 1 <= batches <= server.metric("vitwire_batch_items_count")
         spent = server.metric("vitwire_prepare_seconds_sum", stage="batch")

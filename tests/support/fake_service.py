@@ -59,6 +59,10 @@ def model_message() -> pb.GetModelResponse:
         attention_backend="sdpa",
         device="cpu",
         server_version="0",
+        preparation=pb.Preparation(place="device"),
+        clip_decoding=pb.Preparation(place="cpu", reason="asked"),
+        unavailable=[pb.Unavailable(feature="fa4", reason="not installed")],
+        dropped_budgets=[pb.DroppedBudget(tokens=128, reason="no memory")],
     )
     describe(message)
     return message

@@ -158,7 +158,8 @@ def pixels_of(image: object) -> Picture:
 def pixels_of_frames(frames: Clip) -> Picture:
     """The frames `(F, H, W, 3)` of a clip, or 4 channels if any has alpha. Raises ValueError or TypeError."""
     if not isinstance(frames, np.ndarray | Sequence) or isinstance(frames, str):
-        raise TypeError(f"expected an array or a sequence of frames, got {type(frames).__name__}")
+        kind = type(frames).__name__
+        raise TypeError(f"expected an array or a sequence of frames, got {kind}; Item.from_file takes a clip's file")
     if isinstance(frames, np.ndarray) and frames.ndim != 4:
         raise ValueError(f"expected frames of shape (F, H, W, 3), got {frames.shape}")
     if len(frames) == 0:

@@ -36,7 +36,7 @@ def bench(*, options: Options = _OPTIONS, connection: PatientConnection = _CONNE
         if options.plot:
             report.check_plot(options.plot)
         model = connection.model(client)
-        work = Workload([[clip] * options.items]) if clip else _workload(options, client, model)
+        work = Workload([[clip] * options.items], {options.clip: clip}) if clip else _workload(options, client, model)
 
         def run_at(pace: Pace) -> Run:
             return run(Load(client, work, pace, fresh=not options.repeat))
@@ -49,7 +49,7 @@ def bench(*, options: Options = _OPTIONS, connection: PatientConnection = _CONNE
         "sizes": list(map(str, sizes)),
         "shapes": list(map(asdict, shapes)),
         "items_per_request": options.items,
-        "frames": options.frames,
+        "frames": None if clip else options.frames,
         "clip": str(options.clip) if options.clip else None,
         "as": "file" if options.clip else options.form,
         "concurrency": pace.concurrency,

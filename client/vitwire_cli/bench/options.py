@@ -92,8 +92,11 @@ class Options:
             raise typer.BadParameter(str(error), param_hint="--size") from error
 
     def clip_item(self) -> Item | None:
-        """The clip, if it is one that is sent. Raises BadParameter and OSError."""
-        item = Item.from_file(self.clip) if self.clip else None
+        """The clip, if it is one that is sent. Raises BadParameter."""
+        try:
+            item = Item.from_file(self.clip) if self.clip else None
+        except OSError as error:
+            raise typer.BadParameter(str(error), param_hint="--clip") from error
         if item and item.modality != "video":
             raise typer.BadParameter(f"{self.clip} is not an MP4, WebM, AVI or MPEG-TS file", param_hint="--clip")
         return item

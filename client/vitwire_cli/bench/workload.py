@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,8 +53,8 @@ class Workload:
     """Requests, to be sent one after another and again from the first. Items that are equal are shared."""
 
     requests: Sequence[Sequence[Item]]
-    sizes: Mapping[ImageSize, Item] = field(default_factory=dict)
-    """The item of each size of `--size`."""
+    sizes: Mapping[Any, Item] = field(default_factory=dict)
+    """The item of each size of `--size`, or of the clip."""
 
     @property
     def warmup(self) -> Sequence[Sequence[Item]]:

@@ -56,8 +56,10 @@ async def decoded_on(settings: ServeSettings, module: str, what: str) -> Prepara
 async def all_decoded_on(settings: ServeSettings) -> tuple[Preparation, Preparation]:
     """Where JPEG files and clips are decoded."""
     jpegs = decoded_on(settings, HARDWARE, "JPEG files")
-    if not find_spec("av"):
-        return await jpegs, Preparation(Place.CPU, NotOnDevice.UNVERIFIED, "PyAV is not installed")
+    needed = ("av",) if settings.device == "cpu" else ("av", "PyNvVideoCodec")
+    if _may_use_device(settings) and (missing := [name for name in needed if not find_spec(name)]):
+        fault = f"{missing[0]} is not installed: install the extra nvdec"
+        return await jpegs, Preparation(Place.CPU, NotOnDevice.UNVERIFIED, fault)
     return await asyncio.gather(jpegs, decoded_on(settings, FILMS, "clips"))
 
 

@@ -117,9 +117,9 @@ def take(device: torch.device) -> int:
 
 def _library() -> ModuleType:
     """nvImageCodec with its extensions for JPEG alone. Raises ImportError."""
-    found = find_spec("nvidia.nvimgcodec")
+    found = find_spec("nvidia") and find_spec("nvidia.nvimgcodec")
     if found is None or found.origin is None:
-        raise ImportError("nvidia-nvimgcodec is not installed")
+        raise ImportError("nvidia-nvimgcodec is not installed: install the extra jpeg")
     package, folder = Path(found.origin).parent, Path(mkdtemp(prefix="vitwire-jpeg-"))
     for library in package.parent.glob("*/lib/libnvjpeg.so*"):
         ctypes.CDLL(str(library))  # the extension finds it in its folder otherwise, and not from another folder

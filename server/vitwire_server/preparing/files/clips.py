@@ -105,7 +105,7 @@ def _chosen(data: bytes, recipe: Recipe, max_pixels: int) -> _Chosen:
         if given[-1] >= shown.total:
             raise NotDone(Fault.UNSUPPORTED, f"has {shown.total} frames, and options.frames asks for frame {given[-1]}")
         if rotation.is_mirror_image:
-            raise NotDone(Fault.UNSUPPORTED, "is mirrored by its display matrix, and options.frames chooses its frames")
+            raise NotDone(Fault.UNSUPPORTED, "is mirrored by its display matrix: leave out options.frames")
     indices = sampled(shown.total, rate, recipe.settings.sampling, recipe.temporal)
     film = None
     if suits_device:

@@ -263,12 +263,15 @@ def test_info_shows_the_model(running: Running, vitwire: Invoke) -> None:
     assert "sdpa" in done.stdout
     lines = done.stdout.splitlines()[:-1]
     assert [line for line in lines if line[0] != " "] == [
-        "model", "embeddings", "pixels", "preparation", "server", "limits",
+        "model", "embeddings", "pixels", "preparation", "places", "server", "graphs", "limits",
     ]  # fmt: skip
     assert "  prepared                 image, video" in lines
     assert "  preparation fingerprint  cd" in lines
     assert f"  weights fingerprint  {running.fake.fingerprint}" in lines, "in one piece, for copying"
-    assert "  budgets            64" in lines
+    assert {"  budgets          64", "  dropped budgets  128 (no memory)"} <= {*lines}
+    assert {"  preparation    device", "  clip decoding  cpu (asked)", "  unavailable        fa4 (not installed)"} <= {
+        *lines
+    }
     assert not [line for line in lines if line.endswith(("None", "-", "{}", "()"))]
     document = json.loads(done.stdout.splitlines()[-1])
     assert document["model_type"] == "qwen3_vl"
