@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from encoded_files import clip, frames_of, moving
+from encoded_files import clip, coded_otherwise, frames_of, moving
 from prepared import MODELS
 from vitwire_server.core.items import Modality
 from vitwire_server.preparing import pillow
@@ -193,6 +193,8 @@ def test_a_run_begins_with_a_frame_that_refers_to_no_other(codec: str) -> None:
         settings = units.sequence_of(name, bytes(stream.codec_context.extradata or b""))
     frames = [units.frame_of(name, bytes(each.packet), settings) for each in coded]
     assert [each.starts for each in frames] == [True] + [False] * 19
+    other = unit(b"\1\0" if name == "h264" else b"\2\1\0")  # a slice of the same frame that may refer to others
+    assert not units.frame_of(name, bytes(coded[0].packet) + other, settings).starts
     assert len(films.parts_of(coded, {each.time for each in coded}, 4)) == 1
     with pytest.raises(films.NotDone, match="does not start with a keyframe"):
         films.parts_of(coded[1:], {coded[5].time}, 4)
@@ -219,6 +221,35 @@ def test_the_coded_size_is_read_and_no_frame_may_change_it(codec: str, height: i
     for hidden in (other, frame[4:] + b"\0\0\1" + other):
         with pytest.raises(films.NotDone, match="bring other settings"):
             units.frame_of(name, frame + unit(hidden), sequence)
+    after = 8 + len(sequence) if name == "h264" else len(settings)
+    listed = (b"\x02" if name == "h264" else b"\xa0\0\1") + unit(other)[2:]  # as a picture's settings, or the stream's
+    with pytest.raises(films.NotDone, match="has not one sequence"):
+        units.sequence_of(name, settings[:after] + listed + settings[after + 1 :])
+    for parts in (frame + frame, b""):
+        with pytest.raises(films.NotDone, match="not one frame"):
+            units.frame_of(name, parts, sequence)
     for broken in (settings[:7], settings[:12], settings + b"\0\0\1"):
         with pytest.raises((films.NotDone, ValueError)):
             units.coded_size(name, units.sequence_of(name, broken))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"), [("crop-rect=16,0,0,0", "cropped"), ("fake-interlaced=1", "interlaced")]
+)
+def test_what_nvdec_would_show_otherwise_is_left_to_the_cpu(options: str, reason: str) -> None:
+    with clips.opened(clip(moving(9), options={"x264-params": options})) as (_, stream):
+        sequence = units.sequence_of("h264", stream.codec_context.extradata or b"")
+    with pytest.raises(films.NotDone, match=reason):
+        units.coded_size("h264", sequence)
+
+
+def test_settings_and_times_are_those_of_the_file() -> None:
+    data = clip(moving(9), options={"bf": "0", "refs": "2"})
+    with pytest.raises(films.NotDone, match="bring other settings"):
+        made_of(coded_otherwise(data, clip(moving(9), options={"refs": "5"})))
+    ordered = bytearray(clip(moving(9), options=X264))
+    film, at = clips.measure(bytes(ordered), RECIPE, PIXELS).film, ordered.index(b"ctts") + 24
+    assert film
+    ordered[at : at + 4] = (int.from_bytes(ordered[at : at + 4], "big") - film.times[-1] // 8).to_bytes(4, "big")
+    with pytest.raises(films.NotDone, match="same time"):
+        films.frames_of(bytes(ordered), film, films.OnCpu(), torch.device("cpu"))
