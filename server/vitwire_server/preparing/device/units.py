@@ -18,6 +18,8 @@ _SLICE_AT = {"h264": 1, "hevc": 2}
 """The byte whose first bit says that a slice is the first of its frame."""
 _HIGH = (44, 83, 86, 100, 110, 118, 122, 128, 134, 135, 138, 139, 244)
 """Profiles of H.264 whose sequence parameter sets say more of their samples."""
+_UNITS, _UNIT_BYTES = 32, 64
+"""A frame may have this many units, and one more for so many bytes: to read each takes a microsecond."""
 _PROFILE_AND_LEVEL = 96
 """Bits in HEVC, for a stream of one temporal layer."""
 
@@ -47,8 +49,11 @@ class Frame(NamedTuple):
 
 def frame_of(codec: str, packet: bytes, sequence: bytes) -> Frame:
     """Raises NotDone unless it is one frame, with no other sequence parameter set than the file's."""
-    slices, firsts, end = [], 0, 0
+    slices, firsts, end, left = [], 0, 0, _UNITS + len(packet) // _UNIT_BYTES
     while end + 4 < len(packet):
+        left -= 1
+        if not left:
+            raise NotDone(Fault.LOST, "it is in too small parts")
         begin = end + 4
         end = begin + int.from_bytes(packet[end:begin], "big")
         if begin == end:

@@ -162,7 +162,7 @@ class DecodePool:
             return Prepared(target, waited, answer.decode_seconds, answer.prepare_seconds, on_device)
 
         if not raw and (module := self._taking(found)):
-            bounds = self._bounds(found.cost) if found.film else (DEVICE_SECONDS, DEVICE_SECONDS)
+            bounds = self._bounds(found.cost + len(data)) if found.film else (DEVICE_SECONDS, DEVICE_SECONDS)
             try:
                 return await decoded(self._devices[module], self._on_device[module], *bounds)
             except NotDone as error:
