@@ -189,7 +189,7 @@ class DecodePool:
 
     def _bounds(self, cost: int) -> tuple[float, float]:
         """Processor time and wall-clock time for a job that costs this many pixels or bytes."""
-        seconds = min(self._setup.sizes.seconds, _LEAST_SECONDS + cost * _SECONDS_PER_PIXEL)
+        seconds = min(self._setup.sizes.seconds, _LEAST_SECONDS + max(0, cost) * _SECONDS_PER_PIXEL)
         return seconds, _PATIENCE * (1 + seconds)
 
     def _count_waiting(self) -> None:

@@ -15,6 +15,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from encoded_files import clip, coded_otherwise, frames_of, moving
 from prepared import MODELS
@@ -23,7 +24,7 @@ from vitwire_server.preparing import pillow
 from vitwire_server.preparing.device import films, units
 from vitwire_server.preparing.files import clips
 from vitwire_server.preparing.files.decoders import FILMS
-from vitwire_server.preparing.files.messages import Setup, Sizes
+from vitwire_server.preparing.files.messages import Measured, Setup, Sizes
 from vitwire_server.preparing.files.pool import DecodePool, Prepared
 from vitwire_server.preparing.rules.sampling import sampled
 
@@ -72,11 +73,11 @@ async def pool() -> AsyncIterator[DecodePool]:
 
 async def decoded(pool: DecodePool, data: bytes) -> Prepared:
     found = await pool.measure(FLOW, data, Modality.VIDEO)
+    return await pool.decode(FLOW, data, Modality.VIDEO, found, lambda: memory(found))
 
-    async def reserve() -> memoryview:
-        return np.zeros(int(np.prod(found.pixels)), np.uint8).data
 
-    return await pool.decode(FLOW, data, Modality.VIDEO, found, reserve)
+async def memory(found: Measured) -> memoryview:
+    return np.zeros(int(np.prod(found.pixels)), np.uint8).data
 
 
 def made_of(data: bytes) -> torch.Tensor:
@@ -145,6 +146,19 @@ async def test_a_killed_process_costs_nothing() -> None:
         os.kill(child.process.pid, signal.SIGKILL)
         done = await job
         np.testing.assert_array_equal(np.frombuffer(done.pixels, np.uint8), expected(data))
+        assert not done.on_device
+
+
+@pytest.mark.parametrize("times", [(), (0, 0, 0, 0)])
+async def test_a_decoder_that_lies_ends_no_process(times: tuple[int, ...]) -> None:
+    data = clip(moving(40), options=X264)
+    async with pool() as own:
+        found = await own.measure(FLOW, data, Modality.VIDEO)
+        assert found.film
+        lie = replace(found, cost=-(10**30), film=replace(found.film, times=times))
+        done = await own.decode(FLOW, data, Modality.VIDEO, lie, lambda: memory(found))
+        np.testing.assert_array_equal(np.frombuffer(done.pixels, np.uint8), expected(data))
+        assert own._devices[FILMS].takes(found)
         assert not done.on_device
 
 
