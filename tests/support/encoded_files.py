@@ -233,6 +233,28 @@ def cut(file: bytes, packets: int, kind: str = "mp4") -> bytes:
         return copy.getvalue()
 
 
+def coded_otherwise(file: bytes, other: bytes) -> bytes:
+    """An MP4 file whose frames from the second on say that they have the settings of another file."""
+
+    def box(data: bytes, name: bytes) -> tuple[int, int]:
+        start = data.rindex(name) - 4
+        return start, start + int.from_bytes(data[start : start + 4], "big")
+
+    def changed(data: bytes, name: bytes, content: bytes) -> bytes:
+        (start, end), made = box(data, name), bytearray(data)
+        for each in (b"moov", b"trak", b"mdia", b"minf", b"stbl", name):
+            at, behind = box(data, each)
+            made[at : at + 4] = struct.pack(">I", behind - at + len(content) - (end - start - 8))
+        return bytes(made[: start + 8] + content + made[end:])
+
+    with _read(file) as source:
+        places = [packet.pos for packet in source.demux(video=0) if packet.size]
+    entries = file[slice(*box(file, b"avc1"))] + other[slice(*box(other, b"avc1"))]
+    made = changed(file, b"stsd", struct.pack(">II", 0, 2) + entries)
+    made = changed(made, b"stsc", struct.pack(">8I", 0, 2, 1, 1, 1, 2, 1, 2))
+    return changed(made, b"stco", struct.pack(f">{2 + len(places)}I", 0, len(places), *places))
+
+
 def never_shown(count: int, padding: int) -> bytes:
     """An MP4 file of so many frames that need one that is missing, so that none is shown, and of bytes of padding."""
     with io.BytesIO() as copy:

@@ -74,6 +74,8 @@ def _coded(container: InputContainer, stream: VideoStream, nbytes: int) -> Itera
         nbytes -= packet.size
         if nbytes < 0:
             raise NotDone(Fault.LOST, "its frames overlap in the file")
+        if packet.has_sidedata("new_extradata"):
+            raise NotDone(Fault.LOST, "its frames bring other settings than the file")
         if packet.size and packet.pts is not None:
             frame = units.frame_of(codec, bytes(packet), sequence)
             yield Coded(packet.pts, packet, packet.is_keyframe and frame.starts, frame.is_unneeded)
@@ -118,6 +120,8 @@ def frames_of(data: bytes, film: Film, source: Source, device: torch.device) -> 
         most = source.most(stream)
         places = {time: at for at, time in enumerate(film.times)}
         coded = [each for each in _coded(container, stream, len(data)) if each.time in places or not each.is_unneeded]
+        if not 0 < sum(each.time in places for each in coded) == len(film.times):
+            raise NotDone(Fault.LOST, "some of its frames are missing, or have the same time")
         pictures = torch.empty((len(places), *rotation.size(*film.size), 3), dtype=torch.uint8, device=device)
 
         def convert(part: Sequence[Coded]) -> int:

@@ -13,10 +13,13 @@ _SEQUENCES = {"h264": (7, 15), "hevc": (33,)}
 """nal_unit_type of sequence parameter sets; the second of H.264 is for several views."""
 _STARTS = {"h264": (5,), "hevc": range(16, 22)}
 """IDR pictures of H.264, and random access points of HEVC, in which a decoder can start."""
-_SLICES = range(1, 6)
-"""Of H.264."""
+_SLICES = {"h264": range(1, 6), "hevc": range(32)}
+_SLICE_AT = {"h264": 1, "hevc": 2}
+"""The byte whose first bit says that a slice is the first of its frame."""
 _HIGH = (44, 83, 86, 100, 110, 118, 122, 128, 134, 135, 138, 139, 244)
 """Profiles of H.264 whose sequence parameter sets say more of their samples."""
+_UNITS, _UNIT_BYTES = 32, 64
+"""A frame may have this many units, and one more for so many bytes: to read each takes a microsecond."""
 _PROFILE_AND_LEVEL = 96
 """Bits in HEVC, for a stream of one temporal layer."""
 
@@ -45,35 +48,49 @@ class Frame(NamedTuple):
 
 
 def frame_of(codec: str, packet: bytes, sequence: bytes) -> Frame:
-    """Raises NotDone if the frame brings another sequence parameter set than the file's, or hides one."""
-    starts, importance, end = False, -1, 0
+    """Raises NotDone unless it is one frame, with no other sequence parameter set than the file's."""
+    slices, firsts, end, left = [], 0, 0, _UNITS + len(packet) // _UNIT_BYTES
     while end + 4 < len(packet):
+        left -= 1
+        if not left:
+            raise NotDone(Fault.LOST, "it is in too small parts")
         begin = end + 4
         end = begin + int.from_bytes(packet[end:begin], "big")
         if begin == end:
             continue
-        kind = packet[begin] & 31 if codec == "h264" else packet[begin] >> 1 & 63
-        other = kind in _SEQUENCES[codec] and packet[begin:end] != sequence
-        if other or packet.find(_START, begin, end) >= 0:
+        unit = packet[begin:end]
+        kind = _kind(codec, unit)
+        other = kind in _SEQUENCES[codec] and unit != sequence
+        if other or _START in unit:
             raise NotDone(Fault.LOST, "its frames bring other settings than the file")
-        starts = starts or kind in _STARTS[codec]
-        if codec == "h264" and kind in _SLICES and importance < 0:
-            importance = packet[begin] >> 5 & 3
-    return Frame(starts, importance == 0)
+        if kind in _SLICES[codec]:
+            slices.append((kind in _STARTS[codec], codec == "h264" and not unit[0] >> 5 & 3))
+            firsts += unit[_SLICE_AT[codec] :][:1] >= b"\x80"
+    if firsts != 1:
+        raise NotDone(Fault.LOST, "a part of it is not one frame")
+    return Frame(*map(all, zip(*slices, strict=True)))
+
+
+def _kind(codec: str, unit: bytes) -> int:
+    """Its nal_unit_type."""
+    return unit[0] & 31 if codec == "h264" else unit[0] >> 1 & 63
 
 
 def sequence_of(codec: str, settings: bytes) -> bytes:
-    """The sequence parameter set of a track's settings (ISO/IEC 14496-15). Raises NotDone unless it is the only one."""
-    found = []
-    if codec == "h264" and settings[5:6] and settings[5] & 31 == 1:
-        found.append(settings[8 : 8 + int.from_bytes(settings[6:8], "big")])
-    at = 23 if codec == "hevc" else len(settings)
-    while at + 3 <= len(settings):
-        array, count, at = settings[at] & 63, int.from_bytes(settings[at + 1 : at + 3], "big"), at + 3
+    """The sequence parameter set of a track's settings (ISO/IEC 14496-15). Raises NotDone unless it is the only one.
+
+    The units say what they are: any list of units may hold any.
+    """
+    units: list[bytes] = []
+    at, head, lists = (23, 3, len(settings)) if codec == "hevc" else (5, 1, 2)
+    while lists and at + head <= len(settings):
+        count = int.from_bytes(settings[at + head // 2 : at + head], "big") & (31 if at == 5 else -1)
+        at, lists = at + head, lists - 1
         for _ in range(count):
             end = at + 2 + int.from_bytes(settings[at : at + 2], "big")
-            found += [settings[at + 2 : end]] if array in _SEQUENCES["hevc"] else []
+            units.append(settings[at + 2 : end])
             at = end
+    found = [unit for unit in units if unit and _kind(codec, unit) in _SEQUENCES[codec]]
     if len(found) != 1 or _START in settings:
         raise NotDone(Fault.LOST, "it has not one sequence parameter set")
     return found[0]
@@ -89,7 +106,9 @@ def coded_size(codec: str, sequence: bytes) -> tuple[int, int]:
         bits.number()
         if layers or bits.number() != 1:
             raise NotDone(Fault.LOST, "it has layers, or is not 4:2:0")
-        return bits.number(), bits.number()
+        width, height = bits.number(), bits.number()
+        _refuse_moved(bits)
+        return width, height
     bits.take(8)
     profile = bits.take(8)
     bits.take(16)
@@ -105,4 +124,16 @@ def coded_size(codec: str, sequence: bytes) -> tuple[int, int]:
     bits.number()
     bits.take(1)
     width, height = bits.number() + 1, bits.number() + 1
-    return 16 * width, 16 * height * (2 - bits.take(1))
+    if not bits.take(1):
+        raise NotDone(Fault.LOST, "its frames may be interlaced, and NVDEC would mix fields")
+    bits.take(1)
+    _refuse_moved(bits)
+    return 16 * width, 16 * height
+
+
+def _refuse_moved(bits: _Bits) -> None:
+    """Raises NotDone if what is shown begins elsewhere than what is coded, from where NVDEC's frames may be copied."""
+    if bits.take(1):
+        left, _, top = bits.number(), bits.number(), bits.number()
+        if left or top:
+            raise NotDone(Fault.LOST, "its frames are cropped on the left or above")

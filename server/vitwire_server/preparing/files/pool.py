@@ -162,7 +162,7 @@ class DecodePool:
             return Prepared(target, waited, answer.decode_seconds, answer.prepare_seconds, on_device)
 
         if not raw and (module := self._taking(found)):
-            bounds = self._bounds(found.cost) if found.film else (DEVICE_SECONDS, DEVICE_SECONDS)
+            bounds = self._bounds(found.cost + len(data)) if found.film else (DEVICE_SECONDS, DEVICE_SECONDS)
             try:
                 return await decoded(self._devices[module], self._on_device[module], *bounds)
             except NotDone as error:
@@ -189,7 +189,7 @@ class DecodePool:
 
     def _bounds(self, cost: int) -> tuple[float, float]:
         """Processor time and wall-clock time for a job that costs this many pixels or bytes."""
-        seconds = min(self._setup.sizes.seconds, _LEAST_SECONDS + cost * _SECONDS_PER_PIXEL)
+        seconds = min(self._setup.sizes.seconds, _LEAST_SECONDS + max(0, cost) * _SECONDS_PER_PIXEL)
         return seconds, _PATIENCE * (1 + seconds)
 
     def _count_waiting(self) -> None:

@@ -6,22 +6,25 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
-from encoded_files import clip, frames_of, moving
+from encoded_files import clip, coded_otherwise, frames_of, moving
 from prepared import MODELS
 from vitwire_server.core.items import Modality
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.device import films, units
 from vitwire_server.preparing.files import clips
 from vitwire_server.preparing.files.decoders import FILMS
-from vitwire_server.preparing.files.messages import Setup, Sizes
+from vitwire_server.preparing.files.messages import Measured, Setup, Sizes
 from vitwire_server.preparing.files.pool import DecodePool, Prepared
 from vitwire_server.preparing.rules.sampling import sampled
 
@@ -60,7 +63,7 @@ class Counts:
 async def pool() -> AsyncIterator[DecodePool]:
     made = DecodePool(1, Counts(), "cpu", [FILMS])
     try:
-        sizes = Sizes(input_bytes=8 << 20, output_bytes=8 << 20, pixels=PIXELS, seconds=10.0, memory=2 << 30)
+        sizes = Sizes(input_bytes=32 << 20, output_bytes=8 << 20, pixels=PIXELS, seconds=10.0, memory=2 << 30)
         made.set_up(Setup(dict(MODELS["patches"]), sizes, clips=True), [FILMS])
         await made.ready()
         yield made
@@ -70,11 +73,11 @@ async def pool() -> AsyncIterator[DecodePool]:
 
 async def decoded(pool: DecodePool, data: bytes) -> Prepared:
     found = await pool.measure(FLOW, data, Modality.VIDEO)
+    return await pool.decode(FLOW, data, Modality.VIDEO, found, lambda: memory(found))
 
-    async def reserve() -> memoryview:
-        return np.zeros(int(np.prod(found.pixels)), np.uint8).data
 
-    return await pool.decode(FLOW, data, Modality.VIDEO, found, reserve)
+async def memory(found: Measured) -> memoryview:
+    return np.zeros(int(np.prod(found.pixels)), np.uint8).data
 
 
 def made_of(data: bytes) -> torch.Tensor:
@@ -146,6 +149,38 @@ async def test_a_killed_process_costs_nothing() -> None:
         assert not done.on_device
 
 
+@pytest.mark.parametrize("times", [(), (0, 0, 0, 0)])
+async def test_a_decoder_that_lies_ends_no_process(times: tuple[int, ...]) -> None:
+    data = clip(moving(40), options=X264)
+    async with pool() as own:
+        found = await own.measure(FLOW, data, Modality.VIDEO)
+        assert found.film
+        lie = replace(found, cost=-(10**30), film=replace(found.film, times=times))
+        done = await own.decode(FLOW, data, Modality.VIDEO, lie, lambda: memory(found))
+        np.testing.assert_array_equal(np.frombuffer(done.pixels, np.uint8), expected(data))
+        assert own._devices[FILMS].takes(found)
+        assert not done.on_device
+
+
+async def test_a_frame_of_a_million_parts_does_not_end_the_process() -> None:
+    """PyAV alone takes a second to open it, which is the time for the pixels of such a clip."""
+    with av.open(BytesIO(clip(moving(9), options=X264))) as source, BytesIO() as file:
+        with av.open(file, "w", "mp4") as container:
+            stream = container.add_stream_from_template(source.streams.video[0])
+            for number, packet in enumerate(source.demux(video=0)):
+                if packet.size:
+                    made = av.Packet(bytes(packet) + unit(b"\x0c") * (6_000_000 if number == 0 else 0))
+                    made.stream, made.time_base, made.is_keyframe = stream, packet.time_base, packet.is_keyframe
+                    made.pts, made.dts = packet.pts, packet.dts
+                    container.mux(made)
+        data = file.getvalue()
+    async with pool() as own:
+        (child,) = own._devices[FILMS]._all
+        with suppress(films.NotDone):  # the CPU's decoder needs a second too
+            await decoded(own, data)
+        assert child.is_alive
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_damaged_clips_raise_what_is_expected(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -193,6 +228,8 @@ def test_a_run_begins_with_a_frame_that_refers_to_no_other(codec: str) -> None:
         settings = units.sequence_of(name, bytes(stream.codec_context.extradata or b""))
     frames = [units.frame_of(name, bytes(each.packet), settings) for each in coded]
     assert [each.starts for each in frames] == [True] + [False] * 19
+    other = unit(b"\1\0" if name == "h264" else b"\2\1\0")  # a slice of the same frame that may refer to others
+    assert not units.frame_of(name, bytes(coded[0].packet) + other, settings).starts
     assert len(films.parts_of(coded, {each.time for each in coded}, 4)) == 1
     with pytest.raises(films.NotDone, match="does not start with a keyframe"):
         films.parts_of(coded[1:], {coded[5].time}, 4)
@@ -219,6 +256,35 @@ def test_the_coded_size_is_read_and_no_frame_may_change_it(codec: str, height: i
     for hidden in (other, frame[4:] + b"\0\0\1" + other):
         with pytest.raises(films.NotDone, match="bring other settings"):
             units.frame_of(name, frame + unit(hidden), sequence)
+    after = 8 + len(sequence) if name == "h264" else len(settings)
+    listed = (b"\x02" if name == "h264" else b"\xa0\0\1") + unit(other)[2:]  # as a picture's settings, or the stream's
+    with pytest.raises(films.NotDone, match="has not one sequence"):
+        units.sequence_of(name, settings[:after] + listed + settings[after + 1 :])
+    for parts in (frame + frame, b"", frame + unit(b"\x0c") * 1000):
+        with pytest.raises(films.NotDone, match=r"not one frame|too small parts"):
+            units.frame_of(name, parts, sequence)
     for broken in (settings[:7], settings[:12], settings + b"\0\0\1"):
         with pytest.raises((films.NotDone, ValueError)):
             units.coded_size(name, units.sequence_of(name, broken))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"), [("crop-rect=16,0,0,0", "cropped"), ("fake-interlaced=1", "interlaced")]
+)
+def test_what_nvdec_would_show_otherwise_is_left_to_the_cpu(options: str, reason: str) -> None:
+    with clips.opened(clip(moving(9), options={"x264-params": options})) as (_, stream):
+        sequence = units.sequence_of("h264", stream.codec_context.extradata or b"")
+    with pytest.raises(films.NotDone, match=reason):
+        units.coded_size("h264", sequence)
+
+
+def test_settings_and_times_are_those_of_the_file() -> None:
+    data = clip(moving(9), options={"bf": "0", "refs": "2"})
+    with pytest.raises(films.NotDone, match="bring other settings"):
+        made_of(coded_otherwise(data, clip(moving(9), options={"refs": "5"})))
+    ordered = bytearray(clip(moving(9), options=X264))
+    film, at = clips.measure(bytes(ordered), RECIPE, PIXELS).film, ordered.index(b"ctts") + 24
+    assert film
+    ordered[at : at + 4] = (int.from_bytes(ordered[at : at + 4], "big") - film.times[-1] // 8).to_bytes(4, "big")
+    with pytest.raises(films.NotDone, match="same time"):
+        films.frames_of(bytes(ordered), film, films.OnCpu(), torch.device("cpu"))
