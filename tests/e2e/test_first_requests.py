@@ -26,7 +26,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.matrix] if name == "one process" else []) for name in FLAGS]
+    "name", [pytest.param(name, marks=[pytest.mark.matrix] if name != "on a device" else []) for name in FLAGS]
 )
 def test_all_is_there_when_it_is_ready(
     name: str, checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

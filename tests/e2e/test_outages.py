@@ -42,7 +42,10 @@ async def until_shared(client: Any, item: Item, pair: list[ServerProcess]) -> No
         await client.encode([item])
 
 
-@pytest.mark.parametrize(("make", "item"), [(InThread, SMALL), (InThread, LARGE), (AsyncClient, SMALL)])
+@pytest.mark.parametrize(
+    ("make", "item"),
+    [(InThread, LARGE), *(pytest.param(make, SMALL, marks=pytest.mark.matrix) for make in (InThread, AsyncClient))],
+)
 async def test_a_frozen_replica_fails_no_sequential_call(make: Call, item: Item, pair: list[ServerProcess]) -> None:
     async with make(targets(pair), timeout=TIMEOUT) as client:
         await until_shared(client, item, pair)

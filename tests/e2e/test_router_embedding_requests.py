@@ -138,7 +138,10 @@ def test_a_bad_image_leaves_others_alone(client: OpenAI) -> None:
 
 @pytest.mark.parametrize("url", [
     "data:image/png;base64,!" + "A" * (12 << 20),
-    "data:image/jpeg;base64," + base64.b64encode(b"\xff\xd8\xff" + bytes(9 << 20)).decode(),
+    pytest.param(
+        "data:image/jpeg;base64," + base64.b64encode(b"\xff\xd8\xff" + bytes(9 << 20)).decode(),
+        marks=pytest.mark.matrix,
+    ),
 ], ids=["base64", "image"])  # fmt: skip
 def test_what_is_refused_is_freed(url: str, server: ServerProcess) -> None:
     """By the router and by its workers, without a collection of garbage: in cycles it would stay, and not count."""
