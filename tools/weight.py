@@ -24,8 +24,8 @@ PRODUCT = (
 STUBS = "v1"
 MOST_LINES, MOST_PARAMETERS, MOST_METHODS = 60, 6, 15
 CEILINGS = {
-    "product": 52_500,  # 50,800; 300 for one GPU, 400 for new users, 400 for the latest towers, 600 for clips
-    "tests": 54_700,  # to come down to 52,000
+    "product": 52_450,  # 50,800; 300 for one GPU, 400 for new users, 400 for the latest towers, 600 for clips
+    "tests": 54_600,  # to come down to 52,000
     "bench": 5_500,
     "docs/performance": 1_000,
     "broad excepts": 30,

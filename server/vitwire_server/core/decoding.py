@@ -7,4 +7,4 @@ CLIP_FRAMES_BYTES = 512 << 20
 CLIP_TENSORS_BYTES = 2 * CLIP_FRAMES_BYTES
 """Most bytes of torch's tensors in a process that decodes clips on a CUDA device."""
 CLIP_DECODERS_BYTES = 1 << 30
-"""Set aside for its decoders; with context and tensors it held 1.5 GiB after clips of three sizes on an H200."""
+"""Set aside for its decoders; with context and tensors it held 1.6 GiB after clips of three sizes on an H200."""

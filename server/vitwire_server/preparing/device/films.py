@@ -67,7 +67,8 @@ def _coded(container: InputContainer, stream: VideoStream, nbytes: int) -> Itera
     """The frames of a file of `nbytes`. Raises NotDone, ValueError or PyAV's errors."""
     codec = stream.codec_context.codec.canonical_name
     sequence = units.sequence_of(codec, stream.codec_context.extradata or b"")
-    width, height = units.coded_size(codec, sequence)
+    width, height, number_bits = units.coding_of(codec, sequence)
+    number = 0
     if width - stream.width > _MOST_CROPPED or height - stream.height > _MOST_CROPPED:
         raise NotDone(Fault.LOST, f"its frames are coded as {width}x{height}")
     for packet in container.demux(stream):
@@ -77,7 +78,10 @@ def _coded(container: InputContainer, stream: VideoStream, nbytes: int) -> Itera
         if packet.has_sidedata("new_extradata"):
             raise NotDone(Fault.LOST, "its frames bring other settings than the file")
         if packet.size and packet.pts is not None:
-            frame = units.frame_of(codec, bytes(packet), sequence)
+            frame = units.frame_of(codec, bytes(packet), sequence, number_bits)
+            if not frame.starts and frame.number != (number + 1) % (1 << number_bits):
+                raise NotDone(Fault.LOST, "frames are missing in it")
+            number = number if frame.is_unneeded else frame.number
             yield Coded(packet.pts, packet, packet.is_keyframe and frame.starts, frame.is_unneeded)
 
 

@@ -18,6 +18,8 @@ _SLICE_AT = {"h264": 1, "hevc": 2}
 """The byte whose first bit says that a slice is the first of its frame."""
 _HIGH = (44, 83, 86, 100, 110, 118, 122, 128, 134, 135, 138, 139, 244)
 """Profiles of H.264 whose sequence parameter sets say more of their samples."""
+_HEAD = 12
+"""Bytes of a slice that hold its number, whatever is in front of it."""
 _UNITS, _UNIT_BYTES = 32, 64
 """A frame may have this many units, and one more for so many bytes: to read each takes a microsecond."""
 _PROFILE_AND_LEVEL = 96
@@ -38,6 +40,16 @@ class _Bits:
         return self.take(2 * zeros + 1) - 1
 
 
+class Coding(NamedTuple):
+    """What a sequence parameter set says."""
+
+    width: int
+    height: int
+    """With what is cropped, for which NVDEC reserves memory."""
+    number_bits: int
+    """Length of `frame_num` in H.264; 0 in HEVC."""
+
+
 class Frame(NamedTuple):
     """What the units of a frame say."""
 
@@ -45,11 +57,14 @@ class Frame(NamedTuple):
     """Whether a decoder can start there, by the frame and not by the file, so that it shows nothing of another clip."""
     is_unneeded: bool
     """Whether it is an H.264 frame that no other refers to: `nal_ref_idc` is 0 (7.4.1)."""
+    number: int
+    """`frame_num` of H.264 (7.4.3), which counts frames that others refer to."""
 
 
-def frame_of(codec: str, packet: bytes, sequence: bytes) -> Frame:
+def frame_of(codec: str, packet: bytes, sequence: bytes, number_bits: int) -> Frame:
     """Raises NotDone unless it is one frame, with no other sequence parameter set than the file's."""
-    slices, firsts, end, left = [], 0, 0, _UNITS + len(packet) // _UNIT_BYTES
+    starts, is_unneeded = True, codec == "h264"
+    firsts, end, left = [], 0, _UNITS + len(packet) // _UNIT_BYTES
     while end + 4 < len(packet):
         left -= 1
         if not left:
@@ -64,11 +79,19 @@ def frame_of(codec: str, packet: bytes, sequence: bytes) -> Frame:
         if other or _START in unit:
             raise NotDone(Fault.LOST, "its frames bring other settings than the file")
         if kind in _SLICES[codec]:
-            slices.append((kind in _STARTS[codec], codec == "h264" and not unit[0] >> 5 & 3))
-            firsts += unit[_SLICE_AT[codec] :][:1] >= b"\x80"
-    if firsts != 1:
+            starts, is_unneeded = starts and kind in _STARTS[codec], is_unneeded and not unit[0] >> 5 & 3
+            if unit[_SLICE_AT[codec] :][:1] >= b"\x80":
+                firsts.append(unit)
+    if len(firsts) != 1:
         raise NotDone(Fault.LOST, "a part of it is not one frame")
-    return Frame(*map(all, zip(*slices, strict=True)))
+    return Frame(starts, is_unneeded, _number(firsts[0], number_bits) if number_bits else 0)
+
+
+def _number(unit: bytes, length: int) -> int:
+    bits = _Bits(unit[1:_HEAD])
+    for _ in ("first_mb_in_slice", "slice_type", "pic_parameter_set_id"):
+        bits.number()
+    return bits.take(length)
 
 
 def _kind(codec: str, unit: bytes) -> int:
@@ -96,8 +119,8 @@ def sequence_of(codec: str, settings: bytes) -> bytes:
     return found[0]
 
 
-def coded_size(codec: str, sequence: bytes) -> tuple[int, int]:
-    """Width and height with what is cropped, for which NVDEC reserves memory. Raises NotDone or ValueError."""
+def coding_of(codec: str, sequence: bytes) -> Coding:
+    """Raises NotDone for what NVDEC does not decode as libavcodec does, or ValueError."""
     bits = _Bits(sequence)
     if codec == "hevc":
         bits.take(16 + 4)
@@ -108,14 +131,14 @@ def coded_size(codec: str, sequence: bytes) -> tuple[int, int]:
             raise NotDone(Fault.LOST, "it has layers, or is not 4:2:0")
         width, height = bits.number(), bits.number()
         _refuse_moved(bits)
-        return width, height
+        return Coding(width, height, 0)
     bits.take(8)
     profile = bits.take(8)
     bits.take(16)
     bits.number()
     if profile in _HIGH and (bits.number() != 1 or bits.number() or bits.number() or bits.take(2)):
         raise NotDone(Fault.LOST, "it is not 4:2:0 of 8 bits, or has scaling matrices")
-    bits.number()
+    number_bits = bits.number() + 4
     order = bits.number()
     if order == 1:
         raise NotDone(Fault.LOST, "the order of its frames is coded in a rare way")
@@ -128,7 +151,7 @@ def coded_size(codec: str, sequence: bytes) -> tuple[int, int]:
         raise NotDone(Fault.LOST, "its frames may be interlaced, and NVDEC would mix fields")
     bits.take(1)
     _refuse_moved(bits)
-    return 16 * width, 16 * height
+    return Coding(16 * width, 16 * height, number_bits)
 
 
 def _refuse_moved(bits: _Bits) -> None:

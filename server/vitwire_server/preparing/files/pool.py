@@ -20,7 +20,7 @@ from vitwire_server.preparing.files.messages import Decode, Decoded, Measure, Me
 from vitwire_server.preparing.rules.forms import form_of
 
 _log = logging.getLogger(__name__)
-_PATIENCE = 10.0
+_PATIENCE, _PATIENCE_ON_DEVICE = 10.0, 3.0
 """A job may take its processor time and one second more, times this, of wall-clock time."""
 _START_SECONDS = 30.0
 """Seconds that a server waits for its decoders before it is ready without them."""
@@ -162,7 +162,10 @@ class DecodePool:
             return Prepared(target, waited, answer.decode_seconds, answer.prepare_seconds, on_device)
 
         if not raw and (module := self._taking(found)):
-            bounds = self._bounds(found.cost + len(data)) if found.film else (DEVICE_SECONDS, DEVICE_SECONDS)
+            bounds = DEVICE_SECONDS, DEVICE_SECONDS
+            if found.film:
+                seconds, _ = self._bounds(found.cost + len(data))
+                bounds = seconds, _PATIENCE_ON_DEVICE * (1 + seconds)
             try:
                 return await decoded(self._devices[module], self._on_device[module], *bounds)
             except NotDone as error:

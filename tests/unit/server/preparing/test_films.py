@@ -7,8 +7,10 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import av
@@ -22,6 +24,7 @@ from prepared import MODELS
 from vitwire_server.core.items import Modality
 from vitwire_server.preparing import pillow
 from vitwire_server.preparing.device import films, units
+from vitwire_server.preparing.device.sources import Coded
 from vitwire_server.preparing.files import clips
 from vitwire_server.preparing.files.decoders import FILMS
 from vitwire_server.preparing.files.messages import Measured, Setup, Sizes
@@ -226,10 +229,11 @@ def test_a_run_begins_with_a_frame_that_refers_to_no_other(codec: str) -> None:
         name = stream.codec_context.codec.canonical_name
         coded = list(films._coded(container, stream, len(data)))
         settings = units.sequence_of(name, bytes(stream.codec_context.extradata or b""))
-    frames = [units.frame_of(name, bytes(each.packet), settings) for each in coded]
+        bits = units.coding_of(name, settings).number_bits
+    frames = [units.frame_of(name, bytes(each.packet), settings, bits) for each in coded]
     assert [each.starts for each in frames] == [True] + [False] * 19
     other = unit(b"\1\0" if name == "h264" else b"\2\1\0")  # a slice of the same frame that may refer to others
-    assert not units.frame_of(name, bytes(coded[0].packet) + other, settings).starts
+    assert not units.frame_of(name, bytes(coded[0].packet) + other, settings, bits).starts
     assert len(films.parts_of(coded, {each.time for each in coded}, 4)) == 1
     with pytest.raises(films.NotDone, match="does not start with a keyframe"):
         films.parts_of(coded[1:], {coded[5].time}, 4)
@@ -249,23 +253,45 @@ def test_the_coded_size_is_read_and_no_frame_may_change_it(codec: str, height: i
 
     name, settings, frame = opened(height, width)
     sequence = units.sequence_of(name, settings)
-    coded = units.coded_size(name, sequence)
+    coded = units.coding_of(name, sequence)
     assert (0, 0) <= (coded[0] - width, coded[1] - height) < (16, 16)
     other = units.sequence_of(name, opened(200, 300)[1])
-    assert units.frame_of(name, unit(sequence) + frame, sequence) == units.frame_of(name, frame, sequence)
+    read = partial(units.frame_of, name, sequence=sequence, number_bits=coded.number_bits)
+    assert read(unit(sequence) + frame) == read(frame)
     for hidden in (other, frame[4:] + b"\0\0\1" + other):
         with pytest.raises(films.NotDone, match="bring other settings"):
-            units.frame_of(name, frame + unit(hidden), sequence)
+            read(frame + unit(hidden))
     after = 8 + len(sequence) if name == "h264" else len(settings)
     listed = (b"\x02" if name == "h264" else b"\xa0\0\1") + unit(other)[2:]  # as a picture's settings, or the stream's
     with pytest.raises(films.NotDone, match="has not one sequence"):
         units.sequence_of(name, settings[:after] + listed + settings[after + 1 :])
     for parts in (frame + frame, b"", frame + unit(b"\x0c") * 1000):
         with pytest.raises(films.NotDone, match=r"not one frame|too small parts"):
-            units.frame_of(name, parts, sequence)
+            read(parts)
     for broken in (settings[:7], settings[:12], settings + b"\0\0\1"):
         with pytest.raises((films.NotDone, ValueError)):
-            units.coded_size(name, units.sequence_of(name, broken))
+            units.coding_of(name, units.sequence_of(name, broken))
+
+
+@pytest.mark.parametrize("name", [name for name in TAKEN if "h264" in name or name == "matroska"])
+def test_frames_that_are_missing_are_noticed(name: str) -> None:
+    """If others refer to them: NVDEC might show something in their place, and say nothing."""
+    data = clip(moving(40, 98, 130), **TAKEN[name])
+
+    def coded(missing: int = -1) -> list[Coded]:
+        with clips.opened(data) as (container, stream):
+            packets = [packet for packet in container.demux(stream) if packet.size]
+            packets = [packet for at, packet in enumerate(packets) if at != missing]
+            rest: Any = SimpleNamespace(demux=lambda _: packets)
+            return list(films._coded(rest, stream, len(data)))
+
+    whole = coded()
+    for at, each in [*enumerate(whole)][1:-1]:
+        if each.is_unneeded or whole[at + 1].starts:
+            assert len(coded(at)) == 39
+        else:
+            with pytest.raises(films.NotDone, match="frames are missing"):
+                coded(at)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +301,7 @@ def test_what_nvdec_would_show_otherwise_is_left_to_the_cpu(options: str, reason
     with clips.opened(clip(moving(9), options={"x264-params": options})) as (_, stream):
         sequence = units.sequence_of("h264", stream.codec_context.extradata or b"")
     with pytest.raises(films.NotDone, match=reason):
-        units.coded_size("h264", sequence)
+        units.coding_of("h264", sequence)
 
 
 def test_settings_and_times_are_those_of_the_file() -> None:
