@@ -26,7 +26,7 @@ from vitwire.errors import (
     VitwireError,
 )
 from vitwire.items import Item, Modality, Priority
-from vitwire.model import Budget, Limits, Model, Place, TileShapes
+from vitwire.model import Budget, Limits, Model, TileShapes
 from vitwire.options import ProcessorOptions
 
 __all__ = [
@@ -45,7 +45,6 @@ __all__ = [
     "Model",
     "NotCached",
     "Overloaded",
-    "Place",
     "Priority",
     "ProcessorOptions",
     "Report",
