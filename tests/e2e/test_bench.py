@@ -68,7 +68,8 @@ def test_a_clip(server: ServerProcess, tmp_path: Path) -> None:
     assert sum(first["paths"].values()) == 8
     wrong = bench(server, "--clip", path, "--size", "56x56")
     assert (wrong.returncode, "--clip" in wrong.stderr) == (2, True)
-    assert bench(server, "--clip", tmp_path / "none.mp4").returncode == 1
+    missing = bench(server, "--clip", tmp_path / "none.mp4")
+    assert (missing.returncode, "--clip: [Errno 2]" in missing.stderr) == (2, True)
     assert "is not an MP4, WebM" in bench(server, "--clip", __file__).stderr
 
 
