@@ -1,6 +1,5 @@
 """Snapshots of the metrics of a registry."""
 
-import time
 from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry
@@ -12,7 +11,6 @@ class Readings:
     """A snapshot of all samples of a registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.time = time.time()
         self._samples: dict[str, list[tuple[Labels, float]]] = {}
         for family in registry.collect():
             for sample in family.samples:
@@ -29,7 +27,3 @@ class Readings:
             if labels.items() <= found.items():
                 sums[found[label]] = sums.get(found[label], 0.0) + value
         return sums
-
-    def labels(self, name: str) -> list[Labels]:
-        """The labels of each sample."""
-        return [labels for labels, _ in self._samples.get(name, [])]

@@ -682,7 +682,7 @@ Global___EmbeddingPlacement: typing_extensions.TypeAlias = EmbeddingPlacement
 @typing.final
 class ItemReport(google.protobuf.message.Message):
     """Facts about the encoding of an item. Of a clip that was sent in groups, path,
-    budget_tokens, queued and encoded are those of its last batch.
+    budget_tokens, queued and encoded describe its last batch.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

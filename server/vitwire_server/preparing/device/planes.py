@@ -13,7 +13,7 @@ _ANY = "luma_ptr chroma_ptr target_ptr width below below_chroma bright red blue 
 def convert(luma: Tensor, chroma: Tensor, factors: tuple[int, ...], target: Tensor) -> None:
     """Write `target (H, W, 3)` from samples `(H, W)` and `(H / 2, ceil(W / 2), 2)`; all uint8, and their rows dense.
 
-    `factors` are those of luma, red, blue, green by U and by V, and the offset.
+    factors: of luma, red, blue, green by U and green by V, and the offset.
     """
     height, width = luma.shape
     _convert[(height, triton.cdiv(width, _BLOCK))](

@@ -21,7 +21,7 @@ _HIGH = (44, 83, 86, 100, 110, 118, 122, 128, 134, 135, 138, 139, 244)
 _HEAD = 12
 """Bytes of a slice that hold its number, whatever is in front of it."""
 _UNITS, _UNIT_BYTES = 32, 64
-"""A frame may have this many units, and one more for so many bytes: to read each takes a microsecond."""
+"""Units that a frame may have, and bytes for each further one: to read one takes a microsecond."""
 _PROFILE_AND_LEVEL = 96
 """Bits in HEVC, for a stream of one temporal layer."""
 

@@ -48,7 +48,7 @@ class Decoder(Child):
     sizes: Sizes
     memory: mmap.mmap
     """Begins with the input, and ends with the output."""
-    kept_bytes = _KEPT_BYTES
+    kept_bytes: int
 
     @classmethod
     async def begin(cls, awaited: asyncio.Future[Setup], device: str = "", module: str = _WORKER) -> Self:

@@ -82,7 +82,7 @@ class Decode(Struct, frozen=True):
     frames: tuple[int, ...] = ()
     """As in Measure."""
     film: Film | None = None
-    """Of a clip, for a decoder on a device."""
+    """The chosen frames, if a decoder on a device gets a clip."""
 
 
 # -- from a decoder --------------------------------------------------------------------------------
